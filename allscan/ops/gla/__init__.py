@@ -1,7 +1,7 @@
-"""Gated linear attention over a sequence that is cut over the ranks of a communicator.
+"""Gated linear attention over a sequence that is sharded across the ranks of a communicator.
 
-``gla_operator``  zeco_gla: checks, autograd, torch's custom operators.
-``gla_plans``     which kernel is launched with what.
+``gla_operator``  zeco_gla: argument checks, autograd, torch's custom operators.
+``gla_plans``     launch plans: kernels, grids, block sizes and buffers.
 """
 
 from .gla_operator import Asked, zeco_gla, zeco_gla_by

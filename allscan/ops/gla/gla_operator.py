@@ -1,4 +1,4 @@
-"""zeco_gla: gated linear attention over a sequence that is cut over the ranks of a communicator."""
+"""zeco_gla: gated linear attention over a sequence that is sharded across the ranks of a communicator."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from ..carrier import AllScanCarrier, InOrderCarrier, StateCarrier, carrier_of, 
 from ..first_call import FINAL_OF_ALL, FirstCall, check_first, common_fields
 from .gla_plans import Shape, backward_plan, forward_plan, shape_of
 
-SAVED_DTYPE = torch.int32  # of the memory that backward takes from forward: to a hook of the caller's no floats
+SAVED_DTYPE = torch.int32  # of the saved buffer: integers, so that a saved_tensors_hook does not treat it as floats
 
 
 def zeco_gla(
@@ -62,73 +62,76 @@ def zeco_gla(
     recompute: bool = True,
     invariant: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Gated linear attention with the sequence cut over the ranks; each rank holds consecutive tokens, in rank order.
+    """Gated linear attention over a sharded sequence; each rank holds consecutive tokens, in rank order.
 
         S_t = diag(exp(g_t)) S_{t-1} + k_t^T v_t,     o_t = scale * q_t S_t         for every sequence and head
 
-    Differentiable in q, k, v, g and initial_state. One scan forward and one in reverse in backward, each moving one
-    state of B*H*K*V float32 words from a rank to the next, while the kernels that need nothing remote run. The result
-    is ready on the current stream; the host does not wait. All ranks make the same calls in the same order, forward and
-    backward; activation checkpointing keeps that order. torch.compile takes it as a whole, a custom operator. The first
-    call for a shape, or for a cu_seqlens, is collective on the host and must come before a CUDA graph's capture.
+    The function is differentiable in q, k, v, g and initial_state. Forward runs one scan over the ranks; backward runs
+    one scan in reverse. Each scan sends one state of B*H*K*V float32 words from each rank to the next, overlapped with
+    the kernels that need no remote data. The result is ready on the current stream; the host does not wait. All ranks
+    must make the same calls in the same order, forward and backward; activation checkpointing keeps that order.
+    torch.compile traces the call as one custom operator. The first call for a shape, or for a cu_seqlens, is collective
+    on the host and must come before a CUDA graph's capture.
 
     Args:
-        q, k, v: [B, T, H, K] (v: V), this rank's T tokens; bfloat16, float16 or float32, all three alike. K up
-            to 512. T may differ between ranks, and from call to call, and be 0: such a rank passes on what comes. B, H,
-            K and V may not differ. B * T of a rank at most 65,535 chunks of 64 tokens, a sequence's last one on the
-            rank counting as whole.
-        g: [B, T, H, K], natural logarithm of the decay, at most 0 (down to -inf is exact); float32, or like q. That no
-            gate is positive or NaN is checked at the first call for a shape only, and in debug mode: looking waits for
-            the GPU.
-        comm: the ranks.
-        scale: default K ** -0.5; the same on every rank.
-        initial_state: [B or N, H, K, V] float32, the same on every rank: each sequence's state before its first token.
-            Its gradient is non-zero on the rank that has this token, without cu_seqlens on the first rank.
+        q, k, v: [B, T, H, K] (v: V), this rank's T tokens; bfloat16, float16 or float32, one dtype for all three. K is
+            at most 512. T may differ between ranks and between calls, and may be 0: such a rank forwards the incoming
+            state. B, H, K and V must be equal on all ranks. A rank has at most 65,535 chunks of 64 tokens in its
+            B * T tokens; the last chunk of each sequence on the rank counts as full.
+        g: [B, T, H, K], natural logarithm of the decay, at most 0 (-inf is exact); float32, or q's dtype. Positive and
+            NaN gates are detected at the first call for a shape and in debug mode only, because the check
+            synchronizes with the GPU.
+        comm: the communicator.
+        scale: factor of the output, K ** -0.5 by default; equal on all ranks.
+        initial_state: [B or N, H, K, V] float32, equal on all ranks: each sequence's state before its first token.
+            Its gradient is non-zero only on the rank with this token; without cu_seqlens, on the first rank.
         output_final_state: whether to return each sequence's state after its last token. Each rank may choose for
-            itself. "all", on all ranks or on none: true on every rank, for decoding behind a split prefill. It goes
-            from the rank that has it to the others, by one scan more, with cu_seqlens by two; its gradient is the sum
-            over the ranks.
+            itself. "all", on all ranks or on none: every rank gets the final state, to decode after a sharded prefill.
+            One more scan, with cu_seqlens two, sends it from its rank to the others; its gradient is the sum over the
+            ranks.
         cu_seqlens: packed sequences, B = 1: integers [N + 1] rising from 0 to the number of tokens of *all* ranks;
-            sequence i has tokens cu_seqlens[i] .. cu_seqlens[i + 1] - 1 of the row. The same on every rank; a tensor
-            on the CPU or the GPU, or a list. Sequences may be empty, and lie on any number of ranks. On one
-            communicator a cu_seqlens has one split: each rank has the same T whenever it comes again. A call and its
-            backward have the values of when it was made. A tensor on the GPU is read once, which waits for it, and
-            again when torch has counted a write to it: do not change it in other ways (``.data``, other code's kernels,
-            a CUDA graph's replay), and not at all if made in torch.inference_mode; debug mode compares. In a CUDA
-            graph's capture it must be a list or on the CPU.
-        first_token: with cu_seqlens, where in the global sequence this rank's tokens begin, on every rank or on none.
-            Then a new cu_seqlens asks no other rank on the host, and need not come with the same partition again. That
-            the ranks' tokens follow one another is the caller's word; debug mode compares it.
-        layout: "zigzag" where the row is cut into 2P chunks and rank r has chunk r in the first half of its T tokens
-            and chunk 2P - 1 - r in the second, as trainers have it that balance causal softmax attention. T is even.
-            Two states are sent instead of one: that of the first halves in ascending order of ranks, then that of the
-            second halves in descending order. first_token is that of the first half; final_state is rank 0's.
-        per_document: of packed sequences in the zigzag layout, the same on every rank. False: the row of all is cut,
-            wherever sequences begin. True: each sequence is cut into 2P chunks of its own, and rank r has chunks r and
-            2P - 1 - r of each, one sequence after the other (``allscan.zigzag.zigzag_positions``): each length is
-            a multiple of 2P, T is a P-th of the row on every rank, and first_token r T / 2. Then the states of all N
-            sequences are sent, in an ascending and a descending scan: N rounded up to a power of 2, a shape of its own.
-        recompute: whether backward makes the decayed queries and keys and the scores inside the chunks again. False:
-            they are kept from forward, which takes about B * T * H * (4 * K + 256) bytes until backward for bfloat16
-            inputs, 8 * K + 256 for others, and spares backward two kernels. Without gradients nothing is kept either
-            way. Each rank may choose for itself.
-        invariant: tokens of a segment, a multiple of 64 such as 2,048, the same on every rank: then all that the call
-            and its backward return has the same bits for every number of ranks, one included, wherever they cut, at
-            multiples of it (docs/invariant.md). 0: it has not, and the segments are as long as is fast. Default: the
-            communicator's. Not with per_document.
+            sequence i has tokens cu_seqlens[i] .. cu_seqlens[i + 1] - 1 of the row. Equal on all ranks; a tensor
+            on the CPU or the GPU, or a list. Sequences may be empty and may span any number of ranks. A communicator
+            binds a cu_seqlens to one partition: each rank must have the same T in every call with it. Backward uses
+            the values from the time of the forward call. A tensor on the GPU is read once, which synchronizes, and
+            again after a write that torch has counted. Do not change it in other ways (``.data``, other code's
+            kernels, a CUDA graph's replay); do not change a tensor from torch.inference_mode at all. Debug mode
+            detects such changes. In a CUDA graph's capture, pass a list or a CPU tensor.
+        first_token: with cu_seqlens, the position of this rank's first token in the global sequence, on all ranks or on
+            none. A new cu_seqlens then needs no exchange on the host, and its partition may change between calls. The
+            caller guarantees that the ranks' tokens are contiguous; debug mode checks it.
+        layout: "contiguous", or "zigzag", the layout that balances causal softmax attention: the row is split into 2P
+            chunks; rank r has chunk r in the first half of its T tokens and chunk 2P - 1 - r in the second. T is even.
+            Two states are sent instead of one: the state of the first halves in an ascending scan, then the state of
+            the second halves in a descending scan. first_token is the position of the first half; rank 0 has
+            final_state.
+        per_document: for packed sequences in the zigzag layout; equal on all ranks. False: the whole row is split,
+            wherever sequences begin. True: each sequence is split into 2P chunks of its own, and rank r has chunks r
+            and 2P - 1 - r of each, one sequence after the other (``allscan.zigzag.zigzag_positions``): each length is
+            a multiple of 2P, T is 1 / P of the row on every rank, and first_token is r T / 2. An ascending and a
+            descending scan then send the states of all N sequences; N, rounded up to a power of 2, is part of the
+            shape.
+        recompute: whether backward recomputes the decayed queries and keys and the scores inside the chunks. False:
+            forward saves them for backward, about B * T * H * (4 * K + 256) bytes for bfloat16 inputs, 8 * K + 256 in
+            place of 4 * K + 256 for others, and backward runs two kernels fewer. Without gradients nothing is saved in
+            either case. Each rank may choose for itself.
+        invariant: tokens of a segment, a multiple of 64 such as 2,048; equal on all ranks. The results of the call and
+            of its backward are then bitwise equal for every number of ranks, one included, and for every partition
+            whose boundaries are multiples of it (docs/invariant.md). 0: no such guarantee; the segment length is
+            chosen for speed. Default: the communicator's value. Not with per_document.
 
     Returns:
-        (o, final_state): o [B, T, H, V] like v; final_state [B or N, H, K, V] float32, true on the rank that has the
-        sequence's last token, without cu_seqlens on the last rank, even if that has none, and zeros on the others, with
-        "all" on every rank; or None.
+        (o, final_state): o [B, T, H, V] like v; final_state [B or N, H, K, V] float32, or None. final_state is valid on
+        the rank with the sequence's last token, without cu_seqlens on the last rank (even if it has no tokens), with
+        "all" on every rank; it is zero on the other ranks.
 
     Raises:
-        TypeError: dtypes.
-        ValueError: shapes, device, cu_seqlens, a positive gate.
-        RuntimeError: and whatever else ``allscan.allscan`` raises, before anything is launched.
+        TypeError: a dtype is not supported.
+        ValueError: shapes, device or cu_seqlens are wrong, or a gate is positive.
+        RuntimeError: as ``allscan.allscan``, whose other errors are raised too; each before anything is launched.
 
     Example:
-        >>> o, _ = allscan.zeco_gla(q, k, v, g, comm=comm)         # q[:, t0:t1], ... of the whole sequence
+        >>> o, _ = allscan.zeco_gla(q, k, v, g, comm=comm)         # q[:, t0:t1], ... of the global sequence
 
     Source:
         ZeCO, arXiv 2507.01004, algorithms 1 and 2.
@@ -150,7 +153,7 @@ def zeco_gla(
 
 
 class Asked(NamedTuple):
-    """Options of a call as its caller passes them: see ``zeco_gla``."""
+    """Unchecked options of a call, as the caller passes them: see ``zeco_gla``."""
 
     scale: float | None = None
     output_final_state: bool = False
@@ -164,8 +167,8 @@ class Asked(NamedTuple):
 
 
 class Options(NamedTuple):
-    """The same, checked: what is not in the tensors. zigzag: see zigzag_of; saves: forward saves the intermediates of
-    the chunks for backward; of_all: see final_of_all."""
+    """Checked options of a call, without its tensors. zigzag: see zigzag_of. saves: forward saves the intermediates of
+    the chunks for backward. of_all: see final_of_all."""
 
     scale: float
     first_token: int | None = None
@@ -176,21 +179,21 @@ class Options(NamedTuple):
 
     @property
     def of_shape(self) -> tuple[int, bool, int]:
-        """What ``_shape`` takes of them."""
+        """The options that determine the Shape, for ``_shape``."""
         return self.zigzag, self.saves, self.invariant
 
 
 def zeco_gla_by(carrier: StateCarrier, tensors: tuple, asked: Asked) -> tuple[Tensor, Tensor | None]:
-    """``zeco_gla`` of ``tensors`` (q, k, v, g, initial_state), with the state carried by ``carrier``."""
+    """Run ``zeco_gla`` on ``tensors`` (q, k, v, g, initial_state); ``carrier`` scans the state over the ranks."""
     comm, (scale, final, cu_seqlens, first, layout, recompute, per_document, invariant, of_all) = carrier.comm, asked
     if torch.compiler.is_compiling():
         saves = wants_gradient(tensors) and not recompute
         return _traced_call(carrier, tensors, final, *_checked(carrier, tensors, asked, saves))
     with comm.call(False, "zeco_gla", tensors):
         key = call_key(tensors)
-        differentiable = bool(key[-1])  # 2: with inference tensors, which torch cannot save (call_key)
+        differentiable = bool(key[-1])  # 2: there are inference tensors, which torch cannot save (see call_key)
         saves = differentiable and not recompute
-        # not where each call is to be checked: a wrong scale may equal a right one (Decimal(1)), NaN is none
+        # calls that need all checks bypass the cache: Decimal(1), an invalid scale, equals 1.0, and NaN equals nothing
         known = cu_seqlens is None and first is None and not (comm.debug or per_document)
         known = known and type(scale) in _SCALES and scale == scale
         known = known and type(layout) is str and type(invariant) is int and key[-1] != 2 and num_dispatch_modes() == 0
@@ -216,7 +219,7 @@ _SCALES = float, int, type(None)
 def _checked(
     carrier: StateCarrier, tensors: Sequence[Tensor], asked: Asked, saves: bool
 ) -> tuple[Tensor | None, Options]:
-    """(cu_seqlens, Options), after the checks that need no other rank."""
+    """Run the checks that need no other rank; return (cu_seqlens, Options)."""
     scale, _, boundaries, first_token, layout, _, per_document, invariant, of_all = asked
     deferred, cu_seqlens = None, None
     try:
@@ -229,7 +232,7 @@ def _checked(
     except (TypeError, ValueError) as error:
         deferred = DeferredError(error)
     if deferred is not None:
-        carrier.prepare(None, deferred=deferred)  # raises it, on the other ranks too if this is a first call
+        carrier.prepare(None, deferred=deferred)  # raises the error, at a first call on all ranks
     compare_values(carrier.comm, boundaries, cu_seqlens)
     scale = tensors[0].shape[-1] ** -0.5 if scale is None else float(scale)
     return cu_seqlens, Options(scale, first_token, zigzag, saves, invariant, of_all)
@@ -238,17 +241,17 @@ def _checked(
 def _traced_call(
     carrier: StateCarrier, tensors: Sequence[Tensor | None], final: bool, cu_seqlens: Tensor | None, options: Options
 ) -> tuple[Tensor, Tensor | None]:
-    """By the custom operator."""
+    """Call the custom operator."""
     o, final_state, _ = _operator.forward(*plain_or_traced(*tensors), cu_seqlens, final, carrier.handle, *options)
     return o, final_state if final else None
 
 
 class Prepared:
-    """Of calls with one signature: what the first of them has worked out, with which the later ones need no checks but
-    those by which they find it.
+    """State of one call signature: shape, token layout and launch plans. The first call with the signature makes it;
+    later calls find it by their cache key and skip all other checks.
 
-    options: with which ``_find`` finds the same again. saved: see ``_saved``. pending: makes the communicator's record
-    of a backward pass that is outstanding."""
+    options: ``_find`` returns an equal object for them. saved: see ``_saved``. pending: registers an outstanding
+    backward pass with the communicator."""
 
     def __init__(self, carrier: StateCarrier, shape: Shape, layout: Layout, options: Options, saved: list) -> None:
         self.carrier, self.shape, self.layout, self.options, self.saved = carrier, shape, layout, options, saved
@@ -259,7 +262,9 @@ class Prepared:
         self._plans: dict[tuple, Plan] = {}  # by variant of the pass, see _run
 
     def forward(self, *inputs: Any) -> tuple[Tensor, Any, Tensor]:
-        """(o, final_state or None, and the buffer of Shape.saved_sizes), of the operator's inputs before ``fixed``."""
+        """Run forward. ``inputs``: the operator's inputs before ``fixed``.
+
+        Returns (o, final_state or None, the saved buffer of Shape.saved_sizes)."""
         q, k, v, g, initial_state, _, final = inputs
         final_state = q.new_zeros(self._states, dtype=torch.float32) if final else None
         saved_buffer = q.new_empty(self.shape.saved_words, dtype=SAVED_DTYPE)
@@ -272,7 +277,7 @@ class Prepared:
     def backward(
         self, do: Tensor, dfinal: Tensor | None, saved: Sequence[Tensor], initial: bool
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-        """(dv, dq, dk, dg, dinitial_state or None)."""
+        """Run backward; return (dv, dq, dk, dg, dinitial_state or None)."""
         q, k, v, g, saved_buffer = saved
         dinitial = q.new_zeros(self._states, dtype=torch.float32) if initial else None
         variant = backward_plan, dfinal is None, dinitial is None
@@ -283,7 +288,7 @@ class Prepared:
         return dv, dq, dk, dg, dinitial
 
     def _run(self, variant: tuple, *tensors: Tensor | None) -> list[Tensor]:
-        """Run the plan of a pass. ``variant``: what makes it, and which of these tensors are None."""
+        """Run the plan of a pass. ``variant``: the function that makes the plan; which optional tensors are None."""
         self.layout.use(self.carrier.comm)
         plan = self._plans.get(variant)
         if plan is None:
@@ -328,7 +333,7 @@ def _check(tensors: Sequence[Any], cu_seqlens: Tensor | None, comm: Communicator
 
 
 def _carried_shape(q: Tensor, v: Tensor, cu_seqlens: Tensor | None, zigzag: int) -> tuple[int, int, int]:
-    """Of what is sent over the ranks."""
+    """Return the shape (states * H, K, V) of the data that a rank sends."""
     sequences, H, K, V = _state_shape(q, v, cu_seqlens)
     return carried_states(q.shape[0], sequences, zigzag) * H, K, V
 
@@ -339,8 +344,8 @@ def _state_shape(q: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> tuple[int, 
 
 
 def _prepare(carrier: StateCarrier, tensors: Sequence[Any], cu_seqlens: Tensor | None, options: Options) -> Prepared:
-    """After all checks; those of the tensors at the first call with tensors like these, which agrees with the other
-    ranks."""
+    """Run the remaining checks; return the Prepared. The first call for a signature checks the tensors and compares
+    its arguments with those of the other ranks."""
     comm, (q, _, v, g, initial_state), (scale, first_token, zigzag, _, invariant, of_all) = (
         carrier.comm,
         tensors,
@@ -369,7 +374,7 @@ def _prepare(carrier: StateCarrier, tensors: Sequence[Any], cu_seqlens: Tensor |
 def _find(
     carrier: StateCarrier, q: Tensor, v: Tensor, gate_dtype: torch.dtype, cu_seqlens: Tensor | None, options: Options
 ) -> Prepared:
-    """For tensors that were checked."""
+    """Return the Prepared of checked tensors."""
     _, first_token, zigzag, *_ = options
     shape = _shape(q, v, gate_dtype, cu_seqlens, options.of_shape)
     own = OwnTokens(shape.B, shape.T, cu_seqlens, first_token, zigzag)
@@ -378,7 +383,7 @@ def _find(
 
 
 def _saved(shape: Shape, device: torch.device) -> list:
-    """Dtype, shape and device of q, k, v, g and the buffer of intermediates, which autograd saves, and of do."""
+    """Return (dtype, shape, device) of the tensors that autograd saves (q, k, v, g, the saved buffer) and of do."""
     keys, values = ((shape.B, shape.T, shape.H, width) for width in (shape.K, shape.V))
     specs: list[tuple[torch.dtype, tuple[int, ...]]] = [(shape.dtype, x) for x in (keys, keys, values)]
     specs += [(shape.gate_dtype, keys), (SAVED_DTYPE, (shape.saved_words,)), (shape.dtype, values)]
@@ -393,7 +398,7 @@ def _shape(
     how: tuple[int, bool, int],
     make: Callable[..., Shape] = shape_of,
 ) -> Shape:
-    """how: zigzag, saves, invariant of Options."""
+    """Return the Shape of a call. how: zigzag, saves and invariant of Options."""
     (B, T, H, K), sequences = q.shape, q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     (zigzag, *rest), device = how, v.device
     of_gpu = device.type, zigzag, multiprocessors(device)
@@ -401,12 +406,12 @@ def _shape(
 
 
 def _new_outputs(q: Tensor, final: bool, shape: Shape) -> tuple[Tensor | None, Tensor]:
-    """(final_state or None, the buffer of Shape.saved_sizes, uninitialised)."""
+    """Return (final_state, zeros, or None; the uninitialized saved buffer of Shape.saved_sizes)."""
     return _ends(q, final, shape), q.new_empty(shape.saved_words, dtype=SAVED_DTYPE)
 
 
 def _ends(q: Tensor, wanted: bool, shape: Shape) -> Tensor | None:
-    """A state for each sequence, or None."""
+    """Return zeros [sequences, H, K, V], or None if not ``wanted``."""
     return q.new_zeros((shape.sequences, shape.H, shape.K, shape.V), dtype=torch.float32) if wanted else None
 
 
@@ -419,14 +424,14 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
 def _pending(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None, *rest: Any
 ) -> list:
-    """For the backward of a call of the custom operator."""
+    """Register the outstanding backward of a call of the custom operator."""
     _, handle, _, _, zigzag, _, invariant, _ = rest
     carrier = carrier_of(handle, invariant)
     return carrier.pending(carrier.prepare(_carried_shape(q, v, cu_seqlens, zigzag)), bool(zigzag))
 
 
 def _gradient(backward: Callable[..., Any], ctx: Any, do: Tensor, dfinal: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Of q, k, v, g and initial_state."""
+    """Return the gradients of q, k, v, g and initial_state."""
     for pending in ctx.pending:
         pending.run()
     q, k, v, g, cu_seqlens, saved_buffer = saved_tensors(ctx, lambda: carrier_of(ctx.rest[1]).comm, True)
@@ -436,7 +441,7 @@ def _gradient(backward: Callable[..., Any], ctx: Any, do: Tensor, dfinal: Tensor
 
 
 def _run_backward(prepared: Prepared | None, *inputs: Any) -> tuple[Any, ...]:
-    """``inputs``: those of ``_backward``."""
+    """Check the restored tensors and run backward. ``inputs``: the inputs of ``_backward``."""
     do, dfinal, q, k, v, g, cu_seqlens, saved_buffer, initial, handle, gate_dtype, *rest = inputs
     options = Options(*rest)
     carrier = carrier_of(handle, options.invariant) if prepared is None else prepared.carrier
@@ -452,7 +457,7 @@ def _run_backward(prepared: Prepared | None, *inputs: Any) -> tuple[Any, ...]:
             "zeco_gla", "q k v g saved_buffer do", (q, k, v, g, saved_buffer, do), saved
         )
         prepared = prepared or _find(carrier, q, v, gate_dtype, cu_seqlens, options)
-        if saved_buffer.data_ptr() % 16:  # in memory of another's, of which kernels want multiples
+        if saved_buffer.data_ptr() % 16:  # kernels need 16-byte alignment; a caller's hook may return other memory
             saved_buffer = saved_buffer.clone()
         return prepared.backward(do, dfinal, (q, k, v, g, saved_buffer), initial)
 

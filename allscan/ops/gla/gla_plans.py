@@ -1,4 +1,4 @@
-"""The plans of the GLA operator: block sizes, grids, and what each kernel is given, in the order of gla_fwd.py and
+"""Launch plans of the GLA operator: block sizes, grids and kernel arguments, in the order of gla_fwd.py and
 gla_bwd.py."""
 
 from __future__ import annotations
@@ -31,39 +31,40 @@ from ...shmem_kernels.segments import gated_segments_kernel
 from ...tokens.packing import CHUNK_TOKENS, Layout, carried_states, most_segments, segment_length
 from ..carrier import Carried, InOrderCarrier, StateCarrier
 
-# Tokens of a sub-block, whose pairs of tokens fill the registers of a GPU, and of keys_kernel's step. The interpreter
-# pays by the operation.
+# Tokens of a sub-block (on a GPU its token pairs fill the registers) and of a step of keys_kernel. Larger on CPUs:
+# the interpreter's time grows with the number of operations.
 SUB_BLOCK = {"cuda": 16, "cpu": 32}
 STEP = {"cuda": 4, "cpu": 16}
 
-APART_US = 1.75e-6  # that forward takes longer, a word of q, with keys in a kernel of their own
+APART_US = 1.75e-6  # microseconds for each element of q that a separate keys_kernel adds to forward
 
-# Programs a multiprocessor that look for chunks of strong decay, as many as there is room for at once, and how many
-# they look at
+# Programs of the strong-decay kernels per multiprocessor (as many as are resident at once), and flags of chunks that
+# a program scans in a step
 LOOKERS = 2
 LOOK = {"cuda": 4096, "cpu": 8}
 
-# Where bfloat16 inputs take others than GLAPlan.blocks works out, by the rows of a state: its columns in a program,
-# warps, and stages of the loop over chunks
-OF_CHUNKS = {128: (64, 4, 2)}  # state_kernel, of every chunk
+# Tuned values for bfloat16 inputs that replace the defaults of GLAPlan.blocks. Key: BK, rows of a state. Value:
+# (BV, num_warps, num_stages): columns of a state in a program, warps, stages of the loop over chunks
+OF_CHUNKS = {128: (64, 4, 2)}  # state_kernel, which writes the state of every chunk
 OF_CHUNKS_REVERSE = {128: (128, 8, 1)}
 OUTPUTS = {256: (64, 4, 1)}  # output_kernel
 OUTPUTS_REVERSE = {64: (64, 4, 3)}
-CARRY_WORDS = {"cuda": 256, "cpu": 8192}  # of a program of carry_kernel
+CARRY_WORDS = {"cuda": 256, "cpu": 8192}  # words of a state in a program of carry_kernel
 
-# Operands of products on the tensor cores. float16 could not hold a decay's small end, and tf32 rounds like it.
+# Precision of tensor core products, by input dtype. float16 inputs use tf32: float16 cannot represent the smallest
+# decays, and tf32 has the same mantissa.
 PRECISION = {torch.bfloat16: "bf16", torch.float16: "tf32x3", torch.float32: "tf32x3"}
-# What operands are stored as, but for A where backward takes it: in bfloat16 it would make dv 1.2 times as inexact as
-# that of fla, which has it in float32 too
+# Dtype of stored operands, by input dtype. Backward's A is an exception: in bfloat16 the error of dv would be 1.2 times
+# that of fla, which also stores A in float32.
 OPERANDS = {torch.bfloat16: torch.bfloat16, torch.float16: torch.float32, torch.float32: torch.float32}
 A_FOR_DV = OPERANDS | {torch.bfloat16: torch.float32}
 
-Stored = tuple[tuple[int, ...], torch.dtype]  # shape and dtype of what is stored
+Stored = tuple[tuple[int, ...], torch.dtype]  # shape and dtype of a stored tensor
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Shape:
-    """Of a call: what its plans depend on, besides where its sequences begin. See ``shape_of``."""
+    """Parameters of a call that determine its plans, together with the Layout of its sequences. See ``shape_of``."""
 
     B: int
     T: int
@@ -77,7 +78,7 @@ class Shape:
     zigzag: int  # see checks.zigzag_of
     num_sms: int  # multiprocessors of the GPU; 0 on CPUs
     saves: bool  # forward saves the `intermediates` of the chunks for backward, which recomputes them otherwise
-    invariant: int = 0  # tokens of a segment where bits do not depend on the cut over ranks; 0: they may
+    invariant: int = 0  # tokens of a segment if the bits must not depend on the partition over ranks; 0: they may
 
     @functools.cached_property
     def segment(self) -> int:
@@ -89,56 +90,56 @@ class Shape:
 
     @functools.cached_property
     def carried(self) -> int:
-        """How many states are sent in each direction."""
+        """Number of states that are sent in each direction."""
         return carried_states(self.B, self.sequences, self.zigzag)
 
     @property
     def states(self) -> int:
-        """How many are sent."""
+        """Number of states that are sent in all directions."""
         return 2 * self.carried if self.zigzag else self.carried
 
     def incoming(self, segments: int) -> list[Stored]:
-        """Each segment's incoming state from this rank's tokens; its gates; this rank's incoming state."""
+        """Shapes of IncomingStates."""
         state = self.H, self.K, self.V
         shapes = (segments, *state), (segments, self.H, self.K), (self.states, *state)
         return [(shape, torch.float32) for shape in shapes]
 
     def intermediates(self, chunks: int, reverse: bool) -> list[Stored]:
-        """The gates of the chunks, which of them are strong, k_out, q_in, A."""
+        """Shapes of Chunks: the gates of the chunks, flags of chunks of strong decay, k_out, q_in, A."""
         tokens, dtype = (self.B, self.T, self.H), OPERANDS[self.dtype]
-        # with invariant saved intermediates must not be finer than recomputed ones
+        # with invariant, saved intermediates must have the precision of recomputed ones
         of_a = A_FOR_DV[self.dtype] if reverse or self.saves or self.invariant else dtype
         operands = [((*tokens, self.K), dtype), ((*tokens, self.K), dtype), ((*tokens, CHUNK_TOKENS), of_a)]
         return [((chunks, self.H, self.K), torch.float32), ((chunks, self.H), torch.int32), *operands]
 
     def all_saved(self, segments: int, chunks: int) -> list[Stored]:
-        """What backward takes from forward and does not write to: the numbers of its scans, incoming states, and the
-        intermediates of the chunks, or nothing."""
+        """Shapes of the buffers that forward saves for backward, which only reads them: forward epochs, incoming states
+        and, with ``saves``, the intermediates of the chunks."""
         fwd_epochs: list[Stored] = [((FWD_EPOCHS,), torch.int64)]
         return fwd_epochs + self.incoming(segments) + (self.intermediates(chunks, False) if self.saves else [])
 
     @functools.cached_property
     def saved_sizes(self) -> list[int]:
-        """Words of each of these, with as many segments and chunks as there may be, at multiples of 256 bytes."""
+        """Words of each buffer of ``all_saved`` for the most segments and chunks, rounded up to 256 bytes."""
         most = [
             most_segments(self.B, self.T, self.sequences, tokens, self.zigzag)
             for tokens in (self.segment, CHUNK_TOKENS)
         ]
-        if self.invariant:  # a piece of a sequence may begin with a segment that is no multiple of chunks
+        if self.invariant:  # a piece of a sequence may begin with a segment that is not a whole number of chunks
             most[1] += self.sequences + self.B * bool(self.zigzag)
         return [-(-math.prod(shape) * dtype.itemsize // 256) * (256 // WORD) for shape, dtype in self.all_saved(*most)]
 
     @functools.cached_property
     def saved_words(self) -> int:
-        """Of all of them together."""
+        """Sum of ``saved_sizes``."""
         return sum(self.saved_sizes)
 
 
-shape_of = functools.lru_cache(4096)(Shape)  # one object for a shape, so that it is quick to look up
+shape_of = functools.lru_cache(4096)(Shape)  # one object per shape: Shape hashes by identity, so lookups are fast
 
 
 class Inputs(NamedTuple):
-    """Of the operator."""
+    """Inputs of the operator."""
 
     q: Buffer
     k: Buffer
@@ -157,7 +158,7 @@ class Chunks(NamedTuple):
 
 
 class IncomingStates(NamedTuple):
-    """The incoming state of each segment from this rank's tokens, its gates, the incoming state of this rank."""
+    """Each segment's incoming state from this rank's tokens, the gates of each segment, this rank's incoming state."""
 
     states: Buffer
     gates: Buffer
@@ -176,15 +177,15 @@ class GLAPlan(Plan):
         self.shape, self.scale, self.layout, self.reverse = shape, scale, layout, reverse
         self.H, self.K, self.V, self.BT = shape.H, shape.K, shape.V, CHUNK_TOKENS
         self.BK, self.BV_max = max(16, next_power_of_2(self.K)), max(16, next_power_of_2(self.V))
-        self.is_bf16 = is_bf16 = shape.dtype == torch.bfloat16  # operands of 2 bytes: twice as much fits
-        self.columns = min(64, self.BV_max)  # of V, where there is no state
+        self.is_bf16 = is_bf16 = shape.dtype == torch.bfloat16  # 2-byte operands: blocks may be twice as large
+        self.columns = min(64, self.BV_max)  # BV of kernels that hold no state
         self.num_stages = 3 if is_bf16 else 1
-        self.dtype = OPERANDS[shape.dtype]  # of operands that are stored
+        self.dtype = OPERANDS[shape.dtype]  # of stored operands
         self.num_chunks = layout.num_chunks
         self.by_chunks = layout.num_chunks, self.H
         self.precision = dict(PRECISION=PRECISION[shape.dtype])
         self.widths = dict(H=self.H, K=self.K, BT=self.BT)
-        self.range = 23.0 if shape.dtype == torch.float32 else 115.0  # of a chunk's decay, as a power of 2
+        self.range = 23.0 if shape.dtype == torch.float32 else 115.0  # limit of a chunk's decay, log2
         flags = layout.num_chunks * self.H
         self.lookers = (min(flags, LOOKERS * max(1, shape.num_sms)),)
         sub_blocks = dict(BK=self.BK, BC=SUB_BLOCK[shape.device], BS=min(32, self.BK))
@@ -197,12 +198,12 @@ class GLAPlan(Plan):
         return self.scratch(self.shape.B, self.shape.T, self.H, width, **options)
 
     def of_chunks(self, dtype: torch.dtype, **options: Any) -> Buffer:
-        """States."""
+        """Allocate scratch for a state per chunk [NC, H, K, V]."""
         return self.scratch(*self.by_chunks, self.K, self.V, dtype=dtype, **options)
 
     def keys_apart(self, carrier: StateCarrier) -> bool:
-        """Whether forward makes keys in a kernel of their own, and q_in and A overlapped with the scan: where the scan
-        takes longer than that costs."""
+        """Return whether forward runs a separate keys_kernel and computes q_in and A overlapped with the scan. True if
+        the expected time of the scan exceeds the cost of the extra kernel."""
         shape = self.shape
         if shape.invariant:
             return False
@@ -210,7 +211,7 @@ class GLAPlan(Plan):
         return us > APART_US * shape.B * shape.T * self.H * self.K
 
     def keys(self, x: Inputs, intermediates: Chunks) -> None:
-        """See keys_kernel."""
+        """Record keys_kernel."""
         self.launch(
             keys_kernel,
             self.by_chunks,
@@ -223,7 +224,7 @@ class GLAPlan(Plan):
         )
 
     def operands(self, keys: bool, x: Inputs, intermediates: Chunks) -> None:
-        """See operands_kernel."""
+        """Record operands_kernel."""
         self.launch(
             operands_kernel,
             self.by_chunks,
@@ -240,7 +241,7 @@ class GLAPlan(Plan):
         )
 
     def strong_operands(self, x: Inputs, intermediates: Chunks) -> None:
-        """See strong_decay_kernel."""
+        """Record strong_decay_kernel."""
         self.launch(
             strong_decay_kernel,
             self.lookers,
@@ -255,14 +256,14 @@ class GLAPlan(Plan):
     def _with_state(
         self, kernel: Any, BK: int, chosen: dict[int, tuple[int, int, int]], *args: Buffer | None, **options: Any
     ) -> None:
-        """A kernel whose programs have BK rows and BV columns of a state in registers. ``chosen``: see blocks."""
+        """Record a kernel whose programs hold BK rows, BV columns of a state in registers. ``chosen``: see blocks."""
         BV, num_warps, num_stages = self.blocks(BK, chosen)
         grid = cdiv(self.V, BV) * cdiv(self.K, BK), self.layout.num_segments, self.H
         blocks = dict(scale=self.scale, **self.widths, **self.precision, V=self.V, BK=BK, BV=BV)
         self.launch(kernel, grid, *args, **blocks, num_warps=num_warps, num_stages=num_stages, **options)
 
     def blocks(self, BK: int, chosen: dict[int, tuple[int, int, int]]) -> tuple[int, int, int]:
-        """(BV, num_warps, num_stages); of bfloat16 inputs those that are ``chosen`` for BK."""
+        """Return (BV, num_warps, num_stages) for BK; ``chosen`` overrides the defaults for bfloat16 inputs."""
         BV = (16384 if self.is_bf16 else 8192) // max(128, BK)
         stages = max(1, min(self.num_stages, 512 // BK))
         if chosen is OUTPUTS_REVERSE:
@@ -270,14 +271,16 @@ class GLAPlan(Plan):
         default = BV, 8 if BK * BV > 8192 else 4, stages
         BV, num_warps, stages = chosen.get(BK, default) if self.is_bf16 else default
         BV = min(BV, self.BV_max)
-        segments = self.shape.B * cdiv(self.shape.T, self.shape.segment)  # about, and the same for every layout
-        few = 0 if self.shape.invariant else self.shape.num_sms  # one each
+        segments = self.shape.B * cdiv(self.shape.T, self.shape.segment)  # approximate, and equal for every layout
+        few = 0 if self.shape.invariant else self.shape.num_sms  # one program per multiprocessor
         while BV > 32 and BK <= 64 and cdiv(self.V, BV) * segments * self.H < few:
             BV //= 2
         return BV, num_warps if BK * BV > 8192 else 4, stages
 
     def segment_states(self, x: Buffer, y: Buffer, gate: Buffer, states: Buffer) -> Buffer:
-        """Write what each segment leaves into ``states`` [NS, H, K, V]; return the sums of gates [NS, H, K]."""
+        """Record the kernel that writes each segment's local state to ``states`` [NS, H, K, V].
+
+        Returns the sums of gates [NS, H, K]."""
         sums = self.scratch(self.layout.num_segments, self.H, self.K)
         self._with_state(
             state_kernel,
@@ -304,20 +307,20 @@ class GLAPlan(Plan):
         fwd_epoch: Buffer,
         long: Callable[[], Any] | None = None,
     ) -> Any:
-        """Through the segments (carry_kernel), then over the ranks, overlapped with what is recorded until
-        ``join_carry``.
+        """Record the scan over this rank's segments (carry_kernel), then the scan over the ranks. Both overlap with the
+        kernels that are recorded before ``join_carry``.
 
-        Then ``states`` and ``gates`` are each segment's incoming state, ``prev`` [states, H, K, V] this rank's,
-        ``final`` the ends of the sequences.
+        Afterwards ``states`` and ``gates`` give each segment's incoming state, ``prev`` [states, H, K, V] is this
+        rank's incoming state, and ``final`` holds the final states of the sequences.
 
-        Forward has little to overlap the scan with: operands_kernel where keys are made apart, otherwise nothing. So
-        the last rank, which sends to nobody, begins its scan first and goes through its segments while that waits. The
-        first rank, which waits for nobody, does not wait for its own scan either, until ``end``.
+        Forward has little work to overlap with the scan over the ranks: operands_kernel if keys_kernel is separate,
+        otherwise none. The last rank sends to no rank, so it starts that scan first and runs carry_kernel while the
+        scan waits. The first rank receives from no rank, so it does not wait for its scan until ``end``.
 
-        ``long``: records kernels of few long programs, which need the results of neither carry_kernel nor the scan.
-        They run on a stream of their own (LONG), behind carry_kernel. Where room becomes free, their programs come
-        before those of the current stream that have not begun by then, and behind the scan's.
-        Returns what ``long`` does."""
+        ``long`` records kernels with few long programs, which need neither the results of carry_kernel nor those of the
+        scan. They run after carry_kernel on a stream of their own (LONG). When multiprocessors become free, the GPU
+        starts their programs after the scan's and before the pending programs of the current stream.
+        Returns the result of ``long``."""
         if self.shape.invariant:
             assert isinstance(carrier, InOrderCarrier)
             return self.carry_in_order(carrier, sums, incoming, ends, fwd_epoch, long)
@@ -331,7 +334,7 @@ class GLAPlan(Plan):
         tables = self.segments, self.first_segments
         self._ends = (final, sums, gates, *tables, prev), grid, blocks
         before, behind = carrier.neighbours(own.shape, zigzag)
-        self._has_incoming = behind if reverse else before  # something enters this rank
+        self._has_incoming = behind if reverse else before  # this rank receives a state
         first, last = behind and not (before or reverse), before and not (behind or reverse)
         self._joins_last = first
         out = own if first else self.view(prev, 0, *halves, V)
@@ -371,7 +374,7 @@ class GLAPlan(Plan):
             if long:
                 self.join()
         if first:
-            zero_incoming_state()  # overlapped with the scan, for which all other ranks wait
+            zero_incoming_state()  # overlapped with the scan, because all other ranks wait for that
         if last:
             segments()
         return outputs
@@ -385,8 +388,8 @@ class GLAPlan(Plan):
         fwd_epoch: Buffer,
         long: Callable[[], Any] | None,
     ) -> Any:
-        """The same with one kernel for a rank's segments and the ranks (gated_segments_kernel): ``states`` are then
-        each segment's incoming state, whichever rank that comes from, and nothing is added to it."""
+        """Record both scans of ``carry`` as one kernel (gated_segments_kernel). ``states`` then holds each segment's
+        full incoming state, including the contribution of other ranks; later kernels add nothing to it."""
         (states, gates, _), (outside, final), halves = incoming, ends, 1 + bool(self.shape.zigzag)
         outgoing = [self.scratch(self.shape.carried * self.H, self.K, self.V) for _ in range(halves)]
         fixed: dict[str, int] = dict(H=self.H, K=self.K, V=self.V, HALVES=halves, REVERSE=self.reverse)
@@ -410,12 +413,12 @@ class GLAPlan(Plan):
             self.launch(final_kernel, grid, *tensors, **blocks)
 
     def end(self) -> None:
-        """Behind the last kernel of a forward pass."""
+        """Join the scan, after the last kernel of a forward pass, if ``join_carry`` has not."""
         if self._joins_last:
             self.join()
 
     def outputs(self, v: Buffer, intermediates: Chunks, incoming: IncomingStates, o: Buffer) -> None:
-        """See output_kernel; forward has no use for what comes behind o."""
+        """Record output_kernel. Forward does not use the parameters after o."""
         self._with_state(
             output_kernel,
             self.BK,
@@ -435,7 +438,9 @@ class GLAPlan(Plan):
         dv: Buffer,
         of_chunks: tuple[Buffer, Buffer | None],
     ) -> tuple[Buffer, Buffer]:
-        """Makes dv; (D, what passes from state to state): see output_kernel."""
+        """Record the kernels that write dv.
+
+        Returns (D, the gates' gradient through the states, one sum for each block of V): see output_kernel."""
         (gate, _, k_out, q_in, a), (states, low) = intermediates, of_chunks
         whole = self.BK <= 128
         BK, chosen = (self.BK, OUTPUTS_REVERSE) if whole else (128, OF_CHUNKS_REVERSE)
@@ -500,8 +505,10 @@ class GLAPlan(Plan):
     def chunk_states(
         self, x: Buffer, y: Buffer, gate: Buffer, incoming: IncomingStates, grads: Sequence[Buffer]
     ) -> tuple:
-        """The incoming state of each chunk [NC, H, K, V], as store_split has it; ``incoming``: own, gates, prev.
-        ``grads``: what is written behind the last use of the second of the two."""
+        """Record the kernel that writes each chunk's incoming state [NC, H, K, V] in the format of store_split.
+
+        Returns (states, low or None). ``grads``: buffers that are written after the last use of ``low``, which may
+        share their memory."""
         states = self.of_chunks(self.dtype)
         low = self.of_chunks(torch.int8, before=grads) if self.is_bf16 else None
         self._with_state(
@@ -523,7 +530,7 @@ class GLAPlan(Plan):
         return states, low
 
     def score_gradients(self, v: Buffer, do: Buffer) -> tuple:
-        """(dA, its diagonal): see da_kernel and load_da."""
+        """Record da_kernel; return (dA, its diagonal). See load_da."""
         da = self.per_token((2 if self.is_bf16 else 1) * self.BT, dtype=self.dtype)
         diagonal = self.scratch(self.shape.B, self.shape.T, self.H)
         self.launch(
@@ -554,10 +561,10 @@ class GLAPlan(Plan):
         of_states: Sequence[Any],
         grads: Sequence[Buffer],
     ) -> None:
-        """dq, dk, dg: see grad_kernel."""
+        """Record the kernels that write dq, dk and dg (``grads``): see grad_kernel."""
         parts = of_states[2].shape[2]
         common = self.widths | self.precision | dict(scale=self.scale, V=self.V, BV=self.columns, PARTS=parts)
-        # also for K = 32: with 32 columns of bfloat16 the ptxas of Triton 3.6 makes wrong code
+        # 64 also for K = 32: for 32 columns of bfloat16 the ptxas of Triton 3.6 generates wrong code
         BK = 64 if self.is_bf16 else min(32, self.BK)
         self.launch(
             grad_kernel,
@@ -583,8 +590,9 @@ class GLAPlan(Plan):
         )
 
     def saved_parts(self, saved_buffer: Buffer, grads: Sequence[Buffer] = ()) -> tuple[Buffer, IncomingStates, Chunks]:
-        """(forward epoch, IncomingStates, Chunks): see Shape.all_saved. What is not saved is scratch; all but gate and
-        strong, which backward uses to the end, in the memory of ``grads`` where that suffices: it writes them last."""
+        """Return (forward epoch, IncomingStates, Chunks): see Shape.all_saved. Intermediates that are not saved are
+        scratch. Those except gate and strong, which backward uses to the end, share the memory of ``grads`` if they
+        fit: backward writes ``grads`` last."""
         stored = self.shape.all_saved(self.layout.num_segments, self.num_chunks)
         places = itertools.accumulate(self.shape.saved_sizes, initial=0)
         parts = [self.view(saved_buffer, at, *shape, dtype=dtype) for at, (shape, dtype) in zip(places, stored)]
@@ -596,8 +604,8 @@ class GLAPlan(Plan):
 
 
 def forward_plan(shape: Shape, scale: float, layout: Layout, carrier: StateCarrier, *tensors: Tensor | None) -> GLAPlan:
-    """For runs with these ``tensors``: q, k, v, g, initial, final, saved_buffer, of which initial and final may be
-    None. Makes o."""
+    """Return the plan of forward, whose output is o. ``tensors``: q, k, v, g, initial or None, final or None,
+    saved_buffer."""
     plan = GLAPlan(carrier, shape, scale, layout, False)
     buffers: list[Any] = [None if x is None else plan.input(x) for x in tensors]
     x, (initial, final, saved_buffer) = Inputs(*buffers[:4]), buffers[4:]
@@ -621,14 +629,14 @@ def forward_plan(shape: Shape, scale: float, layout: Layout, carrier: StateCarri
 def backward_plan(
     shape: Shape, scale: float, layout: Layout, carrier: StateCarrier, *tensors: Tensor | None
 ) -> GLAPlan:
-    """For runs with these ``tensors``: q, k, v, g, do, dfinal, dinitial, saved_buffer, of which dfinal and
-    dinitial may be None. Makes dv, dq, dk, dg.
+    """Return the plan of backward, whose outputs are dv, dq, dk, dg. ``tensors``: q, k, v, g, do, dfinal or None,
+    dinitial or None, saved_buffer.
 
-    Two kernels need nothing remote and are overlapped with the carry. da_kernel, on the caller's stream, has many short
-    programs: where they end, the scan gets its room, and then state_kernel, on the stream LONG, which has few long
-    ones. The rest of da_kernel's programs fill what state_kernel leaves free. At 1 x 16384 x 16 x 128 x 128 a scan that
-    waits takes the places of 10 to 40 of state_kernel's 512 programs. Those begin later, and da_kernel's run with
-    them; by themselves they would be a round of their own.
+    Two kernels need no remote data and overlap with the carry. da_kernel, on the caller's stream, has many short
+    programs. As they end, the scan's programs start, then those of state_kernel, which has few long programs on the
+    stream LONG. The remaining programs of da_kernel fill the multiprocessors that state_kernel leaves free. At
+    1 x 16384 x 16 x 128 x 128 a waiting scan occupies the places of 10 to 40 of state_kernel's 512 programs. These
+    programs start later and run together with da_kernel's; without da_kernel they would be an extra wave.
     """
     plan = GLAPlan(carrier, shape, scale, layout, True)
     buffers: list[Any] = [None if t is None else plan.input(t) for t in tensors]
@@ -651,6 +659,6 @@ def backward_plan(
     of_scores = plan.score_gradients(x.v, do)
     plan.join_carry()
     of_dstates = plan.value_gradients(do, intermediates, back, dv, of_chunks)
-    # from here on grads are what they are called: low, and k_out, q_in, a unless they were saved, have been in them
+    # from here on grads hold gradients; before, low (and k_out, q_in, a unless saved) used their memory
     plan.gradients(x, do, intermediates, of_scores, (of_chunks[0], *of_dstates), grads)
     return plan
