@@ -1,1 +1,1 @@
-"""What knows neither ranks nor kernels: errors, checks of arguments, sizes of tiles, differentiable operators."""
+"""Modules without ranks and kernels: errors, argument checks, tile sizes, differentiable operators."""

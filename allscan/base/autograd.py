@@ -1,4 +1,4 @@
-"""Torch operators with gradients: one for torch.compile, and the same functions at less cost where nobody compiles."""
+"""Torch operators with gradients: custom operators for torch.compile, cheaper autograd Functions for eager mode."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from ..bindings.torch_compat import (
     unwrap_if_dead,
 )
 
-TupleFunction = Callable[..., tuple[Any, ...]]  # of tensors, numbers and None, of which it returns a tuple
+TupleFunction = Callable[..., tuple[Any, ...]]  # takes tensors, numbers and None; returns a tuple of these
 
 
 def wants_gradient(inputs: Iterable[object]) -> bool:
-    """Whether a call with these inputs is to have a backward pass."""
+    """Whether grad mode is on and an input requires a gradient: the call then needs a backward pass."""
     if torch.is_grad_enabled():
         for x in inputs:
             if x is not None and isinstance(x, Tensor) and x.requires_grad:
@@ -36,8 +36,8 @@ def wants_gradient(inputs: Iterable[object]) -> bool:
 
 
 def inference_tensors(inputs: Iterable[object]) -> bool:
-    """Whether torch cannot save for backward what a call with a backward pass is given and makes: tensors made in
-    torch.inference_mode, as all are inside of it."""
+    """Whether torch cannot save these inputs, or the results of a call with them, for backward: torch.inference_mode is
+    on, or an input was created in it."""
     if torch.is_inference_mode_enabled():
         return True
     for x in inputs:
@@ -47,7 +47,7 @@ def inference_tensors(inputs: Iterable[object]) -> bool:
 
 
 def check_saveable(saved: Iterable[object], inputs: Iterable[object]) -> None:
-    """Raise ValueError if a call with ``inputs`` is to have a backward pass, and torch cannot save for it."""
+    """Raise ValueError if a call with ``inputs`` needs a backward pass and torch cannot save ``saved`` for it."""
     if not torch.compiler.is_compiling() and wants_gradient(inputs) and inference_tensors(saved):
         raise ValueError(NOT_SAVEABLE)
 
@@ -59,10 +59,12 @@ NOT_SAVEABLE = (
 
 
 class Function(torch.autograd.Function):
-    """torch's, whose ``apply`` takes 2 us less: default arguments are not for it, nor functorch's transforms, which
-    Communicator.call rejects, and what is not a tensor or None is one argument, the first."""
+    """torch.autograd.Function with an ``apply`` that takes 2 us less.
 
-    _apply: Callable[..., Any]  # of torch's base class, bound to this one
+    ``apply`` supports neither default arguments nor functorch's transforms (Communicator.call rejects these). Its first
+    argument holds all values other than tensors and None."""
+
+    _apply: Callable[..., Any]  # apply of torch's base class, bound to this class
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -88,16 +90,16 @@ class _Product(torch.autograd.Function):
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b of float32 tensors, with the first dimensions broadcast, in float64, rounded at the end; its gradients too.
-    Neither torch.autocast nor torch.set_float32_matmul_precision makes it coarser, wherever the backward runs. What is
-    kept for backward are a and b."""
+    """a @ b of float32 tensors, leading dimensions broadcast, computed in float64 and rounded to float32 at the end.
+    The gradients are computed likewise. Neither torch.autocast nor torch.set_float32_matmul_precision lowers the
+    precision, wherever the backward runs. a and b are saved for backward."""
     found: Tensor = _Product.apply(a, b)
     return found
 
 
 def reject_second_derivative(name: str) -> None:
-    """Raise RuntimeError in a backward pass that is to be differentiated; within Communicator.call, so that the other
-    ranks hear of it."""
+    """Raise RuntimeError in a backward pass that is to be differentiated. To be called within Communicator.call, which
+    tells the other ranks of the error."""
     if torch.is_grad_enabled():
         raise RuntimeError(f"{name} has no second derivative (create_graph=True)")
 
@@ -106,7 +108,7 @@ _TORCHS_OWN = Tensor, torch.nn.Parameter
 
 
 def watched(inputs: Iterable[object]) -> bool:
-    """Whether torch.compile traces, a torch dispatch mode is on, or tensors are of a subclass."""
+    """Whether torch.compile traces, a torch dispatch mode is on, or an input is of a tensor subclass."""
     if torch.compiler.is_compiling() or num_dispatch_modes() > 0:
         return True
     for x in inputs:
@@ -115,22 +117,24 @@ def watched(inputs: Iterable[object]) -> bool:
     return False
 
 
-# What torch.compile makes of the operators. The other ranks count the calls, so each is made once, in the order of the
-# program, whether or not its results are used:
+# How torch.compile treats the operators. The other ranks count the calls, so each call must run exactly once, in
+# program order, whether or not its results are used:
 #
-# * As an ordered effect of torch's it is neither left out, nor merged with an equal one, nor made again in backward.
-# * But inductor orders effects in name only: it looks their dependencies up by other names than it stores them by. So
-#   each call of a graph takes as ``after`` a tensor that the one before has made, which orders them as data does.
-# * And torch.utils.checkpoint marks all in its region to be made again in backward, a memory budget what it chooses,
-#   where an effect is an AssertionError of the partitioner. So calls lose that mark, and their graph has no budget.
+# * Each operator is an ordered effect of torch: a call is not removed, not merged with an equal call, and not
+#   recomputed in backward.
+# * Inductor does not keep the order of effects: it stores their dependencies under other names than it looks up. So
+#   each call of a graph takes an output tensor of the previous call as ``after``: a data dependency orders the calls.
+# * torch.utils.checkpoint marks all nodes of its region for recomputation, a memory budget marks a selection. The
+#   partitioner raises AssertionError for an effect with this mark. So calls lose the mark, and their graph has no
+#   budget.
 #
-# Torch's caches on disk know an operator by its name alone.
-REVISION = 7  # ends the names: to be raised with every change of an operator's arguments, results, fake or effect
+# Torch's caches on disk identify an operator by its name alone.
+REVISION = 7  # suffix of the names: raise it with every change of an operator's arguments, results, fake or effect
 
 
 def _record(mode: Any, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-    """A call of an operator in a mode of torch's. Where a graph is recorded, it comes behind the graph's last call, and
-    is not to be made again."""
+    """Call an operator in a dispatch mode of torch. In a graph that is being recorded, the call depends on the graph's
+    previous call and is not marked for recomputation."""
     effects, kwargs = compiled_effects(), kwargs or {}
     recorder = effects.recorder()
     if recorder is None:
@@ -156,7 +160,8 @@ def _record(mode: Any, operator: Any, types: Any, args: Any = (), kwargs: Any = 
 
 
 def _without_budget(node: Any) -> None:
-    """Let the graph of ``node`` be compiled without a memory budget of activations, or raise NotImplementedError."""
+    """Compile the graph of ``node`` without an activation memory budget. Raises NotImplementedError if the region of
+    ``node`` has a budget below 1 of its own."""
     effects = compiled_effects()
     region = effects.budget(node)
     if region is not None and region < 1:
@@ -166,14 +171,14 @@ def _without_budget(node: Any) -> None:
             "activation_memory_budget does not hold for compiled functions that call allscan: no call is made again",
             stacklevel=2,
         )
-        node.meta["memory_budget"] = 1.0  # the partitioner takes the first that it finds for that of the graph
+        node.meta["memory_budget"] = 1.0  # the partitioner applies the first budget that it finds to the graph
 
 
 def _custom_operator(
     name: str, function: TupleFunction, fake: TupleFunction, tags: Sequence[torch.Tag] = ()
 ) -> torch.library.CustomOpDef:
-    """The custom operator of a ``function`` that returns a tuple, with one argument more, ``after``, and one result
-    more, for ``after`` of the next call."""
+    """The custom operator of ``function``, which returns a tuple. The operator has an additional last argument,
+    ``after``, and an additional last result, which is passed to the next call as ``after``."""
     count = len(inspect.signature(function).parameters)
 
     def extended(run: TupleFunction) -> TupleFunction:
@@ -199,8 +204,8 @@ def _custom_operator(
 
 
 def ordered(name: str, function: TupleFunction, fake: TupleFunction) -> TupleFunction:
-    """A ``function`` of tensors that returns a tuple of them, as an operator whose results torch.compile neither makes
-    again in backward nor has in a CUDA graph. ``fake``: the same on tensors without data."""
+    """An operator of ``function``, which takes tensors and returns a tuple of tensors. torch.compile neither recomputes
+    the operator in backward nor captures it in a CUDA graph. ``fake``: the same function on tensors without data."""
     operator = _custom_operator(name, function, fake, no_cuda_graph)
     return lambda *inputs: operator(*inputs)[:-1]
 
@@ -208,23 +213,23 @@ def ordered(name: str, function: TupleFunction, fake: TupleFunction) -> TupleFun
 def _with_packed(
     name: str, function: TupleFunction, fake: TupleFunction
 ) -> tuple[list[torch.library.CustomOpDef], TupleFunction]:
-    """(custom operators, what calls one of them). With cu_seqlens it is one that is not part of a CUDA graph of
-    torch's, which would go on with the tables of the call that was captured."""
+    """(custom operators, function that calls one of them). Calls with cu_seqlens use a second operator, which torch
+    keeps out of its CUDA graphs: a replay would use the tables of the captured call."""
     operators, names = [_custom_operator(name, function, fake)], [*inspect.signature(function).parameters]
     at = names.index("cu_seqlens") if "cu_seqlens" in names else None
     if at is None:
         return operators, lambda *inputs: operators[0](*inputs)[:-1]
     operators.append(_custom_operator(f"{name}_packed", function, fake, no_cuda_graph))
-    plain, packed = operators  # torch.compile of torch 2.11 takes no boolean for a number of one
+    plain, packed = operators  # torch.compile of torch 2.11 rejects a boolean as an index
     return operators, lambda *inputs: (plain if inputs[at] is None else packed)(*inputs)[:-1]
 
 
 class Passes(NamedTuple):
     """The functions of a ``CustomOperator``.
 
-    forward, backward: on tensors, the first one never None, with a schema that torch.library.custom_op can infer; both
-    return tuples, None for a tensor where there is nothing: custom operators return one without elements then. fake,
-    fake_backward: the same on tensors without data, without effect.
+    forward, backward: functions of tensors with a schema that torch.library.custom_op can infer. The first argument is
+    never None. Both return tuples, with None for an absent tensor; the custom operator returns an empty tensor for it.
+    fake, fake_backward: the same functions on tensors without data; they have no side effect.
     """
 
     forward: TupleFunction
@@ -234,12 +239,12 @@ class Passes(NamedTuple):
 
 
 class CustomOperator:
-    """A function of tensors, numbers and None, with a backward function, both opaque to torch: custom operators of this
-    ``name``, and for packed sequences others, which torch keeps out of its CUDA graphs. torch.compile makes each of
-    their calls once, in the order of the program.
+    """A function of tensors, numbers and None, with a backward function. Both are opaque to torch: custom operators of
+    this ``name``. Packed sequences have operators of their own, which torch keeps out of its CUDA graphs. torch.compile
+    runs each call once, in program order.
 
     save: called as save(ctx, inputs, output), before any backward. gradient: called as gradient(backward, ctx,
-    *gradients of the outputs), returns those of the inputs, and calls ``backward`` once.
+    *gradients of the outputs); returns the gradients of the inputs and calls ``backward`` once.
     """
 
     def __init__(self, name: str, passes: Passes, save: Callable[..., None], gradient: TupleFunction) -> None:
@@ -254,30 +259,31 @@ class CustomOperator:
 
 
 class PreparedCalls(Protocol):
-    """What runs the calls of one kind of an ``Operator``: what the first of them has worked out. ``fixed``: the last
-    inputs, which are the same at all of them."""
+    """State of an ``Operator`` for one call signature, prepared by the first call; runs all calls of that signature.
+    ``fixed``: the last inputs, which are equal in all of these calls."""
 
     fixed: tuple[Any, ...]
 
     def forward(self, *inputs: Any) -> tuple[Any, ...]:
-        """The outputs, of the inputs before ``fixed``."""
+        """Compute the outputs from the inputs that precede ``fixed``."""
 
     def pending(self) -> list[Any]:
-        """For the backward that a call is to have."""
+        """One PendingBackward for each scan whose backward the call expects."""
 
 
-RESULTS = 2  # outputs that a caller sees: o and final_state
+RESULTS = 2  # number of outputs returned to the caller: o and final_state
 
 
 class Operator(CustomOperator):
-    """The same with functions that take less of the host's time where nobody traces: ``eager``, an autograd.Function.
+    """A CustomOperator with ``eager``, an autograd.Function that takes less host time where torch does not trace.
 
-    save: as for a CustomOperator; called with all inputs and outputs, and with ``ctx.pending``: what PreparedCalls made
-        of it, or for a call of the custom operator ``pending(*inputs)``; [] where no backward of this node will run.
-    gradient: called as gradient(backward, ctx, *gradients of the results), returns those of the tensors.
+    save: as for a CustomOperator; called with all inputs and outputs. ``ctx.pending`` is set before: to the result of
+        PreparedCalls.pending(), for a call of the custom operator to ``pending(*inputs)``, and to [] if no backward of
+        this node will run.
+    gradient: called as gradient(backward, ctx, *gradients of the results); returns the gradients of the tensors.
     backward: called as backward(PreparedCalls or None, *inputs of passes.backward).
 
-    Of the outputs the first RESULTS are results, the others are there to be saved.
+    The first RESULTS outputs are returned to the caller, the others are saved for backward.
     """
 
     def __init__(
@@ -306,8 +312,8 @@ class Operator(CustomOperator):
         traced = self.backward
 
         class Eager(Function):
-            """An autograd graph has a weak reference to what was prepared: it is not to keep the plans of a
-            communicator that is gone."""
+            """The autograd graph holds a weak reference to the PreparedCalls, so that it does not keep the plans of a
+            deleted communicator alive."""
 
             @staticmethod
             def forward(ctx: Any, rest: tuple[Any, ...], *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -326,5 +332,5 @@ class Operator(CustomOperator):
                     own = own and (x is None or type(x) is Tensor)
                 return None, *gradient(partial(backward, ctx.prepared()) if own else traced, ctx, *grads)
 
-        # called as eager((PreparedCalls, inputs between the tensors and what is fixed), *tensors)
+        # called as eager((PreparedCalls, inputs between the tensors and ``fixed``), *tensors)
         self.eager: Callable[..., tuple[Any, ...]] = Eager.apply

@@ -1,4 +1,4 @@
-"""What the scans ask of their arguments."""
+"""Checks and conversions of the arguments of scans and operators."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from ..bindings.torch_compat import forward_ad
 
 
 class Shift(NamedTuple):
-    """In place of a decay, for halo() of a rank with fewer tokens than are sent: R_{p+1}[k] = R_p[k + rows] +
-    state_p[k], where there is such a row. Its adjoint shifts the other way."""
+    """Replaces a decay in halo() of a rank that has fewer tokens than are sent: R_{p+1}[k] = R_p[k + rows] +
+    state_p[k], with R_p[k + rows] = 0 beyond the last row. The adjoint shifts in the other direction."""
 
     rows: int
 
 
 class ScanInputs(NamedTuple):
-    """What a scan is given, as for ``allscan.allscan``: before the checks anything, in the zigzag layout pairs."""
+    """Inputs of a scan, as in ``allscan.allscan``. Types are unchecked; in the zigzag layout the inputs are pairs."""
 
     state: Any
     decay: Any = None
@@ -32,7 +32,7 @@ class ScanInputs(NamedTuple):
 
 
 def integer(name: str, value: Any, least: int = 1) -> int:
-    """``value`` as an int. Raises TypeError unless it is a whole number by its type, ValueError below ``least``."""
+    """``value`` as an int. Raises TypeError unless its type is an integer type, ValueError below ``least``."""
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise TypeError(f"{name} must be an integer, got {value!r}")
     if operator.index(value) < least:
@@ -52,7 +52,7 @@ def own_place(first_token: Any, cu_seqlens: object) -> int | None:
 
 
 def switch(name: str) -> bool:
-    """Of an environment variable, 1 by default. Raises ValueError unless it is 0 or 1."""
+    """Whether the environment variable ``name`` is 1, its default. Raises ValueError unless it is 0 or 1."""
     value = os.environ.get(name, "").strip() or "1"
     if value not in ("0", "1"):
         raise ValueError(f"{name} must be 0 or 1, got {value!r}")
@@ -78,8 +78,8 @@ def boundaries(cu_seqlens: object) -> Tensor:
 
 
 def reject_in_capture(cu_seqlens: Tensor) -> None:
-    """Raise ValueError for one on the GPU if the current stream is captured: what follows from its values is worked out
-    on the host, and would be the same at each replay, whatever is in it then."""
+    """Raise ValueError if ``cu_seqlens`` is on the GPU and the current stream is being captured. The host computes
+    tables from its values, so every replay would use the values at capture."""
     if cu_seqlens.is_cuda and torch.cuda.is_current_stream_capturing():
         raise ValueError(
             "cu_seqlens on the GPU cannot be captured, since replays would not see its values: give a list or a tensor "
@@ -88,13 +88,13 @@ def reject_in_capture(cu_seqlens: Tensor) -> None:
 
 
 def plain(x: Tensor) -> Tensor:
-    """``x`` contiguous, and no view that stands for the negative of its memory (Tensor.is_neg), which is all that a
-    kernel sees. Where torch.compile does not trace: see ``plain_or_traced``."""
+    """``x``, contiguous and without a negative bit (Tensor.is_neg): a kernel sees neither strides nor that bit. Not for
+    code that torch.compile traces: see ``plain_or_traced``."""
     return x.resolve_neg().contiguous() if x.is_neg() or not x.is_contiguous() else x
 
 
 def plain_or_traced(*tensors: Tensor | None) -> Sequence[Any]:
-    """``plain`` of each, wherever this is called: torch.compile cannot trace the questions."""
+    """``plain`` of each tensor, also under torch.compile, which cannot trace is_neg() and is_contiguous()."""
     if torch.compiler.is_compiling():
         return [x if x is None else x.resolve_neg().contiguous() for x in tensors]
     for x in tensors:
@@ -103,13 +103,13 @@ def plain_or_traced(*tensors: Tensor | None) -> Sequence[Any]:
     return tensors
 
 
-described = operator.attrgetter("dtype", "shape", "device")  # of a tensor, to be compared by restored()
+described = operator.attrgetter("dtype", "shape", "device")  # properties of a tensor that restored() compares
 
 
 def restored(what: str, names: str, tensors: Sequence[Tensor], wanted: list[tuple[Any, ...]]) -> Sequence[Tensor]:
-    """The ``tensors`` that autograd has saved for the backward pass of ``what``, ``plain``; a word of ``names`` for
-    each. A saved_tensors_hook may give back others than were saved: raises RuntimeError, before anything is launched,
-    unless they are ``described`` by ``wanted``. Strides and negative bits may be others."""
+    """``plain`` of the ``tensors`` that autograd saved for the backward pass of ``what``. ``names``: their names,
+    separated by spaces. A saved_tensors_hook may return other tensors: raises RuntimeError, before any launch, unless
+    ``described`` of each equals its entry of ``wanted``. Strides and negative bits may differ."""
     if [*map(described, tensors)] != wanted:
         for name, x, kind in zip(names.split(), tensors, wanted, strict=True):
             if described(x) != kind:
@@ -118,7 +118,7 @@ def restored(what: str, names: str, tensors: Sequence[Tensor], wanted: list[tupl
 
 
 def others_than_saved(what: str, name: str, x: Tensor, saved: str) -> RuntimeError:
-    """The error for ``x`` that has come back in place of ``saved``."""
+    """The error for a saved_tensors_hook that returned ``x`` where the tensor described by ``saved`` was saved."""
     return RuntimeError(
         f"the backward of {what} was given {name} as {x.dtype} {list(x.shape)} on {x.device}, where {saved} was saved: "
         "what a saved_tensors_hook gives back must have the same dtype, shape and device"
@@ -126,8 +126,8 @@ def others_than_saved(what: str, name: str, x: Tensor, saved: str) -> RuntimeErr
 
 
 def signature_of(*inputs: object) -> tuple[object, ...]:
-    """What checks of tensors look at, and whether other inputs are None or of which type. Hashable. Tangents are looked
-    for by Communicator.call; see ``plain`` of negative bits and strides."""
+    """Hashable key: for a tensor the properties that argument checks read, for other inputs None or the type. Excludes
+    tangents, which Communicator.call checks, and negative bits and strides, which ``plain`` handles."""
     found: list[object] = []
     for x in inputs:
         if isinstance(x, Tensor):
@@ -138,8 +138,9 @@ def signature_of(*inputs: object) -> tuple[object, ...]:
 
 
 def call_key(inputs: Sequence[object]) -> tuple[object, ...]:
-    """Of which variant a call with these inputs is: ``signature_of`` them, with whether a number is 0; and at the
-    end whether a gradient is wanted, 1, or 2 if torch could not save for one what was made in torch.inference_mode."""
+    """Cache key of the variant of a call with these inputs: ``signature_of`` them, and for each number whether it is 0.
+    The last entry is False if no gradient is wanted, 1 if one is wanted, 2 if one is wanted and torch cannot save the
+    tensors for it (torch.inference_mode)."""
     grad, inference, wanted = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), False
     found: list[object] = []
     for x in inputs:
@@ -157,7 +158,7 @@ def call_key(inputs: Sequence[object]) -> tuple[object, ...]:
 
 
 def check_dense(name: str, tensor: object) -> None:
-    """Raise TypeError unless ``tensor`` is a tensor whose elements lie in memory of its own."""
+    """Raise TypeError unless ``tensor`` is a dense, unquantized tensor with its own memory (no wrapper subclass)."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
     if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
@@ -167,7 +168,7 @@ def check_dense(name: str, tensor: object) -> None:
 
 
 def check_tensor(name: str, tensor: Any, shape: Sequence[int] | None, device: torch.device) -> None:
-    """Raise TypeError or ValueError unless ``tensor`` is a float32 tensor of that shape (None: any) and device."""
+    """Raise TypeError or ValueError unless ``tensor`` is a float32 tensor of ``shape`` (None: any) on ``device``."""
     check_dense(name, tensor)
     if tensor.dtype != torch.float32:
         raise TypeError(f"{name} must be float32, got {tensor.dtype}")
@@ -178,15 +179,15 @@ def check_tensor(name: str, tensor: Any, shape: Sequence[int] | None, device: to
 
 
 def _way_out(tensor: Tensor) -> str:
-    """How a tensor of a subclass gives one with memory."""
+    """Error text: the method by which a tensor subclass returns a tensor with its own memory."""
     if hasattr(tensor, "wait") and not hasattr(tensor, "to_local"):  # torch.distributed._functional_collectives
         return "of a collective that is under way: wait()"
     return "of a DTensor: to_local()"
 
 
 def check_decay(decay: object, shape: Sequence[int], device: torch.device) -> None:
-    """Raise TypeError or ValueError unless ``decay`` goes with a state of ``shape``: None, a number, or a tensor that
-    is broadcastable to [..., K] or [...]."""
+    """Raise TypeError or ValueError unless ``decay`` is valid for a state of ``shape`` [..., K, V]: None, a Shift, a
+    number, or a float32 tensor that is broadcastable to [..., K] or [...]."""
     if decay is None or isinstance(decay, Shift):
         return
     if not isinstance(decay, Tensor):
@@ -205,7 +206,7 @@ def check_decay(decay: object, shape: Sequence[int], device: torch.device) -> No
 
 
 def check_scan(inputs: ScanInputs, shape: Sequence[int] | None, device: torch.device) -> None:
-    """Raise TypeError or ValueError for inputs of a scan of states of this shape, None: any that a scan can have."""
+    """Raise TypeError or ValueError for wrong inputs of a scan. ``shape``: required shape of the state; None: any."""
     state, decay, transition, initial_state, out = inputs
     check_tensor("state", state, shape, device)
     if state.ndim < 2 or min(state.shape) < 1:
@@ -221,7 +222,8 @@ def check_scan(inputs: ScanInputs, shape: Sequence[int] | None, device: torch.de
 
 
 def decay_rows(decay: Tensor | float, shape: Sequence[int], device: torch.device) -> Tensor:
-    """The float32 tensor that a kernel gets of a decay that ``check_decay`` has seen, without strides of 0."""
+    """The float32 tensor that a kernel gets for a checked ``decay``: contiguous, expanded to [..., K] or [...]; a
+    number or a tensor without dimensions becomes a tensor of shape []."""
     if not isinstance(decay, Tensor):
         return torch.full((), float(decay), dtype=torch.float32, device=device)
     decay, target = decay.resolve_neg(), shape[:-1] if decay.ndim == len(shape) - 1 else shape[:-2]
@@ -231,24 +233,25 @@ def decay_rows(decay: Tensor | float, shape: Sequence[int], device: torch.device
 
 
 def decay_strides(decay: object, shape: Sequence[int]) -> tuple[int, int]:
-    """(of a matrix, of a row), in what ``decay_rows`` makes."""
+    """(stride of a matrix, stride of a row), in elements of the tensor that ``decay_rows`` returns."""
     if not isinstance(decay, Tensor) or not decay.ndim:
         return 0, 0
     return (shape[-2], 1) if decay.ndim == len(shape) - 1 else (1, 0)
 
 
 def is_zigzag(layout: str) -> bool:
-    """Raises ValueError unless it is one of the two layouts."""
+    """Whether ``layout`` is "zigzag". Raises ValueError unless it is "contiguous" or "zigzag"."""
     if layout not in ("contiguous", "zigzag"):
         raise ValueError(f'layout must be "contiguous" or "zigzag", got {layout!r}')
     return layout == "zigzag"
 
 
-PER_DOCUMENT = 2  # of the values that ``zigzag`` has below the operators: each sequence is cut, not the row; 0: none is
+PER_DOCUMENT = 2  # value of ``zigzag`` in internal functions: zigzag of each sequence (0: contiguous, 1: of the row)
 
 
 def zigzag_of(layout: str, per_document: bool, cu_seqlens: object) -> int:
-    """Which cut the tokens of an operator have: 0 contiguous, 1 zigzag of the row, PER_DOCUMENT. Raises ValueError."""
+    """How an operator's tokens are sharded: 0 contiguous, 1 zigzag of the row, PER_DOCUMENT zigzag of each sequence.
+    Raises ValueError for arguments that contradict each other."""
     zigzag = is_zigzag(layout)
     if not per_document:
         return int(zigzag)
@@ -265,7 +268,7 @@ def check_halves(T: int) -> None:
 
 
 def check_for_an_operator(tensors: dict[str, Any], scale: object) -> None:
-    """Raise for arguments of an operator that a custom op does not take as they are; ``tensors`` by name."""
+    """Raise TypeError or ValueError for arguments that a custom op's schema cannot take. ``tensors``: by name."""
     for name, x in tensors.items():
         if x is None and name == "initial_state":
             continue
@@ -280,7 +283,7 @@ def check_for_an_operator(tensors: dict[str, Any], scale: object) -> None:
 
 
 def has_tangents(inputs: object) -> bool:
-    """Whether forward-mode derivatives of an input, or of one in a tuple or list of them, are under way."""
+    """Whether an input, or a member of a nested tuple or list, has a tangent of forward-mode AD."""
     if forward_ad._current_level < 0:
         return False
     if isinstance(inputs, tuple | list):

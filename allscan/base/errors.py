@@ -1,4 +1,4 @@
-"""What is raised when ranks do not make the same calls."""
+"""Errors that are raised when ranks do not make the same calls."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ REMEDY = (
 
 
 class DeferredError:
-    """What is wrong with this rank's arguments: an exception that is raised when the other ranks have heard of it.
+    """An error in this rank's arguments. The exception is raised after the other ranks have been told of it.
 
-    A frame must not hold the exception itself. An exception holds the frames that it came through, and such a cycle
-    keeps their tensors, and the hooks of torch's activation checkpointing, until Python looks for cycles: the next
-    step's backward would then compute a layer of this one again.
+    A frame must not hold the exception itself. An exception refers to the frames of its traceback, and the resulting
+    cycle keeps their tensors, and the hooks of torch's activation checkpointing, alive until Python's garbage
+    collection: the next step's backward would then recompute a layer of this step.
     """
 
     def __init__(self, error: Exception) -> None:
@@ -21,31 +21,31 @@ class DeferredError:
         self.text = f"{type(error).__name__}: {error}"
 
     def take(self) -> Exception:
-        """The exception, for the one ``raise``."""
+        """Return the exception and drop the reference to it. Call once, in the ``raise`` statement."""
         error, self._error = self._error, None
         assert error is not None
         return error
 
 
 class AllScanError(RuntimeError):
-    """Base class of the errors that a rank raises because of another one: what a training step may catch.
+    """Base class of the errors that a rank raises because of another rank. A training step may catch it.
 
-    ``Communicator.resync()`` on all ranks brings them back into step.
+    ``Communicator.resync()`` on all ranks synchronizes them again.
     """
 
 
 class AllScanTimeout(AllScanError):
-    """A wait on another rank ended by time-out. What the kernels returned since then is not to be used.
+    """A kernel's wait for another rank timed out. Results of kernels since then must not be used.
 
     Attributes:
-        rank: that waited, in the group.
-        neighbour: the rank that was waited for.
-        tile: which tile of the state.
-        expected: epoch.
-        seen: epoch that was there instead.
+        rank: group rank that waited.
+        neighbour: group rank that was waited for.
+        tile: index of the tile of the state.
+        expected: epoch that the kernel waited for.
+        seen: epoch that the kernel read instead.
         timeout: seconds.
-        others: what other ranks have said of themselves, or "".
-        job_ranks: rank and neighbour as ranks of the job.
+        others: reports of other ranks on calls that they rejected, as sentences; "" if there are none.
+        job_ranks: global ranks (of the job) of ``rank`` and ``neighbour``.
     """
 
     def __init__(
@@ -74,21 +74,21 @@ class AllScanTimeout(AllScanError):
 
 
 def names_of(ranks: tuple[int, int], job_ranks: tuple[int, int]) -> list[str]:
-    """Two ranks of a group in words, with those of the job where they are others."""
+    """Texts that name two group ranks, with their global ranks if these differ."""
     if ranks == job_ranks:
         return [f"rank {rank}" for rank in ranks]
     return [f"rank {rank} (of the job: {of_job})" for rank, of_job in zip(ranks, job_ranks)]
 
 
 class AllScanHostTimeout(AllScanError):
-    """A rank did not come to an operation that waits for all ranks on the host, such as a first call, or was
-    interrupted in it (Ctrl-C). All ranks that came raise this. The operation has launched nothing."""
+    """A rank did not enter an operation that waits for all ranks on the host, such as a first call, or was interrupted
+    in it (Ctrl-C). All ranks that entered it raise this error. The operation has launched nothing."""
 
 
 class AllScanRejected(AllScanError):
-    """Another rank has rejected the call that this rank waits for it in: its name and reason are in the message. This
-    rank's call counts as rejected, too, so where all ranks raise they are in step."""
+    """Another rank has rejected the call in which this rank waits for it. The message gives that rank and its reason.
+    This rank's call counts as rejected, too: if all ranks raise, they stay synchronized."""
 
 
 class AllScanOutOfStep(AllScanError):
-    """The ranks have not made the same calls. What the call that raises has returned is not to be used."""
+    """The ranks have not made the same calls. Results of the call that raises this error must not be used."""
