@@ -1,5 +1,5 @@
-"""A batch of whole sequences, cut for this rank, with a stamp by which a split model knows that all ranks have parts of
-one batch."""
+"""Cuts a batch of whole sequences for this rank, and adds a stamp: split models check by it that all ranks have parts
+of one batch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ..comm.host_exchange import by_rank
 from ..tokens.packing import boundaries_on_host, document_places
 from .softmax import chunks, reject
 
-STAMP = "allscan_cut"  # the argument by which a model's forward is told
+STAMP = "allscan_cut"  # keyword argument of a model's forward for the stamp
 CUT = ("input_ids", "inputs_embeds", "labels", "shift_labels", "position_ids")  # [B, T, ...]
 UNCUT = ("cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx", "max_length_q", "max_length_k")  # of the row
 
@@ -29,7 +29,7 @@ DOCUMENTS = "zigzag, per_document=True"  # the layout of such a batch in its sta
 
 
 def documents_misfit(lengths: tuple[int, ...], size: int, T: int) -> str | None:
-    """What is wrong with cu_seqlens of sequences that are each cut, in T tokens of all ranks."""
+    """Error message for invalid cu_seqlens of sequences that are each cut, or None; T: tokens of all ranks."""
     if lengths[0] or lengths[-1] != T or list(lengths) != sorted(lengths):
         return f"cu_seqlens must rise from 0 to {T}, got {lengths}"
     if any((b - a) % (2 * size) for a, b in itertools.pairwise(lengths)):
@@ -51,27 +51,26 @@ def cut_batch(
     """This rank's part of a batch of whole sequences, for ``model(**part)`` of a model of ``sequence_parallel``.
 
     Args:
-        batch: what the ordinary model takes by name, the same on every rank: ``input_ids`` [B, T] or ``inputs_embeds``
-            [B, T, H]; with these ``labels``, ``shift_labels``, ``position_ids``. An ``attention_mask`` [B, T] must mask
-            nothing and is left out. ``cu_seq_lens_q``, and fla's ``cu_seqlens``, stay those of the row; so does what
-            is no tensor or has no dimension, such as ``use_cache`` or ``num_items_in_batch``.
+        batch: keyword arguments of the ordinary model, equal on every rank: ``input_ids`` [B, T] or ``inputs_embeds``
+            [B, T, H]; optionally ``labels``, ``shift_labels``, ``position_ids``. An ``attention_mask`` [B, T] must mask
+            nothing and is dropped. ``cu_seq_lens_q`` and fla's ``cu_seqlens`` stay those of the row. Values that are no
+            tensors or have no dimension, such as ``use_cache`` or ``num_items_in_batch``, stay unchanged.
         comm, layout, per_document: those of ``sequence_parallel``. "contiguous": the first T % P of P ranks get one
-            token more than the others. "zigzag": T must be a multiple of 2P. per_document=True: so must each sequence
-            that ``cu_seq_lens_q`` or ``cu_seqlens`` tells; a batch without these is cut by the row.
+            token more than the others. "zigzag": T must be a multiple of 2P. per_document=True: so must the length
+            of each sequence in ``cu_seq_lens_q`` or ``cu_seqlens``; a batch without these is cut as one row.
 
     Returns:
-        a dict with this rank's tokens, and under ``allscan_cut`` a stamp (a str): rows, tokens of each rank and layout,
-        and of a batch in the CPU's memory a checksum of its contents. transformers' models compare it with the other
-        ranks' in every forward pass, fla's where they ask the other ranks anyway and at the first batch of a shape;
-        ranks that have cut different batches, or a model that is given other rows or numbers of tokens than were cut,
-        are a ValueError on every rank. In debug mode (``comm.debug``) a checksum is made of batches on GPUs, too, which
-        waits for the GPU, and compared with the tokens that the model is given. In the rank's own process, not in a
-        loader's worker.
+        a dict with this rank's tokens and, as ``allscan_cut``, a stamp (str). The stamp has the number of rows, the
+        tokens of each rank, the layout and, for a batch in CPU memory, a checksum of its contents. transformers' models
+        compare the stamps of all ranks in every forward pass; fla's models compare them in each host exchange and at
+        the first batch of a shape. If ranks have cut different batches, or the model gets other rows or numbers of
+        tokens than the stamp's, every rank raises ValueError. In debug mode (``comm.debug``) batches on GPUs get a
+        checksum, too (this synchronizes with the GPU), and the model compares it with its tokens. Call it in the rank's
+        own process, not in a worker of a DataLoader.
 
     Raises:
-        ValueError: for other tensors, for shapes that do not go together, a mask that masks, T below P, and in zigzag
-            for a T, or a sequence that is cut, that is no multiple of 2P; the other ranks hear of it in their next
-            call.
+        ValueError: for unknown tensors, inconsistent shapes, a mask that masks tokens, T below P, and in zigzag if T,
+            or the length of a sequence that is cut, is no multiple of 2P. The other ranks raise it in their next call.
 
     Example:
         >>> loss = model(**cut_batch(batch, comm=comm)).loss      # this rank's share
@@ -122,7 +121,7 @@ def cut_batch(
 
 
 def tokens_of_ranks(T: int, size: int) -> list[int]:
-    """How many tokens cut_batch gives to each rank."""
+    """The number of tokens of each rank after cut_batch."""
     return [T // size + (rank < T % size) for rank in range(size)]
 
 
@@ -133,8 +132,7 @@ def _cu_seqlens(batch: Mapping[str, Any]) -> torch.Tensor | Sequence[int] | None
 def places_of(
     batch: Mapping[str, Any], T: int, size: int, layout: str, per_document: bool
 ) -> list[list[tuple[int, int]]]:
-    """(first token, end) of what each rank gets of T tokens, in its order. ValueError for sequences that cannot be cut
-    each."""
+    """For each rank, (first token, end) of each of its parts of T tokens. ValueError if a sequence cannot be cut."""
     cu_seqlens = _cu_seqlens(batch)
     if not per_document or cu_seqlens is None:
         parts = chunks(tokens_of_ranks(T, size), layout == "zigzag")
@@ -147,7 +145,7 @@ def places_of(
 
 
 def checksum(*values: Any) -> int:
-    """Of tensors' shapes and contents, and of what is none as it is printed."""
+    """CRC-32 of the shapes, dtypes and contents of tensors, and of the ``repr`` of other values."""
     found = 0
     for value in values:
         if isinstance(value, torch.Tensor):
@@ -161,14 +159,14 @@ def checksum(*values: Any) -> int:
 
 @functools.lru_cache(maxsize=64)
 def read(stamp: str) -> _Stamp:
-    """The fields of a stamp that a batch carries as text."""
+    """Parse the stamp of a batch."""
     rows, tokens, layout, digests, others = json.loads(stamp)
     return _Stamp(rows, tuple(tokens), layout, digests and tuple(digests), others)
 
 
 def looked_at(comm: Communicator, ids: Tensor | None, stamp: Any) -> int | None:
-    """What the other ranks are told of this one's input_ids: at the first batch without a ``stamp``, and in debug mode.
-    Waits for the GPU."""
+    """Checksum of this rank's input_ids for the other ranks, at the first batch without a ``stamp`` and in debug mode;
+    otherwise None. Synchronizes with the GPU."""
     first = stamp is None and STAMP not in comm.attributes
     return checksum(ids) if ids is not None and (first or comm.debug) else None
 
@@ -176,8 +174,9 @@ def looked_at(comm: Communicator, ids: Tensor | None, stamp: Any) -> int | None:
 def misfit(
     comm: Communicator, rows: Any, tokens: Sequence[int], layout: str, stamps: Any, seen: Any = None
 ) -> str | None:
-    """What is wrong with the parts of a batch; each argument has an entry for each rank, and ``seen`` those of
-    ``looked_at``. Alike on all ranks."""
+    """Error message for inconsistent parts of a batch, or None; equal on all ranks.
+
+    ``rows``, ``tokens``, ``stamps`` and ``seen`` (results of ``looked_at``) have an entry for each rank."""
     if len(set(rows)) > 1:
         return f"the numbers of rows differ between ranks: {by_rank(rows)}"
     if seen and all(stamp is None for stamp in stamps):

@@ -47,7 +47,7 @@ with needing(__name__, "flash-linear-attention"):
     from fla.layers import attn as softmax_attention
     from fla.layers.utils import get_layer_cache, update_layer_cache
 
-_prefilled: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # cache -> tokens of all ranks that it has seen
+_prefilled: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # cache -> number of tokens of all ranks in it
 
 
 def sequence_parallel(
@@ -58,34 +58,34 @@ def sequence_parallel(
     per_document: bool = False,
     attention: Attention = WHOLE,
 ) -> torch.nn.Module:
-    """Let ``module``, in place, take this rank's part of each sequence where it took all of it; returns it.
+    """Convert ``module``, in place, so that each rank processes its part of a sequence; returns the module.
 
-    The layers call zeco_gla, zeco_kda or zeco_gated_delta_rule, whatever their ``mode``, and the tokens that short
-    convolutions look back at come from the ranks before. A rank may have few tokens or none: fla's norms and MLPs,
-    which have no backward for none, see one of zeros then. Softmax attention gathers the keys and values of all ranks,
-    and the last rank of the contiguous layout has the most to do; each call of such a layer asks on the host how many
-    tokens the ranks have. ``cu_seqlens`` is that of the row, as for zeco_gla.
+    The layers call zeco_gla, zeco_kda or zeco_gated_delta_rule, for any ``mode``. Short convolutions receive the
+    preceding tokens from the ranks before. A rank may have few tokens or none: fla's norms and MLPs have no backward
+    for empty tensors and process one token of zeros then. Softmax attention all-gathers keys and values; in the
+    contiguous layout the last rank has the most work. Each call of such a layer exchanges the ranks' numbers of tokens
+    on the host. ``cu_seqlens`` is that of the row, as for zeco_gla.
     A causal language model's loss is this rank's share of the mean over the tokens of all ranks: the sum over the ranks
     is the loss (DistributedDataParallel and FSDP over all ranks average gradients instead: multiply the loss by
-    ``comm.size``). Labels are shifted across the cuts. ``num_items_in_batch`` is the number of labels on all ranks. A
-    ``criterion`` of the model's is used as fla does, with its ``ignore_index``; its ``reduction`` is "mean" (over the
+    ``comm.size``). Labels are shifted across shard boundaries. ``num_items_in_batch`` is the number of labels on all
+    ranks. The model's ``criterion`` is used as in fla, with its ``ignore_index``; its ``reduction`` is "mean" (over the
     tokens, by their ``weight`` if it has one) or "sum".
 
-    With ``use_cache=True``, on all ranks or on none, every rank's cache is that of the row, which the ordinary model
-    goes on from, each rank by itself: ``sequence_parallel(model, comm=None)``. The logits of the last token are on the
-    rank that has it, in zigzag the first.
+    With ``use_cache=True``, on all ranks or on none, every rank's cache is that of the row. Each rank can then generate
+    with the ordinary model by itself: ``sequence_parallel(module, comm=None)``. The rank with the last token has its
+    logits: the last rank, in zigzag the first.
 
     Args:
         module: a ``GatedLinearAttention``, ``KimiDeltaAttention`` or ``GatedDeltaNet``, or anything made of such
             layers, of softmax ``Attention`` and of parts that look at one token at a time: a ``KDABlock``,
             ``GatedDeltaNetModel`` or ``GLAForCausalLM``, hybrids included. Parameters, their names and checkpoints stay
             as they are.
-        comm: the ranks that share a sequence, in the order of its parts; None makes the module an ordinary one again.
+        comm: the ranks that share a sequence, in the order of its parts; None restores the ordinary module.
         layout: "zigzag" if rank r's tokens are chunks r and 2P - 1 - r of the 2P that the row is cut into, as for
             zeco_gla. All ranks of a softmax layer have the same work then.
-        per_document: with cu_seqlens in the zigzag layout, the same on every rank: whether each sequence is cut into 2P
-            chunks, and not the row of all, as for zeco_gla. Lengths are multiples of 2P then, and all ranks have the
-            same work in softmax layers whatever they are; labels do not reach over the end of a sequence.
+        per_document: with cu_seqlens in the zigzag layout, equal on every rank: True cuts each sequence into 2P chunks
+            in place of the row, as for zeco_gla. Lengths must then be multiples of 2P; all ranks have the same work in
+            softmax layers for any lengths, and labels do not cross the end of a sequence.
         attention: how softmax layers run, see ``allscan.integrations.attention.Attention``: without a window, a
             cache and cu_seqlens in merged blocks by PyTorch's kernels, else by flash_attn's over keys of the row.
 
@@ -113,7 +113,7 @@ def sequence_parallel(
     if others or all(_kind(m) is softmax_attention.Attention for m in layers):
         kinds = ", ".join(kind.__name__ for kind in _CALLS)
         raise ValueError(f"expected layers of {kinds}, got {sorted(others) or 'no recurrent one'}")
-    documents: list | None = [None] if per_document else None  # cu_seqlens that the layers were given last
+    documents: list | None = [None] if per_document else None  # cu_seqlens of the layers' last call
     for layer in layers:
         _replace(
             layer,
@@ -134,7 +134,7 @@ def _of_fla(kind: type) -> bool:
 
 
 def _replace(module: Any, name: str, function: Callable[..., Any] | None) -> None:
-    """Let the module's method be ``function``, None: that of its class."""
+    """Replace the module's method by ``function``; None restores the class's method."""
     present = vars(module).get(name)
     if present is not None and getattr(present, "func", None) not in (_layer, _loss, _tokenwise):
         raise ValueError(f"the {name} of a {type(module).__name__} was replaced: call sequence_parallel before that")
@@ -147,7 +147,7 @@ _TOKENWISE = "fla.modules.norm.", "fla.modules.mlp"
 
 
 def _tokenwise(module: Any, *arguments: Any, **options: Any) -> torch.Tensor | tuple:
-    """The forward of a module that looks at one token at a time: on a rank without tokens, of one of zeros."""
+    """Forward of a token-wise module; on a rank without tokens it runs on one token of zeros."""
     forward = functools.partial(type(module).forward, module)
     if not any(isinstance(x, torch.Tensor) and x.ndim > 2 and not x.shape[1] for x in (*arguments, *options.values())):
         return forward(*arguments, **options)
@@ -161,7 +161,7 @@ def _tokenwise(module: Any, *arguments: Any, **options: Any) -> torch.Tensor | t
 
 
 def _kind(module: Any) -> Any:
-    """The class of fla's that a layer is of, or None."""
+    """The supported fla class of a layer, or None."""
     return next((kind for kind in _CALLS if isinstance(module, kind)), None)  # FSDP2 makes subclasses
 
 
@@ -180,7 +180,7 @@ def _layer(
     first_token: int | None = None,
     **options: Any,
 ) -> tuple:
-    """The forward of a layer, over this rank's tokens."""
+    """Forward of a layer over this rank's tokens."""
     kind, stamp = _kind(layer), options.get(STAMP)
     if attention_mask is not None and not masks_nothing(attention_mask, comm):
         reject(comm, "attention_mask masks tokens: pack the sequences, with cu_seqlens, instead of padding them")
@@ -197,7 +197,7 @@ def _layer(
         if cu_seqlens is not None:
             where |= dict(cu_seqlens=torch.tensor(documents[0], device="cpu"), per_document=True)
     cut = DOCUMENTS if "per_document" in where else layout
-    if kind is softmax_attention.Attention:  # which asks for the tokens of all ranks anyway
+    if kind is softmax_attention.Attention:  # _softmax exchanges the numbers of tokens itself
         return _softmax(layer, hidden_states, cache, where, stamp, attention), None, past_key_values
     if stamp is not None:
         batch = "integrations.fla", hidden_states.shape[:2], cut, read(stamp)[:3]
@@ -208,7 +208,7 @@ def _layer(
 
 
 def _mixed(layer: Any, x: Tensor, cache: Any, where: dict[str, Any], activation: Any = None) -> tuple:
-    """(q, k, v with heads, and the layer's convolutions' states) of a recurrent layer."""
+    """(q, k, v with heads, convolution states) of a recurrent layer."""
     xs: Any = layer.q_proj(x), layer.k_proj(x), layer.v_proj(x)
     states: Any = None
     if layer.use_short_conv:
@@ -258,7 +258,7 @@ def _delta_rule(
     gated: bool,
     **options: Any,
 ) -> torch.Tensor:
-    """KDA and Gated DeltaNet; ``g`` raw, ``options`` the rule's own."""
+    """Call KDA or Gated DeltaNet; ``g``: the gate's raw input; ``options``: further options of the rule."""
     q, k, v, conv_states = _mixed(layer, x, cache, where, F.silu)
     o, state = rule(
         q,
@@ -295,7 +295,7 @@ def _gated_delta_net(layer: Any, x: Tensor, cache: Any, where: dict[str, Any]) -
 def _softmax(
     layer: Any, x: Tensor, cache: Any, where: dict[str, Any], stamp: Any = None, attention: Attention = WHOLE
 ) -> torch.Tensor:
-    """Softmax attention of this rank's queries to the keys and values up to each."""
+    """Causal softmax attention of this rank's queries over the tokens of all ranks."""
     comm: Communicator = where["comm"]
     layout: str = where["layout"]
     cu_seqlens, per_document = where.get("cu_seqlens"), where.get("per_document")
@@ -306,7 +306,7 @@ def _softmax(
     limited = attention.memory is not None
     if limited and (cache is not None or lengths is not None or layer.window_size is not None):
         reject(comm, "caches, packed sequences and windows take all keys at once: attention.memory must be None")
-    # always: what follows is the back end's collective, where nobody is rejected
+    # in every call: the back end's collective that follows cannot report a rank's rejection
     tokens = _tokens_of_all(comm, x, DOCUMENTS if per_document else layout, stamp, attention)
     if lengths is not None and sum(tokens) != lengths[-1]:
         reject(comm, f"cu_seqlens must end with the {sum(tokens)} tokens of all ranks, got {lengths[-1]}")
@@ -351,7 +351,7 @@ def _softmax(
     outputs = []
     for y, (first, end), part in zip(queries, own, pieces, strict=True):
         if not T:
-            outputs.append(Using.apply(y, k, v))  # takes part in their backward
+            outputs.append(Using.apply(y, k, v))  # this rank must join the backward's collectives
         elif lengths is None:
             outputs.append(softmax_attention.flash_attn_func(y, k[:, :end], v[:, :end], **options))
         else:
@@ -377,14 +377,14 @@ def _projected(layer: Any, x: Tensor) -> tuple[torch.Tensor, torch.Tensor, torch
 
 
 def _causal(layer: Any) -> dict:
-    """Options of flash_attn. Where there are more keys than queries, the last query is that of the last key."""
+    """Options of flash_attn, which aligns the last query with the last key if there are more keys."""
     return dict(causal=True, window_size=(-1, -1) if layer.window_size is None else (layer.window_size - 1, 0))
 
 
 def _softmax_of_documents(
     layer: Any, x: Tensor, comm: Communicator, lengths: tuple[int, ...], tokens: Sequence[int]
 ) -> torch.Tensor:
-    """o [1, T, H, D] where each sequence is cut."""
+    """Attention output [1, T, H, D] for packed sequences that are each sharded."""
     (q, k, v), table = _projected(layer, x), documents_of(comm, lengths)
     queries, keys, before, *_ = table.of_stream(comm)
     longest = max(table.longest, layer.max_position_embeddings or 0)
@@ -407,13 +407,13 @@ _CALLS = {
 
 @dynamo_disabled
 def _read(comm: Communicator, cu_seqlens: Tensor | None) -> tuple[int, ...]:
-    with comm.call():  # so that a rank that rejects it is not waited for
+    with comm.call():  # reports a rejection to the other ranks, which would otherwise wait
         return boundaries_on_host(boundaries(cu_seqlens))
 
 
 def _tokens_of_all(comm: Communicator, x: Tensor, layout: str, stamp: Any, attention: Attention = WHOLE) -> list[int]:
-    """How many each rank has, of one batch."""
-    with comm.call():  # so that a rank that rejects the layer is not waited for
+    """Exchange the number of tokens of each rank, and check that all ranks have parts of one batch."""
+    with comm.call():  # reports a rejection to the other ranks, which would otherwise wait
         told = *x.shape[:2], stamp, list(attention)
         rows, tokens, stamps, kinds = zip(*comm.order.exchange(told, "the tokens of each rank"), strict=True)
         if any(kind != kinds[0] for kind in kinds):
@@ -427,16 +427,16 @@ def _tokens_of_all(comm: Communicator, x: Tensor, layout: str, stamp: Any, atten
 
 @dynamo_disabled
 def _convolve(convolutions: Any, xs: Any, use_cache: Any, where: dict[str, Any]) -> tuple[list[torch.Tensor], tuple]:
-    """(fla's convolutions of this rank's tokens xs, their states behind the last one or None); kernels of one size."""
+    """(outputs of fla's convolutions over this rank's tokens xs, their last states or None); equal kernel sizes."""
     comm, cu_seqlens, first_token, layout = (where[name] for name in ("comm", "cu_seqlens", "first_token", "layout"))
     per_document = where.get("per_document", False)
-    # a state has one token more than an output looks back at, of which the last rank may have none itself
+    # a state holds one token more than an output's history; the last rank may have none of these tokens
     W, T, halves = convolutions[0].kernel_size[0], xs[0].shape[1], 1 + is_zigzag(layout)
     n, sequences = W - (0 if use_cache else 1), None
     states: Any = [None] * len(xs)
     ys: Any
     lengths = None if cu_seqlens is None else _read(comm, cu_seqlens)
-    sizes = None  # of cut documents' pieces, each of which begins with what is before it
+    sizes = None  # lengths of the pieces of sharded documents
     if per_document:
         assert lengths is not None  # with per_document there are cu_seqlens
         sizes = [b - a for a, b in document_places(lengths, comm.rank, comm.size)]
@@ -447,7 +447,7 @@ def _convolve(convolutions: Any, xs: Any, use_cache: Any, where: dict[str, Any])
     first = 0
     if lengths is not None:
         zigzag = PER_DOCUMENT if per_document else int(halves == 2)
-        with comm.call():  # on every rank, also on one without tokens
+        with comm.call():  # on every rank, even without tokens
             first = partition_start(comm, lengths, T, first_token, zigzag)
     if not T:
         ys = [c(y)[0][:, halves * n :] for c, y in zip(convolutions, before if n else xs, strict=True)]
@@ -466,7 +466,7 @@ def _convolve(convolutions: Any, xs: Any, use_cache: Any, where: dict[str, Any])
         N = len(sequences) - 1
         if n and N > halves:
             states = [y.new_zeros(N, *y.shape[1:]).index_copy(0, firsts, y) for y in states]
-    else:  # each half a sequence
+    else:  # each half is a sequence
         xs = [x.unflatten(1, (halves, -1)).flatten(0, 1) for x in xs]
     options = dict(output_final_state=bool(use_cache), cu_seqlens=sequences)
     results = [c(x, cache=state, **options) for c, x, state in zip(convolutions, xs, states, strict=True)]
@@ -477,7 +477,7 @@ def _convolve(convolutions: Any, xs: Any, use_cache: Any, where: dict[str, Any])
 
 
 def _last_states(states: Tensor, wanted: Any, comm: Communicator, halves: int) -> tuple:
-    """Those behind the last token of all ranks, on every rank, of the states of each half."""
+    """The states after the last token of all ranks, on every rank, from the states of each half."""
     if not wanted:
         return (None,) * len(states)
     return of_last_tokens([x[halves - 1 :: halves] for x in states], comm, halves == 2)
@@ -486,7 +486,7 @@ def _last_states(states: Tensor, wanted: Any, comm: Communicator, halves: int) -
 def _before(
     convolutions: Any, xs: Any, n: int, halves: int, where: dict[str, Any], sizes: Any = None
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """(xs, the n tokens before each half of them, or each piece of these sizes)."""
+    """(xs, the n tokens before each half, or before each piece of the given sizes)."""
     comm, T = where["comm"], xs[0].shape[1]
     if T <= halves * n and sizes is None or not T:
         return xs, halo_of_ends(xs, T, n, **where)
@@ -494,14 +494,14 @@ def _before(
     ends: Any = zip(itertools.accumulate(sizes), sizes)
     numbers = [t for end, size in ends for t in range(end - min(n, size), end)]
     tokens = cached_table(comm, ("ends", n, *sizes), lambda: Tokens(numbers, T, comm.device))
-    # who hooks the backward of a convolution may keep the gradient that it gives
+    # a backward hook of a convolution may keep the gradient: then it must not be changed in place
     hooked = [has_backward_hooks(c) for c in convolutions]
     xs, ends = zip(*(taken(x, tokens, comm, not hook) for x, hook in zip(xs, hooked, strict=True)))
     return xs, halo_of_ends(ends, T, n, **where)
 
 
 def _sequences(first: int, lengths: tuple[int, ...], T: int, halves: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(cu_seqlens of this rank's tokens, in the zigzag layout of both halves, which are the first of each half)."""
+    """(cu_seqlens of this rank's tokens, with both halves in zigzag; index of each half's first sequence)."""
     part, cuts, firsts = T // halves, [0], []
     for half, begin in enumerate((first, lengths[-1] - first - part)[:halves]):
         firsts.append(len(cuts) - 1)
@@ -523,7 +523,7 @@ def _loss(
     num_items_in_batch: Tensor | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """FLAPreTrainedModel._compute_logits_and_loss, with this rank's share of the loss."""
+    """FLAPreTrainedModel._compute_logits_and_loss; returns this rank's share of the loss."""
     penalty = options.get("use_l2warp")
     penalty = getattr(model.config, "use_l2warp", False) if penalty is None else penalty
     if penalty and not (labels is None and shift_labels is None):
@@ -536,7 +536,7 @@ def _loss(
         num_items_in_batch = _divisor(criterion, shift_labels, shift_labels != ignored)
         if num_items_in_batch is not None and comm.size > 1:
             dist.all_reduce(num_items_in_batch, group=comm.group)
-    if shift_labels is not None and not shift_labels.numel():  # fla's losses take no empty tensors
+    if shift_labels is not None and not shift_labels.numel():  # fla's losses reject empty tensors
         logits = model.lm_head(hidden_states)
         fused = options.get("fuse_linear_cross_entropy")
         fused = getattr(model.config, "fuse_linear_cross_entropy", False) if fused is None else fused
@@ -553,7 +553,7 @@ def _loss(
 
 
 def _divisor(criterion: Any, labels: Tensor, counted: Any) -> torch.Tensor | None:
-    """What this rank's labels add to the number by which the sum over all ranks is divided, or None for a sum."""
+    """This rank's share of the divisor of the summed loss, or None for reduction="sum"."""
     reduction = getattr(criterion, "reduction", None) if criterion is not None else "mean"
     if reduction == "sum":
         return None

@@ -53,60 +53,61 @@ def sequence_parallel(
     per_document: bool = False,
     attention: Attention = WHOLE,
 ) -> nn.Module:
-    """Let ``model``, in place, take this rank's part of each sequence where it took all of it; returns it.
+    """Convert ``model``, in place, so that each rank processes its part of a sequence; returns the model.
 
-    A rank may have no tokens, in zigzag all of them: it runs one token of padding, which no other rank sees and no
-    result has, since transformers' layers take none.
+    A rank may have no tokens; in zigzag then all ranks have none. transformers' layers reject empty tensors, so such a
+    rank runs one padding token, which no other rank receives and no result contains.
 
-    Recurrent layers call the functions that they would have called, once, from zero: what the state before this rank's
-    tokens adds is linear in it. For delta rules values get K columns more, which give how outputs and the last state
-    depend on the first; on GPUs, and with ``invariant`` of ``comm``, it is ``allscan.zeco_kda`` or
-    ``allscan.zeco_gated_delta_rule`` instead. On CPU ranks it is transformers' own in torch else, also where fla is
-    installed, whose kernels need a GPU. Mamba2's layers call ``allscan.zeco_ssd`` around theirs. The
-    tokens that short convolutions look back at come from the ranks before. Softmax layers gather keys and values, of
-    Kimi-Linear the latents, of all ranks. With "sdpa" as the model's attention function, for whole sequences without a
-    cache or dropout, a rank's own causal block runs meanwhile, then those of earlier tokens, which need no mask, by
-    cuDNN's or FlashAttention's kernels as PyTorch has them; what they give is merged. Else that function ("sdpa",
-    "eager" or FlashAttention) is called with keys in the order of the sequence, once for each sequence of a rank, in
-    zigzag for each half. Each forward pass asks on the host how
-    many tokens the ranks have, and at the first batch that ``cut_batch`` has not cut whether all ranks have the same
-    tokens, which is a warning. Positions go on over the cuts; ``position_ids`` of one's own are those of this rank's
-    tokens, in zigzag ``allscan.zigzag.zigzag_positions``.
+    Recurrent layers call their original functions once, with a zero initial state; the contribution of the incoming
+    state is linear and is added afterwards. For delta rules the values get K extra columns, which yield the dependence
+    of outputs and last state on the initial state. On GPUs, and if ``comm`` has ``invariant``, the layers call
+    ``allscan.zeco_kda`` or ``allscan.zeco_gated_delta_rule`` instead. On CPU ranks they otherwise call transformers'
+    torch functions, even if fla is installed, since fla's kernels need a GPU. Mamba2 layers call ``allscan.zeco_ssd``
+    around their own scan. Short convolutions receive the preceding tokens from the ranks before.
 
-    Packed sequences, in a batch of one: ``cu_seq_lens_q`` of the row, the same on every rank, or ``position_ids`` of
-    this rank's tokens, which begin a sequence wherever they do not rise by 1. Either keeps sequences apart in all
-    layers, also where the ordinary model would need packages for it. With per_document=True it is ``cu_seq_lens_q``,
-    and labels do not reach over the end of a sequence; ``cut_batch`` and
-    ``allscan.zigzag.zigzag_positions`` cut such rows, if they are told ``per_document=True``, too.
+    Softmax layers all-gather keys and values; Kimi-Linear's layers all-gather the latents. With "sdpa" as the model's
+    attention function, for unpacked sequences without cache or dropout, the rank's own causal block overlaps with the
+    all-gather. The blocks of earlier tokens follow without a mask, by PyTorch's cuDNN or FlashAttention kernels, and
+    the results are merged. Otherwise the layer calls its attention function ("sdpa", "eager" or FlashAttention) with
+    keys in sequence order, once for each sequence of a rank, in zigzag once for each half. Each forward pass exchanges
+    the ranks' numbers of tokens on the host. At the first batch that does not come from ``cut_batch`` it warns if all
+    ranks have the same tokens. Positions continue across shard boundaries; explicit ``position_ids`` are those of this
+    rank's tokens, in zigzag ``allscan.zigzag.zigzag_positions``.
+
+    Packed sequences need a batch of one and either ``cu_seq_lens_q`` of the row, equal on every rank, or
+    ``position_ids`` of this rank's tokens: a sequence begins wherever they do not rise by 1. Both separate the
+    sequences in all layers, even where the ordinary model needs extra packages for it. per_document=True requires
+    ``cu_seq_lens_q``, and labels do not cross the end of a sequence; pass ``per_document=True`` to ``cut_batch`` and
+    ``allscan.zigzag.zigzag_positions``, too.
     The loss is this rank's share of the mean over the labels of all ranks: the sum over the ranks is the loss
     (DistributedDataParallel and FSDP over all ranks average gradients instead: multiply the loss by ``comm.size``).
-    Labels are shifted across the cuts. ``num_items_in_batch`` is the number of labels on all ranks.
+    Labels are shifted across shard boundaries. ``num_items_in_batch`` is the number of labels on all ranks.
 
-    ``use_cache`` is False unless it is given. With ``use_cache=True``, on all ranks or on none, every rank's cache is
-    that of the row, which the ordinary model goes on from, each rank by itself: ``sequence_parallel(model,
-    comm=None)``. The logits of the last token are on the rank that has it: the last one, in zigzag the first.
+    ``use_cache`` defaults to False. With ``use_cache=True``, on all ranks or on none, every rank's cache is that of the
+    row. Each rank can then generate with the ordinary model by itself: ``sequence_parallel(model, comm=None)``. The
+    rank with the last token has its logits: the last rank, in zigzag the first.
 
     Args:
         model: a causal language model of transformers, its text model, or a module around one, of Qwen3-Next, Qwen3.5
             and its mixture of experts, Kimi-Linear, Nemotron-H, Bamba, Granite-MoE-hybrid or Falcon-H1. Parameters,
             their names and checkpoints stay as they are.
-        comm: the ranks that share a sequence, in the order of its parts; None makes the model an ordinary one again.
+        comm: the ranks that share a sequence, in the order of its parts; None restores the ordinary model.
         layout: where a rank's tokens lie, the same on every rank. "contiguous": consecutive tokens in rank order, their
             number may differ between ranks. "zigzag": rank r of P has chunk r of 2P in the first half of its tokens and
             chunk 2P - 1 - r in the second, so that all have the same work in softmax layers: an even number of tokens,
             the same on every rank.
-        per_document: of packed sequences in the zigzag layout, the same on every rank. False: the row of all is cut.
-            True: each sequence is cut into 2P chunks of its own, and a rank has r and 2P - 1 - r of each, one sequence
-            behind the other, so that all have the same work whatever the lengths are: multiples of 2P, of which the
-            caller takes care. The states of all sequences are sent then.
+        per_document: for packed sequences in the zigzag layout, equal on every rank. False: the row is cut as a whole.
+            True: each sequence is cut into 2P chunks, and rank r has chunks r and 2P - 1 - r of each, sequence after
+            sequence, so that all ranks have the same work for any lengths. The caller must make the lengths multiples
+            of 2P. The states of all sequences are sent.
         attention: how softmax layers run, see ``allscan.integrations.attention.Attention``.
 
     Returns:
         ``model`` itself, changed.
 
     Raises:
-        ValueError: for models of another kind or around one, with a forward that was replaced (hooks that do so come
-            after), with hub kernels, another attention function or loss, a sliding window, rotary embeddings that
+        ValueError: for unsupported models, with a forward that was replaced (install such hooks afterwards), with hub
+            kernels, another attention function or loss, a sliding window, rotary embeddings that
             depend on the length ("dynamic", "longrope"), a z-loss, for a limit of memory without merged blocks under
             "sdpa"; when called, for an attention mask that masks anything (pack instead), for a cache that is not empty
             or of packed sequences, for ``use_cache=True`` where the last rank, in zigzag a half, has fewer tokens than
@@ -152,7 +153,7 @@ def sequence_parallel(
 
 
 def split_of(model: nn.Module | None) -> tuple[nn.Module, Communicator, str, bool]:
-    """(The text model, comm, layout, per_document) of a model that is split; ValueError for one that is not."""
+    """(text model, comm, layout, per_document) of a split model; ValueError if the model is not split."""
     for module in model.modules() if model is not None else ():
         forward = vars(module).get("forward")
         if isinstance(forward, functools.partial) and forward.func is _model:
@@ -280,14 +281,14 @@ def _model(
     asked = Asked(B, T, cu_seqlens, zigzag, per_document, attention, inner, home)
     sequence, wanted_by_any = agree_sequence(comm, asked, position_ids, wanted, told, kernel)
     if wanted_by_any and not wanted and torch.is_grad_enabled():
-        # another rank has learned tokens, which these see: where all else is frozen no backward would run here
+        # another rank's embeddings are trained: with all else frozen this rank would run no backward
         x = model.get_input_embeddings()(input_ids) if inputs_embeds is None else inputs_embeds
         input_ids, inputs_embeds = None, x if x.requires_grad else x.detach().requires_grad_()
     if sequence.lengths is not None and attention.memory is not None:
         reject(comm, "packed sequences take all keys at once: attention.memory must be None")
     if sequence.lengths is not None and use_cache:
         reject(comm, "packed sequences leave no cache: pass use_cache=False")
-    if not sequence.own:  # one token of padding
+    if not sequence.own:  # run one padding token
         if inputs_embeds is not None:
             inputs_embeds = F.pad(inputs_embeds, (0, 0, 0, 1))
         elif input_ids is not None:
@@ -317,7 +318,7 @@ def _model(
 
 
 def _of_last_tokens(outputs: Any, sequence: SplitSequence) -> None:
-    """Let the cache among a model's outputs have the convolutions' states of the row."""
+    """Write the row's last convolution states into the cache among a model's outputs."""
     for cache in (x for x in outputs if hasattr(x, "layers")):
         for layer in cache.layers:
             for state in getattr(layer, "conv_states", {}).values():
@@ -327,7 +328,7 @@ def _of_last_tokens(outputs: Any, sequence: SplitSequence) -> None:
 
 
 def _without_padding(outputs: Any) -> Any:
-    """A model's outputs, or hidden states among them, with no tokens in place of one."""
+    """A model's outputs without the padding token: hidden states have no tokens."""
     if isinstance(outputs, torch.Tensor):
         return outputs[:, :0]
     if isinstance(outputs, ModelOutput):
@@ -338,7 +339,7 @@ def _without_padding(outputs: Any) -> Any:
     return tuple(_without_padding(x) if isinstance(x, (torch.Tensor, tuple)) else x for x in outputs)
 
 
-KERNELS = "linear_conv_kernel_dim", "conv_kernel", "mamba_d_conv"  # of convolutions, in configs
+KERNELS = "linear_conv_kernel_dim", "conv_kernel", "mamba_d_conv"  # names of the convolution's kernel size in configs
 
 
 def _loss(
@@ -353,7 +354,7 @@ def _loss(
     shift_labels: Tensor | None = None,
     **options: Any,
 ) -> torch.Tensor:
-    """ForCausalLMLoss, with this rank's share."""
+    """ForCausalLMLoss; returns this rank's share of the loss."""
     if shift_labels is None:
         documents = options.get("cu_seq_lens_q") if per_document else None
         documents = None if documents is None else without_empty(boundaries_on_host(boundaries(documents)))
