@@ -1,1 +1,1 @@
-"""AllScan: the memory of a scan, its channels and its launches."""
+"""AllScan: the workspace of a scan, its channels and its kernel launches."""

@@ -1,4 +1,4 @@
-"""AllScans by their shapes, and what the ranks have alike in a call: agreed upon once, at first calls."""
+"""Cache of AllScans by shape, and the agreement of the ranks on a call's arguments at its first call."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .collective import AllScan
 
 
 class ScanVariant(NamedTuple):
-    """What makes an AllScan besides its shape; see there."""
+    """The arguments of an AllScan that select it besides its shape; see ``AllScan``."""
 
     tile: tuple[int, int] | None = None
     max_ctas: int | None = None
@@ -28,14 +28,17 @@ def get_or_create_scan(
     at_first: bool = False,
     variant: ScanVariant = CHAIN,
 ) -> AllScan:
-    """The AllScan that ``comm`` keeps for a shape and variant, made at the first call: collective.
+    """The cached AllScan of ``comm`` for a shape and variant. The first call constructs it and is collective.
 
-    ``agree``: what else must be the same on all ranks, the name of the call and (name, value) pairs; a first call with
-    it is collective too, in debug mode every call. None: nothing.
-    ``deferred``: what is wrong with this rank's arguments. It is raised here; at a first call the other ranks, which
-    are on their way to make the workspace, raise ValueError with it, as they do when shape or agree differ. (One
-    without a shape, None, counts as one of a first call as long as there has been no other call.) ``at_first``: it is
-    of a variant that is looked for at a first call with ``agree`` only, which this is for all ranks.
+    Args:
+        comm, variant: see ``AllScan`` and ``ScanVariant``.
+        shape: of the state; None if a rank with an invalid argument cannot tell it.
+        agree: further values that must be equal on all ranks: the name of the call, then (name, value) pairs. The first
+            call with new values is collective too; in debug mode every call is. None: no further values.
+        deferred: the error of this rank's invalid arguments. This function raises it. At a first call the other ranks,
+            which are about to construct the workspace, raise ValueError with it, as they do if ``shape`` or ``agree``
+            differ. An error without a shape counts as one of a first call until there has been another call.
+        at_first: the error belongs to a check made only at a first call with ``agree``; all ranks are in such a call.
     """
     comm.check()
     scans, arguments = comm.agreed.scans, comm.agreed.arguments

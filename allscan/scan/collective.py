@@ -25,13 +25,13 @@ from .work import Work
 from .workspace import MAKING, PROTOCOLS, Chain, Spec, make_workspace, workspace_bytes
 
 _numbers = itertools.count(1)
-_DIRECTION = "_allscan_reverse"  # attribute of a forward epoch: of the launch that it was given to
+_DIRECTION = "_allscan_reverse"  # attribute of a forward epoch tensor: the direction of its launch
 
 
 def _plan(
     comm: Communicator, shape: Any, depth: Any, protocol: Any, tile: Any, max_ctas: Any, algorithm: Any
 ) -> tuple[Spec, Chain | Rails]:
-    """What an AllScan with these arguments is. Raises TypeError, ValueError or RuntimeError for wrong ones."""
+    """The spec and memory layout for the arguments of an AllScan. Raises TypeError, ValueError or RuntimeError."""
     depth, max_ctas = integer("depth", depth), integer("max_ctas", max_ctas)
     shape = tuple(integer("a size of shape", n) for n in shape)
     if len(shape) < 2:
@@ -58,32 +58,33 @@ class AllScan:
 
         R_0 = initial_state (or 0),   R_{p+1} = decay_p * R_p + state_p,   rank p gets R_p
 
-    reverse=True numbers the ranks from the last. Where a decay is 0 nothing passes, not even Inf or NaN; -0.0 may
-    arrive as +0.0. In a chain each rank receives one state, whatever the number of ranks (ZeCO, arXiv 2507.01004,
-    section 3); with rails about two over NVLink, and a part of one over the network.
+    reverse=True scans from the last rank to the first. A decay of 0 discards the received value, even Inf or NaN; -0.0
+    may arrive as +0.0. In a chain each rank receives one state, whatever the number of ranks (ZeCO, arXiv 2507.01004,
+    section 3). With rails each rank receives about two states over NVLink and a part of one over the network.
 
-    Collective over the group: all ranks construct it alike, at the same place in their order of calls, and close it
-    alike: ``close``, or ``with``.
+    Construction and ``close`` (or the end of ``with``) are collective over the group: every rank calls them with the
+    same arguments, at the same place in its order of calls.
 
-    Attributes: comm, shape, depth, protocol, algorithm; tile and num_tiles, as chosen.
+    Attributes: comm, shape, depth, protocol, algorithm; tile and num_tiles, after defaults are resolved.
 
     Args:
         comm: Communicator.
         shape: [..., K, V] of the float32 state, the same on every rank.
-        depth: how many scans a rank may run ahead of the next one; slots an inbox has for each tile.
-        protocol: "sentinel" (mapped peers: stores whose words announce themselves), "signal" (mapped peers: stores,
-            then a released signal), "put" (NVSHMEM put with signal), "auto": sentinel where peers are mapped, else put.
-        tile: (BK, BV) rows and columns of a tile, powers of two; by default chosen for speed with ``comm.max_ctas``
-            programs. Kernels that need whole rows or columns at a time choose themselves.
-        max_ctas: most programs of a launch; default ``comm.max_ctas``.
-        algorithm: "chain", "rails" or "recursive_doubling" (docs/rails.md), for several nodes, or "auto", a chain;
-            default ``comm.algorithm``. Kernels of one's own (``channel``, ``launch``) and transitions need a chain.
+        depth: number of scans that a rank may run ahead of the next rank; number of inbox slots of each tile.
+        protocol: "sentinel" (mapped peers: stores; a word that is not the sentinel value has arrived, as in NCCL's LL),
+            "signal" (mapped peers: stores, then a signal with release), "put" (NVSHMEM put with signal), or "auto":
+            sentinel between mapped peers, else put.
+        tile: (BK, BV), rows and columns of a tile, powers of two. The default is chosen for speed with
+            ``comm.max_ctas`` programs. Set it for kernels that need whole rows or columns at a time.
+        max_ctas: maximum number of programs of a launch; default ``comm.max_ctas``.
+        algorithm: "chain"; "rails" or "recursive_doubling" for several nodes (docs/rails.md); or "auto", a chain.
+            Default ``comm.algorithm``. User kernels (``channel``, ``launch``) and transitions need a chain.
 
     Raises:
-        ValueError: arguments; ranks that differ.
-        TypeError: arguments of another type.
-        RuntimeError: the protocol is not possible.
-        MemoryError: the arena is full. Each on every rank, before anything is launched.
+        ValueError: for invalid arguments, or arguments that differ between ranks.
+        TypeError: for arguments of another type.
+        RuntimeError: if a link cannot use the protocol.
+        MemoryError: if the arena is full. Every rank raises each of these errors, before any launch.
 
     Example:
         >>> with allscan.AllScan(comm, (32, 128, 128)) as scan:     # 2 MiB of state
@@ -112,7 +113,7 @@ class AllScan:
         except (TypeError, ValueError, RuntimeError) as error:
             deferred = DeferredError(error)
         if deferred is not None:
-            comm.order.agree(None, deferred, MAKING)  # raises it; the other ranks hear of it
+            comm.order.agree(None, deferred, MAKING)  # raises the error here and reports it to the other ranks
         workspace = make_workspace(comm, spec, layout, self._max_ctas)
         self._offsets, self._layout = workspace.offsets, layout
         self.spec = spec
@@ -135,18 +136,18 @@ class AllScan:
         max_ctas: int | None = None,
         algorithm: str | None = None,
     ) -> int:
-        """Symmetric memory that an AllScan with these arguments would take on this rank, in bytes: about 2 * depth *
-        the state, with put links twice that; with rails more than twice that; nothing on one rank. Takes nothing, and
-        asks no other rank.
+        """The symmetric memory in bytes that an AllScan with these arguments allocates on this rank: about 2 * depth *
+        the state, with put links twice that; with rails more than twice that; 0 on one rank. The call itself allocates
+        nothing and does not communicate.
 
         Args:
-            comm, shape, depth, protocol, tile, max_ctas, algorithm: those of ``AllScan``.
+            comm, shape, depth, protocol, tile, max_ctas, algorithm: the arguments of ``AllScan``.
 
         Returns:
             Bytes.
 
         Raises:
-            TypeError, ValueError: those of ``AllScan`` for the same arguments.
+            TypeError, ValueError: as ``AllScan`` raises for the same arguments.
 
         Example:
             >>> allscan.AllScan.size_hint(comm, (16, 128, 128))                   # a state of 1 MiB: about 6 MiB
@@ -158,12 +159,12 @@ class AllScan:
 
     @property
     def max_ctas(self) -> int:
-        """Most programs of a launch; fixed."""
+        """Maximum number of programs of a launch; read-only."""
         return self._max_ctas
 
     @property
     def workspace_bytes(self) -> int:
-        """Symmetric memory of both directions on this rank, in bytes: see ``size_hint``."""
+        """Symmetric memory of both directions on this rank, in bytes; see ``size_hint``."""
         return workspace_bytes(self.comm, self._layout)
 
     @property
@@ -172,17 +173,18 @@ class AllScan:
         return self.launcher.closed
 
     def close(self) -> None:
-        """Give the symmetric memory back. Collective: every rank closes it at the same place in its order of calls.
+        """Free the symmetric memory. Collective: every rank calls this at the same place in its order of calls.
 
-        Waits for this rank's kernels and for the other ranks. CUDA graphs that hold it must not be replayed any more.
-        Where the communicator is broken or desynchronized the memory stays taken until that is closed.
+        Waits for this rank's kernels and for the other ranks. CUDA graphs that captured this AllScan must not be
+        replayed afterwards. If the communicator is broken or desynchronized, the memory stays allocated until the
+        communicator is closed.
 
         Raises:
             AllScanOutOfStep: if the ranks have made different numbers of calls.
-            RuntimeError: if one does not come.
+            RuntimeError: if a rank does not call ``close``.
 
         Example:
-            >>> with allscan.AllScan(comm, (16, 128, 128)) as scan:               # which closes it at its end
+            >>> with allscan.AllScan(comm, (16, 128, 128)) as scan:               # closed at the end of the block
             ...     prev = scan.scan(state)
         """
         comm, rails = self.comm, self.launcher.rails
@@ -208,7 +210,7 @@ class AllScan:
 
     @property
     def epochs(self) -> tuple[int, int]:
-        """Scans that this rank has made, forward and reverse, counted on the device. Waits for them. 0 on one rank."""
+        """Numbers of this rank's (forward, reverse) scans, counted on the device. Waits for them. 0 on one rank."""
         self.comm.streams.synchronize()
         forward, reverse = (int(channel.epoch[0]) for channel in self.launcher.channels)
         return forward, reverse
@@ -216,25 +218,25 @@ class AllScan:
     def channel(
         self, reverse: bool = False, *, fwd_epoch: Tensor | None = None, adjoint_of: Tensor | None = None
     ) -> Channel:
-        """The channel of one direction, for kernels of your own: see ``allscan.device``.
+        """The channel of one direction, for user kernels; see ``allscan.device``.
 
-        For a kernel that has a backward pass of its own: ``fwd_epoch``, int64 [1] on the device, takes the number of
-        this launch; given as ``adjoint_of`` to the launch of the backward, in the other direction, it goes with that
-        one's tiles, so that ranks that run the backward of different calls find out at once.
+        A kernel with a backward pass passes ``fwd_epoch``, int64 [1] on the device: the launch writes its epoch there.
+        The backward's launch, in the other direction, takes the same tensor as ``adjoint_of`` and sends the epoch with
+        its tiles. Ranks that run the backward of different calls thus detect it at once.
 
         Args:
-            reverse: the direction: from the last rank to the first.
-            fwd_epoch: int64 [1] on the device, see ``AllScan.fwd_epoch``; filled by the launch.
-            adjoint_of: what a launch in the other direction has filled.
+            reverse: the direction; True: from the last rank to the first.
+            fwd_epoch: int64 [1] on the device, see ``AllScan.fwd_epoch``; written by the launch.
+            adjoint_of: the ``fwd_epoch`` that a launch in the other direction has written.
 
         Returns:
-            What the kernel takes as its argument ``channel``: ``allscan.device.Channel``. For one launch or many.
+            The kernel's argument ``channel``, an ``allscan.device.Channel``. Valid for any number of launches.
 
         Raises:
             TypeError: for a forward epoch that is no tensor.
-            ValueError: where the algorithm is not a chain, for both of them, for a forward epoch that is none, and for
-                ``adjoint_of`` in the direction of its forward launch.
-            RuntimeError: if this is closed.
+            ValueError: if the algorithm is not a chain; for both epochs at once; for a forward epoch that is empty or
+                of another dtype or device; and for ``adjoint_of`` in the direction of its forward launch.
+            RuntimeError: if this AllScan is closed.
 
         Example:
             >>> fwd_epoch = scan.fwd_epoch()
@@ -268,38 +270,38 @@ class AllScan:
         return self.launcher.channel(reverse, fwd_epoch, adjoint_of)
 
     def fwd_epoch(self) -> Tensor:
-        """Memory for a forward epoch: see ``channel``."""
+        """Allocate a forward epoch, int64 [1] on the device; see ``channel``."""
         return new_fwd_epochs(self.comm, 1)
 
     def _reset(self) -> None:
-        """As if no scan had been made. For Communicator.resync(), while no kernel of any rank uses the channels."""
+        """Reset the channels to their initial state. For Communicator.resync(), while no rank's kernels use them."""
         self.launcher.reset()
 
     @dynamo_disabled
     def launch(self, kernel: Any, grid: tuple[int, ...] | Callable[..., Any], *args: Any, **options: Any) -> None:
         """Launch ``kernel[grid](*args)``, a ``triton.jit`` function that uses a channel of this AllScan.
 
-        Its programs handle every tile exactly once, and one of them begins with tile 0 (see ``device.begin``). Where
-        they do not, AllScanOutOfStep: of tiles on CPU ranks and in debug mode, of tile 0 on CPU ranks. On one rank
-        none are counted.
+        The kernel's programs must handle every tile exactly once, and one of them must begin with tile 0 (see
+        ``device.begin``). Otherwise this raises AllScanOutOfStep: for the tiles on CPU ranks and in debug mode, for
+        tile 0 on CPU ranks. A communicator of one rank does not count tiles.
 
-        Checks the communicator, orders the launch behind earlier ones and links NVSHMEM if a link needs it. In a CUDA
-        graph's capture, and for its replays, the order is the caller's: one stream for all that uses a communicator.
-        num_warps is by default BK * BV / 128, at least 1 and at most 4. A kernel that waits should have
-        at most ``comm.max_ctas`` programs: see ``allscan.device``.
+        This method checks the communicator, orders the launch after earlier launches and links NVSHMEM if a link needs
+        it. In a CUDA graph's capture and its replays the caller orders the launches: one stream for all that uses a
+        communicator. num_warps defaults to BK * BV / 128, at least 1 and at most 4. A kernel that waits should have at
+        most ``comm.max_ctas`` programs: see ``allscan.device``.
 
         Args:
             kernel: a ``triton.jit`` function.
-            grid: one to three numbers of programs, or a function of the kernel's constants that returns them, as for
-                Triton.
-            *args: of the kernel, among them a channel of this AllScan.
+            grid: Triton's grid: one to three numbers of programs, or a function of the kernel's constants that returns
+                them.
+            *args: the kernel's arguments, among them a channel of this AllScan.
             **options: the kernel's constants, and Triton's launch options.
 
         Raises:
-            TypeError: for another grid, and for an AllScan or its method ``channel`` in place of what that returns.
-            ValueError: for another grid, and for channels of another AllScan.
-            RuntimeError: if this, or the AllScan of a channel, is closed.
-            AllScanError: what ``Communicator.check`` raises.
+            TypeError: for an invalid grid, and for an AllScan or its method ``channel`` in place of a channel.
+            ValueError: for an invalid grid, and for channels of another AllScan.
+            RuntimeError: if this AllScan, or the AllScan of a channel, is closed.
+            AllScanError: as ``Communicator.check`` raises.
 
         Example:
             >>> grid = (min(scan.num_tiles, comm.max_ctas),)
@@ -329,13 +331,13 @@ class AllScan:
                 self._check_tiles(channels, before, f"{name_of(kernel)} with a grid of {grid}")
 
     def _epochs_of(self, channels: list[Channel]) -> list[list[int]]:
-        """How many launches each tile has had. Waits."""
+        """The number of launches of each tile, [channel][tile]. Waits for the device."""
         self.comm.streams.synchronize()
         return [channel.epoch.tolist() for channel in channels]
 
     def _check_tiles(self, channels: list[Channel], before: list[list[int]], what: str) -> None:
-        """Behind a launch of ``what``: raise AllScanOutOfStep unless each tile has had one more launch than ``before``
-        and, as far as a CPU rank sees it, the rank before has its credit. Waits."""
+        """After a launch of ``what``: raise AllScanOutOfStep unless each tile has had one more launch than ``before``
+        and, which only a CPU rank can see, the previous rank has received its credit. Waits for the device."""
         after = self._epochs_of(channels)
         self.comm.check()
         for channel, epochs, earlier in zip(channels, after, before):
@@ -347,7 +349,7 @@ class AllScan:
                     f"rank {self.comm.rank}: {what} has not handled each of the {self.spec.num_tiles} tiles exactly "
                     f"once. They have had {usual} launches so far, but {some}{', ...' * (len(others) > 4)}. {REMEDY}."
                 )
-            # the neighbour's word: GPUs have but its address, put links not even that
+            # the neighbour's word is readable on CPU ranks only: GPUs have its address, put links not even that
             mapped = isinstance(channel.prev_freed, Tensor) and channel.RECV in (SENTINEL, SIGNAL)
             if mapped and channel.prev_freed[0] < usual - 1:
                 raise self.comm.order.desynchronized(
@@ -399,31 +401,32 @@ class AllScan:
         channel: Channel | None = None,
         async_op: bool = False,
     ) -> Tensor | Work:
-        """The exclusive scan of this rank's ``state``; not differentiable, see ``allscan`` for that.
+        """The exclusive scan of this rank's ``state``. Not differentiable; ``allscan.allscan`` is.
 
         Args:
             state: float32 tensor of this AllScan's shape, on the communicator's device.
             decay: None (1), a number, or a float32 tensor [..., K], [...] or of no dimension, in [0, 1].
-            transition: instead of a decay, float32 [..., K, K]: R_{p+1} = transition_p R_p + state_p; with ``adjoint``
-                the transposed one. For an AllScan whose tiles are whole columns, see
-                ``allscan.base.tiling.transition_tile``.
+            transition: float32 [..., K, K], instead of a decay: R_{p+1} = transition_p R_p + state_p. Tiles must be
+                whole columns, see ``allscan.base.tiling.transition_tile``.
+            adjoint: whether transitions are transposed.
             initial_state: like state, or None (0); used by the first rank in the direction of the scan.
-            out: like state, contiguous; may be ``state`` itself, but share no memory with it or another argument
-                otherwise.
-            channel: what ``self.channel(reverse, ...)`` has returned, to be used instead of ``self.channel(reverse)``.
-            async_op: return a ``Work`` at once; the scan runs on the communicator's own stream, overlapped with what is
-                launched next on the current one; in a CUDA graph's capture on the current one.
+            out: like state, contiguous. It may be ``state`` itself (without a transition); otherwise it must not
+                overlap an argument.
+            reverse: whether to scan from the last rank to the first.
+            channel: a result of ``self.channel(reverse, ...)``, used instead of ``self.channel(reverse)``.
+            async_op: return a ``Work`` at once. The scan runs on a stream of the communicator, overlapped with later
+                launches on the current stream; in a CUDA graph's capture it runs on the current stream.
 
         Returns:
-            ``out``, or a new tensor. Runs on torch's current stream; the host does not wait. With ``async_op`` a
-            ``Work``, whose ``wait()`` returns it.
+            ``out``, or a new tensor. The scan runs on torch's current stream; the host does not wait. With ``async_op``
+            a ``Work``, whose ``wait()`` returns the tensor.
 
         Raises:
             TypeError: for arguments of other types.
-            ValueError: for other shapes, dtypes or devices, for ``out`` that shares memory with an argument, and for a
+            ValueError: for other shapes, dtypes or devices, for ``out`` that overlaps an argument, and for a
                 channel of another AllScan or of the other direction.
             RuntimeError: if this AllScan or its communicator is closed.
-            AllScanError: what ``Communicator.check`` raises.
+            AllScanError: as ``Communicator.check`` raises.
 
         Example:
             >>> prev = scan.scan(state, 0.5)                                      # state: float32, of the scan's shape
@@ -444,7 +447,7 @@ class AllScan:
 
 
 def _channels_in(arguments: tuple[object, ...]) -> list[Any]:
-    """Of the arguments of a kernel, tuples included; also what is mistaken for one, see ``_check_channel``."""
+    """The channels among a kernel's arguments, tuples included, and objects mistaken for one (``_check_channel``)."""
     found: list[Any] = []
     for x in arguments:
         if isinstance(x, (Channel, AllScan)) or getattr(x, "__func__", None) is AllScan.channel:
@@ -461,7 +464,7 @@ def _check_channel(channel: object) -> None:
 
 
 def _check_grid(grid: object) -> None:
-    """Raise TypeError or ValueError unless Triton takes it."""
+    """Raise TypeError or ValueError for a grid that Triton does not accept."""
     if callable(grid):
         return
     if not isinstance(grid, tuple) or not 1 <= len(grid) <= 3:

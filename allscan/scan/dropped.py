@@ -1,4 +1,4 @@
-"""A rank that ignores what a call returned, so that autograd never runs the call's backward there: is it alone?"""
+"""Detection of a backward pass that autograd ran on other ranks but not here, where the call's result is unused."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from ..shmem_kernels.links import NONE
 
 
 def look_for_backwards(launcher: Any, reverse: bool) -> None:
-    """A call in this direction had no backward on this rank. Raise if the rank that sends to this one in the
-    backward direction has run its own; return once that one is seen to have begun its next call instead.
+    """Called after a call in direction ``reverse`` had no backward on this rank. Raise RuntimeError if the rank that
+    sends to this one in the backward direction has run its backward; return once that rank has begun its next call.
 
-    Waits for that rank's next launch: validate with torch.no_grad(), which leaves nothing to look for.
+    Waits for that rank's next launch. Validation under torch.no_grad() avoids the wait: it has no backward.
     """
     comm, rails = launcher.comm, launcher.rails
     launcher.backwards.dropped[reverse] = False

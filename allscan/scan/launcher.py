@@ -1,4 +1,4 @@
-"""Launches of the scans of one AllScan, eager or recorded in a plan, by a variant of the kernel for each signature."""
+"""Launches of one AllScan's scans, eager or recorded in a plan. Each signature has its kernel variant."""
 
 from __future__ import annotations
 
@@ -32,26 +32,26 @@ from .rails_links import Rails
 from .work import Work
 from .workspace import Spec, Workspace, reset
 
-_STEP = Channel._fields.index("step")  # with fwd_epoch behind it: what a channel has of a call
+_STEP = Channel._fields.index("step")  # step and the next field, fwd_epoch, change with each call
 _BEHIND = _STEP + 2
 _STAMPS = STAMPS.value
 _SET = RECORD_SET.value
 
 
 class Variant(NamedTuple):
-    """Of the scan's kernel."""
+    """A variant of the scan's kernel."""
 
-    dense: bool  # with transitions
+    dense: bool  # whether the scan has transitions
     has_decay: bool
-    strides: tuple[int, int]  # of decays, or of rows and columns of transitions
-    neighbour_shift: bool | Shift  # nothing passes
+    strides: tuple[int, int]  # of decays; or of the rows and columns of transitions
+    neighbour_shift: bool | Shift  # True: zero decay; Shift: see base.checks
     has_initial: bool
     reverse: bool
 
 
 class Scanned(NamedTuple):
-    """The buffers of a scan in a plan: ``state`` [..., K, V] by a decay [..., K] or a transition [..., K, K], by the
-    decay 0 if there is neither. fwd_epoch: as for AllScan.channel."""
+    """The buffers of a scan in a plan: ``state`` [..., K, V] with a decay [..., K] or a transition [..., K, K]. With
+    neither, the decay is 0. fwd_epoch: see AllScan.channel."""
 
     state: Buffer
     out: Buffer
@@ -61,7 +61,7 @@ class Scanned(NamedTuple):
 
 
 class Launcher:
-    """Of one AllScan on this rank; ``max_ctas``: most programs of a launch."""
+    """Launches the kernels of one AllScan on this rank. ``max_ctas``: maximum number of programs of a launch."""
 
     def __init__(
         self, comm: Communicator, spec: Spec, workspace: Workspace, rails: Rails | None, max_ctas: int
@@ -72,7 +72,7 @@ class Launcher:
         self.backwards = Backwards(comm.order, [False, False])
         self.channels = workspace.channels
         self._adjoint_channels = tuple(c._replace(ADJOINT=tl.constexpr(True)) for c in self.channels)
-        # by ADJOINT and direction: what kernels take before and behind the addresses of step and of the forward epoch
+        # [ADJOINT][direction]: kernel arguments before and after the addresses of step and of the forward epoch
         of_both = self.channels, self._adjoint_channels
         self._addresses = [[(x[:_STEP], x[_BEHIND:]) for x in map(channel_addresses, channels)] for channels in of_both]
         self._steps = comm.memory.steps.data_ptr()
@@ -80,7 +80,7 @@ class Launcher:
         self._prepared: dict[tuple[object, ...], PreparedScan] = {}
 
     def reset(self) -> None:
-        """As if no scan had been made. While no kernel of any rank uses the channels."""
+        """Reset the channels to their initial state, while no kernel of any rank uses them."""
         if self.rails is not None:
             self.rails.reset()
         elif self.comm.size > 1:
@@ -91,7 +91,7 @@ class Launcher:
     def channel(
         self, reverse: bool, fwd_epoch: Tensor | None = None, adjoint_of: Tensor | None = None, stamp: int = 0
     ) -> Channel:
-        """As of ``AllScan.channel``, whatever the algorithm. stamp: see call_order.stamp."""
+        """As ``AllScan.channel``, but for any algorithm and unchecked. stamp: see call_order.stamp."""
         if adjoint_of is not None:
             return self._of_call(self._adjoint_channels[reverse], stamp, adjoint_of)
         channel = self.channels[reverse]
@@ -103,13 +103,13 @@ class Launcher:
         return Channel._make((*channel[:_STEP], *own, *channel[_BEHIND:]))  # a third of _replace's time
 
     def linked(self, kernel: Any) -> Any:
-        """``kernel``, with NVSHMEM if a link needs it."""
+        """``kernel``, linked with NVSHMEM if a link needs it."""
         puts = any(PUT in (c.SEND, c.RECV) for c in self.channels) if self.rails is None else self.rails.puts
         return with_nvshmem(kernel) if puts and self.comm.streams.cuda else kernel
 
     def before_launch(self, kernel: Any, reverse: bool) -> None:
-        """Raise if broken or closed; in debug mode compare what is launched; order it behind what was launched on
-        another stream; see whether backward passes were dropped."""
+        """Raise if the AllScan or its communicator is closed or broken. In debug mode compare the launch with the other
+        ranks'. Order it after launches on other streams. Check for dropped backward passes."""
         comm, streams = self.comm, self.comm.streams
         if self.closed:
             raise RuntimeError("this AllScan is closed")
@@ -131,7 +131,7 @@ class Launcher:
     def _description(self, kernel: Any, reverse: bool) -> str:
         name = name_of(kernel)
         if name in ("scan_kernel", "shift_rows_kernel", "transition_kernel", "rails_kernel"):
-            name = "scan"  # ranks may mix them
+            name = "scan"  # ranks may launch different ones of these for one scan
         return f"{name} over {self.shape}" + (", reverse" if reverse else "")
 
     def prepared_scan(
@@ -142,8 +142,8 @@ class Launcher:
         adjoint: bool = False,
         of_adjoint: bool = False,
     ) -> PreparedScan:
-        """What runs scans of inputs with this ``call_key``, after all checks. of_adjoint: a launch that belongs to
-        the forward launch of its forward epoch."""
+        """The cached PreparedScan for inputs with this ``call_key``; the first call checks the inputs. of_adjoint: the
+        launch is the adjoint of the launch that wrote its forward epoch."""
         known = key, reverse, adjoint, of_adjoint
         found = self._prepared.get(known)
         if found is None:
@@ -158,11 +158,11 @@ class Launcher:
         return found
 
     def _select_variant(self, inputs: ScanInputs, reverse: bool, adjoint: bool) -> tuple[Variant, bool]:
-        """(the variant, whether the decay has all rows that a kernel reads)."""
+        """(The variant, whether ``decay`` is a tensor of the full shape [..., K])."""
         _, decay, transition, initial_state, _ = inputs
         if isinstance(decay, Shift):
             neighbour_shift: bool | Shift = Shift(-decay.rows) if adjoint else decay
-        else:  # a number that lets nothing pass
+        else:  # a number that is 0
             neighbour_shift = self.rails is None and isinstance(decay, numbers.Real) and decay == 0
         whole = isinstance(decay, Tensor) and decay.shape == self.shape[:-1]
         strides = decay_strides(decay, self.shape)
@@ -181,12 +181,12 @@ class Launcher:
         ), whole
 
     def launch_scan(self, prepared: PreparedScan, tensors: tuple[Tensor, ...], addresses: list[int]) -> None:
-        """Launch a scan's kernel with ``tensors``, the last of which is the forward epoch, at ``addresses``."""
+        """Launch a scan's kernel with ``tensors``, which lie at ``addresses``. The last one is the forward epoch."""
         launch, reverse, adjoint = prepared.launch, prepared.reverse, prepared.of_adjoint
         self.before_launch(launch.kernel, reverse)
         order = self.comm.order
-        stamp = (order.stamp + order.call_counts[not reverse]) % _STAMPS  # Order.stamp_in, in less time
-        if self.rails is None and launch.ready and launchable(addresses):  # _with_channel, in less time
+        stamp = (order.stamp + order.call_counts[not reverse]) % _STAMPS  # inlined Order.stamp_in, for speed
+        if self.rails is None and launch.ready and launchable(addresses):  # inlined _with_channel, for speed
             before, behind = self._addresses[adjoint][reverse]
             fwd_epoch = addresses.pop()
             launch.at((*addresses, (*before, self._steps + 16 * stamp, fwd_epoch, *behind)))
@@ -194,20 +194,20 @@ class Launcher:
             self._with_tensors(launch, (reverse, adjoint, stamp), *tensors)
 
     def _with_channel(self, how: tuple[bool, bool, int], addresses: list[int]) -> tuple[Any, ...]:
-        """``addresses``, as ``Launch`` takes them; the last one is the forward epoch's. how: (reverse, adjoint,
-        stamp)."""
+        """The arguments of ``Launch.at``: ``addresses``, but a channel in place of the last, the forward epoch's. how:
+        (reverse, adjoint, stamp)."""
         reverse, adjoint, stamp = how
         before, behind = self._addresses[adjoint][reverse]
         return (*addresses[:-1], (*before, self._steps + 16 * stamp, addresses[-1], *behind))
 
     def _with_tensors(self, launch: Callable[..., object], how: tuple[bool, bool, int], *tensors: Tensor) -> None:
-        """The same with tensors, in a launch."""
+        """Launch with tensors; a channel replaces the last, the forward epoch. how: (reverse, adjoint, stamp)."""
         reverse, adjoint, stamp = how
         channel = (self._adjoint_channels if adjoint else self.channels)[reverse]
         self.after_launch(launch(*tensors[:-1], self._of_call(channel, stamp, tensors[-1])))
 
     def record_scan(self, plan: Plan, buffers: Scanned, reverse: bool, stamp: int) -> None:
-        """Record a scan in a plan whose runs are in a call of the communicator, with ``reverse`` the adjoint."""
+        """Record a scan in a plan, which runs inside a call of the communicator. With ``reverse`` it is the adjoint."""
         if self.rails is not None:
             raise ValueError("plans need a chain")
         state, out, fwd_epoch, decay, transition = buffers
@@ -218,8 +218,8 @@ class Launcher:
         self.record_launch(plan, self._make_launch(variant), kernel_buffers, (reverse, reverse, stamp))
 
     def record_launch(self, plan: Plan, launch: Launch, buffers: Sequence[Buffer], how: tuple[bool, bool, int]) -> None:
-        """Record a kernel that takes these ``buffers``, but in place of the last, the forward epoch, the channel of a
-        direction with it. how: (reverse, adjoint, stamp)."""
+        """Record a kernel's launch with these ``buffers``, but a channel in place of the last, the forward epoch. The
+        channel holds that epoch. how: (reverse, adjoint, stamp)."""
         plan.launch_with(
             launch,
             buffers,
@@ -229,7 +229,7 @@ class Launcher:
         )
 
     def _make_launch(self, variant: Variant) -> Any:
-        """Its Launch."""
+        """The Launch of the kernel for ``variant``, or a RailsLaunch."""
         dense, has_decay, strides, neighbour_shift, has_initial, reverse = variant
         fixed = dict(K=self.K, V=self.V, HAS_INITIAL=has_initial)
         if self.rails is not None:
@@ -256,7 +256,7 @@ class Launcher:
                 NEIGHBOUR_SHIFT=neighbour_shift,
                 num_warps=num_warps,
             )
-        tiles = -(-self.spec.num_tiles // self._max_ctas)  # of a program
+        tiles = -(-self.spec.num_tiles // self._max_ctas)  # of one program
         return Launch(
             self.linked(transition_kernel),
             (-(-self.spec.num_tiles // tiles),),
@@ -269,12 +269,12 @@ class Launcher:
 
 
 def name_of(kernel: Any) -> str:
-    """The name of a kernel, as errors say it."""
+    """The name of a kernel in error messages."""
     return str(getattr(kernel, "__name__", None) or kernel.fn.__name__)
 
 
 class PreparedScan:
-    """Scans of one variant: their inputs were checked, and their kernel is known. See ``Launcher.prepared_scan``."""
+    """Runs scans of one variant, with checked inputs and a selected kernel. See ``Launcher.prepared_scan``."""
 
     __slots__ = (
         "comm",
@@ -302,11 +302,11 @@ class PreparedScan:
         self._whole, self._neighbour_shift = whole, neighbour_shift
         self.reverse, self.of_adjoint = reverse, of_adjoint
         self._fwd_epoch = launcher.channels[reverse].fwd_epoch
-        self.backward: PreparedScan | None = None  # of allscan()
+        self.backward: PreparedScan | None = None  # set by allscan()
 
     def run(self, inputs: ScanInputs, async_op: bool = False, fwd_epoch: Tensor | None = None) -> Any:
-        """``AllScan.scan``, in a call of the communicator. fwd_epoch: as for ``AllScan.channel``; with
-        ``of_adjoint`` that of the forward launch."""
+        """Run ``AllScan.scan`` inside a call of the communicator. fwd_epoch: see ``AllScan.channel``; with
+        ``of_adjoint`` it is the forward launch's."""
         comm = self.comm
         state, decay, transition, initial_state, out = inputs
         state = plain(state)
@@ -326,10 +326,10 @@ class PreparedScan:
         tensors = state, factor, initial, out, self._fwd_epoch if fwd_epoch is None else fwd_epoch
         addresses = [x.data_ptr() for x in tensors]
         if written:
-            # a scan may read its state from where it writes the result
+            # a scan may write its result over its state
             _check_apart(tensors, addresses, addresses[0] == addresses[3] and transition is None)
             if not out.is_inference():
-                increment_version(out)  # so that torch knows of the write
+                increment_version(out)  # torch does not see the kernel's write
         if not async_op:
             self.launcher.launch_scan(self, tensors, addresses)
             if comm.debug:
@@ -340,12 +340,12 @@ class PreparedScan:
         if comm.debug:
             side.wait(tensors)
             comm._look_for_nan("the scan", result=out)
-        return Work(comm, out, side, tensors)  # the forward epoch's memory is used there, too
+        return Work(comm, out, side, tensors)  # tensors: the side stream uses the forward epoch's memory, too
 
 
 def check_out(inputs: ScanInputs) -> None:
-    """Raise ValueError unless a scan with these inputs, which are right, may write to ``out``: what AllScan.scan looks
-    at in each call, before a first call asks the others."""
+    """Raise ValueError unless a scan with these inputs, which are checked, may write to ``out``. AllScan.scan checks
+    the same in each call; a first call does it here, before it communicates with the other ranks."""
     state, decay, transition, initial_state, out = inputs
     if not out.is_contiguous() or out.is_neg():
         raise ValueError("out must be contiguous, and no view of a negative")
@@ -359,8 +359,9 @@ def check_out(inputs: ScanInputs) -> None:
 
 
 def _check_apart(tensors: tuple[Tensor, ...], addresses: list[int], in_place: bool) -> None:
-    """Raise ValueError if a kernel would read what another of its programs has written: ``tensors`` are (state, decay
-    or transition or state, initial_state or state, out, ...), at ``addresses``. in_place: the state may be there."""
+    """Raise ValueError if ``out`` overlaps an input: a program of the kernel could then read another program's output.
+    tensors: (state, decay or transition or state, initial_state or state, out, ...), at ``addresses``. in_place:
+    ``out`` may be the state's memory."""
     state, begin = tensors[0], addresses[3]
     end = begin + tensors[3].nbytes
     for i in range(3):

@@ -1,4 +1,4 @@
-"""The memory and the links of rails, and the launch of their kernel: see docs/rails.md and shmem_kernels/rails.py."""
+"""The workspace and links of rails, and their kernel's launch. See docs/rails.md and shmem_kernels/rails.py."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from .workspace import (
 
 
 def distances(nodes: int) -> list[int]:
-    """How far the rounds of recursive doubling send: 1, 2, 3, 6, 12 ..., until the nodes before the last are all
-    covered."""
+    """The distances in nodes of the rounds of recursive doubling: 1, 2, 3, 6, 12 ..., until all nodes before the last
+    are covered."""
     found: list[int] = []
     covered = 0
     while covered < nodes - 1:
@@ -39,14 +39,14 @@ def distances(nodes: int) -> list[int]:
 
 
 def warps_of(tile: tuple[int, int]) -> int:
-    """Of a program that scans tiles of this size."""
+    """num_warps of a program that scans tiles of this size."""
     return max(1, min(8, math.prod(tile) // 512))
 
 
 class Rails:
-    """Of one AllScan on this rank. ``comm``: a Communicator, of which ``nodes`` are the sizes of its nodes.
+    """The rails of one AllScan on this rank. ``comm``: a Communicator, whose ``nodes`` are the sizes of its nodes.
 
-    Raises, alike on all ranks, RuntimeError if the protocol needs peers to be mapped that are not, ValueError for a
+    Raises on all ranks alike: RuntimeError if the protocol needs mapped peers and some are not mapped, ValueError for a
     state that is too large.
     """
 
@@ -60,12 +60,12 @@ class Rails:
             raise ValueError(
                 "what the members of a node give would be 2^31 words and more: "
                 f'give a depth of less than {spec.depth}, or algorithm="chain"'
-            )  # the kernel counts them by int32
+            )  # the kernel's offsets are int32
         self.warps = warps_of(spec.tile)
         self.decay_columns = max(1, 32 * self.warps // spec.tile[0])
         self.distances = distances(len(self.nodes)) if spec.algorithm == "recursive_doubling" else []
         self.link = (SIGNAL if spec.protocol == "signal" else SENTINEL).value
-        # [n]: the link of the rail between this rank's owners on nodes n and n + 1; in rounds one for all
+        # [n]: the link of the rail between this rank's owners on nodes n and n + 1; with rounds, one link for all
         pairs = list(zip(self._line(), self._line()[1:]))
         if self.distances:
             pairs = [(a, b) for a in self._line() for b in self._line() if a < b]
@@ -78,10 +78,10 @@ class Rails:
             self.links = [(SENTINEL if all(mapped) else PUT).value]
         else:
             self.links = [(SENTINEL if yes else PUT).value for yes in mapped]
-        # arguments of the kernel besides the channel of the node, forward and reverse
+        # kernel arguments after the node's channel, [direction]: forward, reverse
         self.further: list[tuple[Any, ...]] = []
         self._nodes: list[Channel] = []  # forward and reverse
-        self._channels: list[list[Channel]] = [[], []]  # of the rails
+        self._channels: list[list[Channel]] = [[], []]  # of the rails, [direction]
         self._filled: list[tuple[torch.Tensor, float]] = []
         self._buffers: list[torch.Tensor] = []
 
@@ -92,21 +92,21 @@ class Rails:
 
     @property
     def nbytes(self) -> int:
-        """Symmetric memory of one direction on this rank."""
+        """Symmetric memory of one direction on this rank, in bytes."""
         return self._layout(self.comm.rank)[1]
 
     def _place(self, rank: int) -> tuple[int, int]:
-        """(node, position in it) of a rank."""
+        """(Node of a rank, position of the rank in that node)."""
         node = max(n for n, begin in enumerate(self.begins) if begin <= rank)
         return node, rank - self.begins[node]
 
     def _line(self) -> list[int]:
-        """The owners of this rank's slice, in the order of nodes; of a rank that owns nothing those of the first."""
+        """The owners of this rank's slice, in the order of nodes. A rank without a slice gets another's owners."""
         return [begin + self.position % self.owners for begin in self.begins]
 
     def _layout(self, rank: int) -> tuple[Parts, int]:
-        """Of one direction: the words of the whole scan, what members give, and one part for each link of the rails,
-        named "rail 0", "rail 1" ..."""
+        """The workspace of one direction: words of all tiles, the states and decays that members send to the owner, and
+        one part for each link of the rails, named "rail 0", "rail 1" ..."""
         spec, (node, position) = self.spec, self._place(rank)
         depth, tiles, members = spec.depth, spec.num_tiles, self.nodes[node]
         slots = depth * self.slice * members if position < self.owners else 0
@@ -131,17 +131,17 @@ class Rails:
         return lay_out(sizes)
 
     def _messages(self) -> list[Spec]:
-        """What crosses each link of a rail, as the spec of a channel: of a chain states; of each round states and
-        decays."""
+        """The message of each link of a rail, as the Spec of a channel. A chain sends states, recursive doubling
+        states and decays in each round."""
         rows, columns = self.spec.tile
         widths = [columns, self.decay_columns] * len(self.distances) or [columns]
         return [Spec((self.slice, rows, width), (rows, width), self.spec.depth, "auto") for width in widths]
 
     def fill(self, offsets: Sequence[int]) -> bool:
-        return False  # what is filled with what follows from the channels
+        return False  # make() fills the memory through the channels
 
     def make(self, offsets: Sequence[Sequence[int]]) -> tuple[Channel, Channel]:
-        """The channels of the node, forward and reverse. offsets: [rank][direction] in its arena."""
+        """The channels of the node, (forward, reverse). offsets: [rank][direction], in each rank's arena."""
         channels = [self._make(direction, [of_rank[direction] for of_rank in offsets]) for direction in range(2)]
         channels[1] = channels[1]._replace(backwards=channels[0].backwards)
         self.reset()
@@ -154,13 +154,13 @@ class Rails:
 
         def mine(name: str) -> torch.Tensor:
             offset, numel, dtype = layouts[me][name]
-            if not numel:  # of a member that owns nothing: what follows in the arena is another's
+            if not numel:  # a member without a slice: the following bytes of the arena belong to others
                 return self._keep(torch.zeros(1, dtype=dtype, device=comm.device))
             found: torch.Tensor = comm.memory.heap.local(comm.line.pes[me], offsets[me] + offset, numel, dtype)
             return found
 
         def theirs(rank: int, name: str, start: int) -> int:
-            """The address of element ``start`` of a part on a member."""
+            """The mapped address of element ``start`` of a part of another member's workspace; 0 for an empty part."""
             offset, numel, dtype = layouts[rank][name]
             if not numel:
                 return 0
@@ -217,7 +217,7 @@ class Rails:
         )
         if rail is None:
             rail = node._replace(**constants(spec, self.slice, NONE.value, NONE.value))
-        rail = rail._replace(clock=node.clock)  # it waits by the number of the program, too: more than a slice may have
+        rail = rail._replace(clock=node.clock)  # indexed by program, too: more than a slice has tiles
         names = "states", "states arrived", "decays", "decays arrived"
         states, states_arrived, decays, decays_arrived = of_members = [mine(name) for name in names]
         self.further.append((rail, kernels.Slice(p_table, *of_members, **self._constants())))
@@ -229,7 +229,7 @@ class Rails:
         return node
 
     def _constants(self) -> dict[str, Any]:
-        """Of a Slice."""
+        """The constants of a kernels.Slice."""
         values = dict(
             SLICE=self.slice,
             BD=self.decay_columns,
@@ -240,14 +240,14 @@ class Rails:
         return {name: tl.constexpr(value) for name, value in values.items()}
 
     def _info(self, other: int, following: int | None = None) -> torch.Tensor:
-        """Of a link: who sends to this rank by it, and to whom that sends."""
+        """Channel.info of a link: this rank receives from ``other`` and sends to ``following`` (default ``other``)."""
         ranks = other, other if following is None else following
         return info_words(self.comm.line, ranks, [self.comm.line.pes[rank] if rank >= 0 else -1 for rank in ranks])
 
     def _rail(
         self, direction: int, offsets: Sequence[int], layouts: dict[int, Parts], infos: int
     ) -> tuple[Channel | None, list[tuple[kernels.Round, torch.Tensor]]]:
-        """(The channel of a chain over the nodes, of rounds [(row of the table, info)] for states and decays)."""
+        """(Channel of a chain over the nodes or None, for rounds [(row of the table, info)] of states and decays)."""
         if self.position >= self.owners or len(self.nodes) == 1:
             return None, []
         line, step = self._line(), -1 if direction else 1
@@ -267,7 +267,7 @@ class Rails:
             self._buffers.append(channel.info)
             if not self.distances:
                 return channel, []
-            # a node that has nothing before it sends its total only, in the first two rounds
+            # the first node sends its total only, in the first two rounds
             first = len(line) - 1 if direction else 0
             prev_sends = prev >= 0 and (i // 2 < 2 or there[0] != first)
             sends = following >= 0 and (i // 2 < 2 or self.node != first)
@@ -292,39 +292,40 @@ class Rails:
         return held
 
     def reset(self) -> None:
-        """As if nothing had passed yet. While no kernel of any rank uses it."""
+        """Reset all words to their initial values, while no kernel of any rank uses them."""
         for tensor, value in self._filled:
             tensor.fill_(value)
         for channel in self._channels[0] + self._channels[1]:
             reset(channel)
 
     def is_first(self, direction: int) -> bool:
-        """Whether this rank is the first of all in a direction."""
+        """Whether this rank is the first rank in a direction."""
         return bool(self.comm.rank == (self.comm.size - 1 if direction else 0))
 
     def have_begun(self, direction: int, epoch: int) -> bool:
-        """Whether another rank is seen to have begun a launch behind ``epoch`` in this direction."""
+        """Whether another rank is seen to have begun a launch after ``epoch`` in this direction."""
         peek = self.comm.streams.peek
         credits = [peek(c.freed[: self.spec.depth]) for c in self._channels[direction] if c.SEND != NONE]
         if max(peek(self._nodes[direction].freed)) > epoch or any(max(c) >= epoch > 0 for c in credits):
-            return True  # a credit is for the launch before
+            return True  # a credit belongs to the previous launch
         return self._sent(direction, epoch)
 
     def have_run(self, direction: int, epoch: int) -> bool:
-        """Whether one that goes before this rank in this direction is seen to have begun that launch. What others do
-        in the other direction may not wait for this rank, so that they may be at the backward of a later call."""
+        """Whether a rank before this one in this direction is seen to have begun the launch after ``epoch``. The
+        ranks after this one do not count: in the other direction they may not wait for this rank, so they may already
+        be at the backward of a later call."""
         begun = self.comm.streams.peek(self._nodes[direction].freed)
         before = begun[self.position + 1 :] if direction else begun[: self.position]
         return max(before, default=0) > epoch or self._sent(direction, epoch)
 
     def _sent(self, direction: int, epoch: int) -> bool:
-        """Whether something has come by a rail that is of the launch behind ``epoch``."""
+        """Whether a message of the launch after ``epoch`` has arrived over a rail."""
         channels = [c for c in self._channels[direction] if c.RECV != NONE]
         words = (word for c in channels for word in self.comm.streams.peek(c.arrived[:: self.slice]))
         return any((word & 0xFFFFFFFF) == epoch + 1 for word in words)
 
     def release(self) -> None:
-        """No kernel uses them any more."""
+        """Release the tensors that the kernels use; no kernel may use them afterwards."""
         self.comm.memory.release(*self._buffers)
 
     def make_launch(self, kernel: Any, direction: int, programs: int, **fixed: Any) -> RailsLaunch:
@@ -334,11 +335,11 @@ class Rails:
 
 
 class RailsLaunch:
-    """A Launch of the arguments of a scan, and the further ones of rails."""
+    """A Launch that appends the arguments of rails to a scan's."""
 
     def __init__(self, launch: Launch, further: tuple[Any, ...]) -> None:
         self.kernel, self._launch, self._further = launch.kernel, launch, further
 
     def __call__(self, *args: Any, behind: tuple[Any, ...] = ()) -> Any:
-        """``behind``: arguments of a kernel that has more."""
+        """Launch. ``behind``: arguments after those of rails, for a kernel that has more."""
         return self._launch(*args, *self._further, *behind)

@@ -1,4 +1,4 @@
-"""Launches of the scans over segments of one AllScan: see shmem_kernels/segments.py."""
+"""Kernel launches of one AllScan's scans over segments; see shmem_kernels/segments.py."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from .collective import AllScan
 
 
 class Segments(NamedTuple):
-    """Of one rank: states [n, ..., K, V], by decays (None, a number, [n, ..., K] or [n, ...]) or by transitions
-    [n, ..., K, K]."""
+    """The segments of one rank: states [n, ..., K, V], with decays (None, a number, [n, ..., K] or [n, ...]) or with
+    transitions [n, ..., K, K]."""
 
     states: Tensor
     decays: Any = None
@@ -34,20 +34,20 @@ class Segments(NamedTuple):
 
 
 class Direction(NamedTuple):
-    """Of a scan over segments. reverse: over the ranks; descending: over the segments of a rank; adjoint: of a forward
-    scan, whose transitions are transposed."""
+    """The direction of a scan over segments. reverse: from the last rank to the first; descending: from a rank's last
+    segment to its first; adjoint: the scan is the adjoint of a forward scan, with transposed transitions."""
 
     reverse: bool = False
     descending: bool = False
     adjoint: bool = False
 
     def back(self) -> Direction:
-        """That of the adjoint."""
+        """The direction of the adjoint scan."""
         return Direction(not self.reverse, not self.descending, True)
 
 
 class SegmentScans:
-    """Of one AllScan that is a chain."""
+    """The scans over segments of one AllScan, which must be a chain."""
 
     def __init__(self, scan: AllScan) -> None:
         self.comm, self.launcher, self.shape = scan.comm, scan.launcher, scan.shape
@@ -56,21 +56,21 @@ class SegmentScans:
 
     @staticmethod
     def of(scan: AllScan) -> SegmentScans:
-        """That of ``scan``, the same until its communicator is closed."""
+        """The SegmentScans of ``scan``, one object until its communicator is closed."""
         attributes, name = scan.comm.attributes, ("scans over segments", scan.number)
         found: SegmentScans = attributes.get(name) or attributes.setdefault(name, SegmentScans(scan))
         return found
 
     def is_first(self, reverse: bool) -> bool:
-        """Whether nothing comes to this rank from another one."""
+        """Whether this rank is the first one in the direction and receives no state."""
         return self.comm.rank == (self.comm.size - 1 if reverse else 0)
 
     def run(
         self, segments: Segments, direction: Direction, fwd_epoch: Tensor | None, initial: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """(The incoming state of each segment, the outgoing state). In a call of the communicator, of inputs that were
-        checked. ``initial``: the initial state, for the first rank; of an adjoint what is added to the gradient that
-        comes."""
+        """(The incoming state of each segment, the outgoing state). Runs inside a call of the communicator, with
+        checked inputs. ``initial``: the initial state, which the first rank uses; for an adjoint, a term added to the
+        incoming gradient."""
         states, decays, transitions = segments
         states, added = plain(states), NOTHING.value
         if initial is not None and (direction.adjoint or self.is_first(direction.reverse)):
@@ -104,7 +104,7 @@ class SegmentScans:
         *lead, K, V = self.shape
         fixed: dict[str, Any] = dict(n=n, MATRICES=math.prod(lead), K=K, V=V, EXTERNAL=added)
         fixed |= dict(DESCENDING=direction.descending)
-        # waiting programs hold their places; on one rank none waits
+        # a waiting program occupies its multiprocessor; on one rank none waits
         programs = self._spec.num_tiles if self.comm.size == 1 else min(self._spec.num_tiles, self._max_ctas)
         if dense:
             strides = (1, K) if direction.adjoint else (K, 1)
@@ -117,13 +117,13 @@ class SegmentScans:
 
 
 def dense_blocks(BK: int) -> dict[str, int]:
-    """Launch options of dense_segments_kernel, by the rows of a state alone. Beside a loop a transition of 128
-    rows is too much for the registers."""
+    """Launch options of dense_segments_kernel, which depend on the rows of a state only. With the loop over segments a
+    transition of 128 rows does not fit in the registers."""
     return transition_blocks(BK) | ({"BJ": 32} if BK == 128 else {})
 
 
 def row_sums(x: Tensor, y: Tensor | None = None) -> Tensor:
-    """[...] of x [..., W], or of x * y: the same bits for a row, whatever stands beside it."""
+    """The row sums [...] of x [..., W], or of x * y. The bits of a row's sum do not depend on other rows."""
     sums, W = x.new_empty(x.shape[:-1]), x.shape[-1]
     if sums.numel():
         fixed: dict[str, int] = dict(W=W, BW=min(128, next_power_of_2(W)), PRODUCT=y is not None, num_warps=1)
@@ -132,7 +132,7 @@ def row_sums(x: Tensor, y: Tensor | None = None) -> Tensor:
 
 
 def outer_products(x: Tensor, y: Tensor) -> Tensor:
-    """x y^T [..., K, K] of [..., K, V], likewise."""
+    """x y^T, [..., K, K], of x and y [..., K, V]. The bits of a product do not depend on other products."""
     K, V = x.shape[-2:]
     found = x.new_empty((*x.shape[:-1], K))
     if found.numel():

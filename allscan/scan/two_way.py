@@ -21,16 +21,16 @@ def two_way_scan(
     adjoint: bool = False,
     channels: tuple[Channel, Channel] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The scan of ``ascending`` over the ranks, then that of ``descending`` from the last rank to the first, which
-    begins with the outgoing state of the former: both halves of the zigzag layout.
+    """Scan both halves of the zigzag layout: ``ascending`` from the first rank to the last, then ``descending`` from
+    the last rank to the first. The descending scan begins with the outgoing state of the ascending one.
 
         R_0 = initial_state (or 0),   R_{p+1} = decay_p R_p + ascending_p,
         E_{P-1} = R_P,                E_{p-1} = decay'_p E_p + descending_p
 
-    initial_state: that of ``ascending``; ``descending`` has none, nor have they an ``out``. adjoint: the transposed
-    transitions. channels: of the two. Returns (R_p, E_p). The adjoint is the same with the two exchanged.
-    Deadlock-free: the ascending scan depends only on ascending scans of lower ranks; the descending one, launched
-    behind it, on ascending scans and on descending scans of higher ranks.
+    Only ``ascending`` may have an initial_state; neither has an ``out``. adjoint: transpose the transitions. channels:
+    of the ascending and of the descending scan. Returns (R_p, E_p). The adjoint exchanges the two inputs.
+    Deadlock-free: the ascending scan depends only on ascending scans of lower ranks; the descending scan, launched
+    after it, depends on ascending scans and on descending scans of higher ranks.
     """
     for_ascending, for_descending = channels or (None, None)
     state, decay, transition, initial_state, _ = ascending
@@ -45,23 +45,23 @@ def two_way_scan(
 
 
 def two_way_channels(scan: AllScan, fwd_epoch: Tensor, adjoint: bool) -> tuple[Channel, Channel]:
-    """For ``two_way_scan``; ``fwd_epoch``: int64 [FWD_EPOCHS], with room for one of each."""
+    """The channels of ``two_way_scan``. fwd_epoch: int64 [FWD_EPOCHS], memory for one forward epoch of each scan."""
     make = scan.launcher.channel
-    if adjoint:  # of the halves in the other order
+    if adjoint:  # the adjoint exchanges the halves
         return make(False, adjoint_of=fwd_epoch[2:]), make(True, adjoint_of=fwd_epoch[:2])
     return make(False, fwd_epoch=fwd_epoch[:2]), make(True, fwd_epoch=fwd_epoch[2:])
 
 
 def outgoing(inputs: ScanInputs, prev: Tensor, adjoint: bool = False) -> Tensor:
-    """The outgoing state of a rank with the incoming state ``prev``, differentiable: decay * prev + state; of a decay
-    that is 0, state."""
+    """The outgoing state of a rank whose incoming state is ``prev``: decay * prev + state, or state for a decay of 0.
+    Differentiable."""
     state: Tensor = inputs.state
     decay, transition = inputs.decay, inputs.transition
     factor: Any
     found: Tensor
     if isinstance(decay, Shift):
         rows = -decay.rows if adjoint else decay.rows
-        return state + F.pad(prev, (0, 0, -rows, rows))  # negative: rows that are left out
+        return state + F.pad(prev, (0, 0, -rows, rows))  # negative padding drops rows
     if transition is not None:  # float64, since torch may multiply float32 as TF32
         factor = transition.mT if adjoint else transition
         found = (factor.double() @ prev.double() + state).float()

@@ -1,4 +1,4 @@
-"""A scan under way on a stream of the communicator's own."""
+"""The handle of an asynchronous scan, which runs on a stream of the communicator."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from ..launch.streams import SideStream
 
 
 class Work:
-    """A scan under way, as ``async_op=True`` returns it.
+    """The handle of an asynchronous scan, returned by ``async_op=True``.
 
-    What the scan reads must not be written before ``wait``. A Work that goes without having been waited for only
-    gives its memory back behind the scan (in a CUDA graph's capture, with the next call behind that): this rank has
-    taken part all the same. With gradients its result then counts as ignored, see ``allscan.allscan``.
+    The scan's inputs must not be written before ``wait``. A Work that is deleted without ``wait`` frees its memory
+    after the scan (in a CUDA graph's capture: at the next call after the scan). This rank has taken part in the scan
+    even so. With gradients the result then counts as ignored, see ``allscan.allscan``.
 
     Example:
         >>> work = allscan.allscan(state, decay, comm=comm, async_op=True)
@@ -24,7 +24,7 @@ class Work:
         self._comm, self.result, self._side_stream, self._read = comm, result, side, read
 
     def of(self, result: Tensor) -> Work:
-        """This, with ``result`` in place of the tensor that the scan writes."""
+        """This Work, with ``result`` in place of the scan's output tensor."""
         self.result = result
         return self
 
@@ -32,14 +32,14 @@ class Work:
         """Let the current stream wait for the scan; the host does not wait. May be called again.
 
         Returns:
-            The result, which what is launched on the current stream from here on has.
+            The result, ready for later launches on the current stream.
 
         Raises:
-            AllScanTimeout: the scan is known to have failed, or
-            AllScanOutOfStep: likewise; as long as it is not known, the next call raises it, as for a scan that was not
-                asynchronous.
-            RuntimeError: in a CUDA graph's capture, which goes on, for a scan that was begun before: a graph cannot
-                wait for it.
+            AllScanTimeout: if the scan is known to have failed.
+            AllScanOutOfStep: likewise. A failure that is not known yet is raised by the next call, as for a synchronous
+                scan.
+            RuntimeError: in a CUDA graph's capture, for a scan begun before the capture: a graph cannot wait for it.
+                The capture goes on.
         """
         self._side_stream.wait(self._read)
         self._read = ()

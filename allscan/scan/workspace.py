@@ -1,4 +1,4 @@
-"""Workspaces: the symmetric memory of a channel, and the Channel that kernels get of it."""
+"""Workspaces: the symmetric memory of an AllScan, and the Channels over it that kernels take."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PROTOCOLS = {"sentinel": SENTINEL.value, "signal": SIGNAL.value, "put": PUT.valu
 
 
 class Spec(NamedTuple):
-    """What the ranks must have in common to share a workspace."""
+    """The parameters of a workspace, equal on all ranks."""
 
     shape: tuple[int, ...]
     tile: tuple[int, int]
@@ -41,29 +41,29 @@ class Workspace(NamedTuple):
     """Both directions of an AllScan on this rank."""
 
     channels: tuple[Channel, Channel]  # forward, reverse
-    offsets: tuple[int, ...]  # of the blocks in the arena that they take
-    max_ctas: int = 1  # the least of all ranks
+    offsets: tuple[int, ...]  # in the arena, of the blocks that the channels occupy
+    max_ctas: int = 1  # minimum over the ranks
 
 
 Parts = dict[str, tuple[int, int, torch.dtype]]  # name -> (offset in bytes, elements, dtype)
 
 
 class Layout(Protocol):
-    """Which memory an AllScan takes, and the channels that it makes of it: ``Chain`` or ``rails_links.Rails``."""
+    """The memory layout of an AllScan and its channels: ``Chain`` or ``rails_links.Rails``."""
 
     @property
     def nbytes(self) -> int:
-        """Symmetric memory of one direction on this rank."""
+        """Symmetric memory of one direction on this rank, in bytes."""
 
     def fill(self, offsets: Sequence[int]) -> bool:
-        """Make this rank's memory, [direction] in its arena, as if nothing had passed yet; False: ``make`` does."""
+        """Initialize this rank's memory, at ``offsets`` [direction] in its arena; False: left to ``make``."""
 
     def make(self, offsets: Sequence[Sequence[int]]) -> tuple[Channel, Channel]:
-        """The channels, of [rank][direction]: where the memory lies in each rank's arena."""
+        """The two channels. offsets: [rank][direction], the position of the memory in each rank's arena."""
 
 
 def lay_out(sizes: Iterable[tuple[str, int, torch.dtype]]) -> tuple[Parts, int]:
-    """(The parts, bytes in all), one after the other."""
+    """(The parts, one after the other; total bytes)."""
     parts, offset = {}, 0
     for name, numel, dtype in sizes:
         parts[name] = (offset, numel, dtype)
@@ -72,7 +72,7 @@ def lay_out(sizes: Iterable[tuple[str, int, torch.dtype]]) -> tuple[Parts, int]:
 
 
 def workspace_layout(spec: Spec, put: bool) -> tuple[Parts, int]:
-    """(The parts, bytes in all) of one channel's workspace."""
+    """(The parts, total bytes) of one channel's workspace."""
     depth, num_tiles = spec.depth, spec.num_tiles
     slots = depth * num_tiles * spec.tile[0] * spec.tile[1]
     return lay_out(
@@ -90,8 +90,8 @@ def workspace_layout(spec: Spec, put: bool) -> tuple[Parts, int]:
 
 
 class Chain:
-    """Two channels along a line of ranks, forward and reverse. mapped: [p]: whether ranks p and p + 1 reach each other
-    by loads and stores; raises RuntimeError for a protocol that needs it."""
+    """Two channels along a line of ranks, forward and reverse. mapped[p]: whether ranks p and p + 1 reach each other by
+    loads and stores. Raises RuntimeError if the protocol needs mapped ranks and some are not."""
 
     def __init__(self, line: Line, spec: Spec, mapped: Sequence[bool]) -> None:
         if spec.protocol in ("sentinel", "signal") and not all(mapped):
@@ -112,7 +112,7 @@ class Chain:
         self.nbytes = of_kind[puts[line.rank]][1]
 
     def fill(self, offsets: Sequence[int]) -> bool:
-        # before the others know of it: nobody sends before every inbox is filled
+        # precedes the exchange of the offsets: no rank sends before every inbox is filled
         line = self.line
         for offset, (recv, _) in zip(offsets, self._links, strict=True):
             for name, (first, numel, dtype) in self._parts[line.rank].items():
@@ -134,22 +134,22 @@ class Chain:
         return forward, reverse._replace(backwards=forward.backwards)
 
 
-MAKING = "making a workspace"  # what the ranks meet for
+MAKING = "making a workspace"  # purpose of the host exchange, for error messages
 
 
 def workspace_bytes(comm: Communicator, layout: Layout) -> int:
-    """Symmetric memory that both directions take on this rank, in bytes."""
+    """Symmetric memory of both directions on this rank, in bytes."""
     return 0 if comm.size == 1 else 2 * -(-layout.nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def make_workspace(comm: Communicator, spec: Spec, layout: Layout, max_ctas: int) -> Workspace:
-    """Collective over the group; ``spec`` must be equal on all ranks.
+    """Allocate and initialize a workspace. Collective over the group; ``spec`` must be equal on all ranks.
 
-    Raises on every rank: ValueError (specs differ, wrong arguments somewhere), MemoryError (an arena is full).
+    Raises on every rank: ValueError (specs differ, or a rank has invalid arguments), MemoryError (an arena is full).
     """
     if comm.size == 1:
         fixed = constants(spec, spec.num_tiles, NONE.value, NONE.value)
-        # kept, since a stream that nobody waits for may still write there when the AllScan goes
+        # kept by comm: a stream may still write there when the AllScan is deleted
         words = comm.memory.keep(torch.zeros(spec.num_tiles, dtype=torch.int64, device=comm.device))
         values = comm.memory.keep(torch.zeros(1, dtype=torch.float32, device=comm.device))
         lonely = Channel(*[values] * 3, *[words] * 10, **fixed)
@@ -170,7 +170,7 @@ def make_workspace(comm: Communicator, spec: Spec, layout: Layout, max_ctas: int
         if any(errors):
             raise comm.order.raised_everywhere(MemoryError(by_rank(error or "ok" for error in errors)))
     except (ValueError, MemoryError):
-        if offsets:  # every rank raises, so nobody will write there
+        if offsets:  # every rank raises, so no rank writes there
             comm.memory.free(*offsets)
         raise
 
@@ -184,8 +184,8 @@ def make_workspace(comm: Communicator, spec: Spec, layout: Layout, max_ctas: int
 def make_channel(
     line: Line, workspaces: Sequence[tuple[int, Parts]], spec: Spec, links: tuple[int, int], step: int
 ) -> Channel:
-    """The channel to the rank ``step`` places on. workspaces: (offset in its arena, parts) of every rank. links: from
-    the rank before this one, and to the next."""
+    """The channel from rank - ``step`` to this rank, and on to rank + ``step``. workspaces: (offset in its arena,
+    parts) of every rank. links: (from the previous rank, to the next rank)."""
     (prev, next_), (recv, send) = (line.rank - step, line.rank + step), links
     memory, heap = line.memory, line.memory.heap
     offset, parts = workspaces[line.rank]
@@ -220,8 +220,8 @@ def make_channel(
 
 
 def info_words(line: Line, ranks: Sequence[int], pes: Sequence[int]) -> torch.Tensor:
-    """Channel.info on the host: the ranks before and behind, what the transport calls them (-1: there is no such link),
-    the time-out, where a fault is written."""
+    """Channel.info on the host: the previous and the next rank, their PE numbers (-1: no such link), the time-out, the
+    addresses of fault records."""
     info = torch.zeros(wait.INFO_WORDS, dtype=torch.int64, device="cpu")
     info[wait.INFO_RANK.value] = line.rank
     info[wait.INFO_PREV.value], info[wait.INFO_NEXT.value] = ranks
@@ -247,7 +247,7 @@ def constants(spec: Spec, num_tiles: int, recv: int, send: int) -> dict[str, Any
 
 
 def reset(channel: Channel) -> None:
-    """Make a channel as if nothing had passed yet. While no kernel of any rank uses it."""
+    """Reset a channel to its initial state, while no kernel of any rank uses it."""
     channel.inbox.fill_(-0.0 if channel.RECV == SENTINEL else 0.0)
     words: torch.Tensor
     for words in (channel.arrived, channel.epoch, channel.backwards, channel.freed, channel.fwd_epoch):
