@@ -15,7 +15,7 @@ if not _rejected:
     try:
         import torch as _torch  # noqa: F401
         import triton as _triton  # noqa: F401
-    except Exception as error:  # OSError of libraries that are not there, for one
+    except Exception as error:  # for example OSError for a missing shared library
         _rejected, _cause = f"torch or triton is not imported: {type(error).__name__}: {error}", error
 if not _rejected:
     from . import device, zigzag
@@ -57,16 +57,16 @@ __all__ = [
 ]
 
 
-_ON_DEMAND = "integrations", "reference", "tools"  # modules that take their time to import
+_ON_DEMAND = "integrations", "reference", "tools"  # modules that are slow to import
 
 
 def __getattr__(name: str) -> Any:
-    if _rejected and name[:2] != "__":  # `allscan doctor` works all the same
+    if _rejected and name[:2] != "__":  # but `allscan doctor` works
         raise ImportError(f"allscan {__version__} does not run here: {_rejected}") from _cause
     if name in ("zeco_gated_delta_rule", "zeco_kda"):
         from .ops import delta
 
-        found = globals()[name] = getattr(delta, name)  # so that the next call does not come here
+        found = globals()[name] = getattr(delta, name)  # cached: the next access does not call __getattr__
         return found
     if name in _ON_DEMAND:
         return importlib.import_module(f"{__name__}.{name}")

@@ -14,31 +14,34 @@
 
 * ``allscan``: receive, combine ``b_decay * prev + b_state``, send; returns (prev, inclusive).
 * ``recv``: wait for the tile from the previous rank; ``b_first`` on the first rank.
-* ``send``: send the tile to the next rank; put any combine you like between the two.
-* ``shift``: both at once for a value that does not depend on what comes; the neighbours alone are waited for.
-* ``begin``, ``send_ahead``, ``allscan_begun``: for a program with several tiles: begin once with the lowest, send those
-  that wait for nothing, then take all (``shift_ahead``, ``shift_begun`` likewise).
-* ``fold``: the step of ``allscan.allscan_segments`` over one segment, ``b_prev = fold(b_state, b_decay, b_prev)``: the
-  same bits in a kernel that goes through segments of its own between ``recv`` and ``send``.
-* ``wait_signal``, ``set_signal``: the signals underneath, for words of your own in mapped memory.
+* ``send``: send the tile to the next rank. Any combine may stand between ``recv`` and ``send``.
+* ``shift``: ``recv`` and ``send`` in one, for a sent value that does not depend on the received one. It waits for the
+  neighbours only.
+* ``begin``, ``send_ahead``, ``allscan_begun``: for a program with several tiles. Call ``begin`` once with the lowest
+  tile, ``send_ahead`` for tiles that depend on no received value, then ``allscan_begun`` for all tiles
+  (``shift_ahead``, ``shift_begun`` likewise).
+* ``fold``: the step of ``allscan.allscan_segments`` over one segment, ``b_prev = fold(b_state, b_decay, b_prev)``. A
+  kernel that loops over its own segments between ``recv`` and ``send`` gets the same bits.
+* ``wait_signal``, ``set_signal``: the underlying signals, for a user's own words in mapped memory.
 
-``scan.launch`` checks the communicator and links NVSHMEM where a link needs it (another node); with mapped neighbours
-``my_kernel[grid](...)`` does as well.
+``scan.launch`` checks the communicator and links NVSHMEM if a link needs it (another node). With mapped neighbours a
+plain ``my_kernel[grid](...)`` works, too.
 
-The rules, by the numbers of docs/own_kernels.md:
+The rules, numbered as in docs/own_kernels.md:
 
-1. Every launch handles every tile 0 .. num_tiles - 1 of the channel exactly once, by ``allscan``, ``recv`` before
-   ``send``, or one ``shift``: on every rank, also where there is nobody to receive from or to send to.
-2. Launches on one channel follow one another on a stream.
-3. A block does nothing between ``recv`` and ``send`` that waits for another block.
-4. Values are float32 blocks [channel.BK, channel.BV] of compile-time sizes; -0.0 may arrive as +0.0, all other bits as
-   they are. ``b_first`` is what the first rank receives (zeros or an initial state).
-5. Where a program of more than one warp receives over a sentinel link, a tile has at least 32 * num_warps words.
-6. At most ``comm.max_ctas`` programs (by default half the multiprocessors), each with a loop over its tiles. Programs
-   that wait hold their place on the GPU, and the rank that they wait for may itself be waiting for NCCL, whose blocks
-   need a whole multiprocessor. More programs are safe only if no collective of another library runs beside the kernel.
-7. A program takes its tiles in any order. If it calls ``begin`` itself, it does so once, before its first tile, with
-   its lowest tile: ``begin`` with tile 0 tells the previous rank for all tiles that slots are free.
+1. Every launch handles every tile 0 .. num_tiles - 1 of the channel exactly once, by ``allscan``, by ``recv`` before
+   ``send``, or by one ``shift``. This holds on every rank, including the first and the last one.
+2. Launches on one channel are ordered on one stream.
+3. Between ``recv`` and ``send`` a block does not wait for another block.
+4. Values are float32 blocks [channel.BK, channel.BV] of compile-time sizes. -0.0 may arrive as +0.0; all other values
+   arrive bit for bit. The first rank receives ``b_first`` (zeros or an initial state).
+5. If a program of more than one warp receives over a sentinel link, a tile has at least 32 * num_warps words.
+6. A launch has at most ``comm.max_ctas`` programs (by default half the multiprocessors), each with a loop over its
+   tiles. A waiting program occupies its multiprocessor, and the rank that it waits for may itself wait for NCCL, whose
+   blocks need a whole multiprocessor. More programs are safe only if no collective of another library runs
+   concurrently with the kernel.
+7. A program handles its tiles in any order. A program that calls ``begin`` itself calls it once, before its first tile,
+   with its lowest tile: ``begin`` with tile 0 tells the previous rank for all tiles that slots are free.
 """
 
 from .shmem_kernels.channel import (

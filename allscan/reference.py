@@ -1,4 +1,4 @@
-"""What the operators mean, in float64 and in rank order, in one process. Slow, differentiable, for tests."""
+"""Reference operators for tests: float64, in rank order, in one process. Slow, differentiable."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ def allscan_reference(
     reverse: bool = False,
     transitions: Sequence[Tensor] | None = None,
 ) -> list[Tensor]:
-    """R_0 = initial, R_{p+1} = decay_p * R_p + state_p; where decay is 0 nothing passes.
+    """R_0 = initial, R_{p+1} = decay_p * R_p + state_p. A decay of 0 discards R_p, even Inf or NaN.
 
     Args:
-        states: list of [..., K, V], one a rank.
+        states: list of [..., K, V], one per rank.
         decays: list of [..., K], [...] or numbers, or None.
         initial_state: [..., K, V], or None (0).
-        reverse: whether the last rank is the first.
-        transitions: list of [..., K, K] in place of decays.
+        reverse: whether to scan from the last rank to the first.
+        transitions: list of [..., K, K], instead of decays.
 
     Returns:
         [R_0, ..., R_{P-1}], float64.
@@ -49,7 +49,7 @@ def allscan_reference(
 
 
 def _next(carry: Tensor, state: Tensor, decay: object, transition: Tensor | None) -> Tensor:
-    """decay * carry + state, or transition carry + state."""
+    """decay * carry + state, or transition @ carry + state."""
     state = state.double()
     if transition is not None:
         return transition.double() @ carry + state
@@ -68,18 +68,18 @@ def allscan_segments_reference(
     reverse: bool = False,
     transitions: Sequence[Tensor] | None = None,
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """R' = decay_s * R + state_s over the segments of all ranks; where decay is 0 nothing passes.
+    """R' = decay_s * R + state_s over the segments of all ranks. A decay of 0 discards R, even Inf or NaN.
 
     Args:
-        states: list of [n, ..., K, V], one a rank; n may differ, and be 0.
+        states: list of [n, ..., K, V], one per rank; n may differ between ranks, and may be 0.
         decays: list of [n, ..., K], [n, ...] or numbers, or None.
         initial_state: [..., K, V], or None (0).
-        reverse: whether the last rank's last segment is the first.
-        transitions: list of [n, ..., K, K] in place of decays.
+        reverse: whether to scan from the last rank's last segment to the first rank's first.
+        transitions: list of [n, ..., K, K], instead of decays.
 
     Returns:
-        (incoming, outgoing): lists of [n, ..., K, V] and [..., K, V], float64, one a rank: the incoming state of each
-        segment, and the outgoing state of the rank.
+        (incoming, outgoing): lists of [n, ..., K, V] and [..., K, V], float64, one entry per rank: the incoming state
+        of each segment, and the outgoing state of the rank.
 
     Raises:
         IndexError: if states, decays and transitions are not of the same ranks.
@@ -234,8 +234,8 @@ def ssd_reference(
     """Mamba2's scan token by token: S_t = exp(d_t A) S_{t-1} + d_t x_t^T B_t, y_t = S_t C_t + D x_t, times silu(z_t).
 
     Args:
-        x, dt, A, B, C, D, z, dt_bias, dt_softplus, dt_limit, initial_states, cu_seqlens: those of ``allscan.zeco_ssd``;
-            d_t is the clamped softplus of dt + dt_bias.
+        x, dt, A, B, C, D, z, dt_bias, dt_softplus, dt_limit, initial_states, cu_seqlens: see ``allscan.zeco_ssd``. d_t
+            is the clamped softplus of dt + dt_bias.
 
     Returns:
         (y [B, T, H, P], final_states [B or number of sequences, H, P, N]), float64.

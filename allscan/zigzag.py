@@ -1,4 +1,4 @@
-"""From the layout of recurrences (rank order is time order) to that which balances causal softmax, and back."""
+"""Conversion between the contiguous layout (rank order is time order) and the zigzag layout of causal softmax."""
 
 from __future__ import annotations
 
@@ -19,25 +19,27 @@ from .tokens.packing import boundaries_on_host, document_places
 
 
 def to_zigzag(x: Tensor, *, comm: Communicator) -> Tensor:
-    """Move tokens for a causal softmax layer, so that all ranks have equal work. Differentiable.
+    """Redistribute tokens into the zigzag layout, so that a causal softmax layer has equal work on all ranks.
+    Differentiable.
 
-    The whole sequence is cut into 2P pieces of equal length; rank p has pieces 2p and 2p + 1 before, and p and
-    2P - 1 - p after, which is how ring attention and torch's context_parallel balance their load.
+    The global sequence is cut into 2P pieces of equal length. Rank p has pieces 2p and 2p + 1 in the input, and pieces
+    p and 2P - 1 - p in the result. Ring attention and torch's context_parallel balance their load in the same way.
 
     Args:
-        x: [B, T, ...], this rank's T tokens; T is even. Shape and dtype are the same on every rank: the first call with
-            them asks the other ranks on the host. A call that the others do not make alike ends there after 120 s, and
-            on them, on CPUs, after the communicator's timeout; on GPUs NCCL waits as long as its process group says.
-        comm: the ranks.
+        x: [B, T, ...], this rank's T tokens; T is even. Shape and dtype must be equal on every rank: the first call
+            with them compares them on the host. If other ranks do not make the same call, the comparison fails after
+            120 s. Ranks that already wait in the all-to-all fail after the communicator's timeout on CPUs, and after
+            the process group's NCCL timeout on GPUs.
+        comm: the communicator.
 
     Returns:
-        [B, T, ...], a new tensor, on one rank too. One all-to-all of the process group's back end; each rank sends at
-        most what it has.
+        [B, T, ...], a new tensor, on one rank too. Communication is one all-to-all of the process group's back end;
+        each rank sends at most its own tokens once.
 
     Raises:
-        TypeError: another type.
-        ValueError: T, dimensions, device; ranks that differ.
-        RuntimeError: and whatever else ``allscan.allscan`` raises of the communicator.
+        TypeError: for an argument of another type.
+        ValueError: for an odd T, fewer than two dimensions, another device, or arguments that differ between ranks.
+        RuntimeError: and the communicator's other errors, as ``allscan.allscan`` raises them.
 
     Example:
         >>> halves = allscan.zigzag.to_zigzag(x, comm=comm)                       # [B, T, ...], chunks r and 2P - 1 - r
@@ -46,17 +48,17 @@ def to_zigzag(x: Tensor, *, comm: Communicator) -> Tensor:
 
 
 def from_zigzag(x: Tensor, *, comm: Communicator) -> Tensor:
-    """The way back from ``to_zigzag``: tokens in rank order again. Differentiable.
+    """Redistribute tokens from the zigzag layout into rank order, the inverse of ``to_zigzag``. Differentiable.
 
     Args:
         x: [B, T, ...], as ``to_zigzag`` returns it.
-        comm: the ranks.
+        comm: the communicator.
 
     Returns:
         [B, T, ...], a new tensor: this rank's consecutive tokens.
 
     Raises:
-        ValueError: and whatever else ``to_zigzag`` raises.
+        ValueError: and the other errors of ``to_zigzag``.
 
     Example:
         >>> x = allscan.zigzag.from_zigzag(halves, comm=comm)                     # consecutive tokens again
@@ -67,25 +69,25 @@ def from_zigzag(x: Tensor, *, comm: Communicator) -> Tensor:
 def zigzag_positions(
     T: int, *, comm: Communicator, cu_seqlens: Tensor | Sequence[int] | None = None, per_document: bool = False
 ) -> Tensor:
-    """Where in the whole row the tokens of this rank lie in the zigzag layout.
+    """The positions of this rank's tokens in the global row in the zigzag layout.
 
     Args:
-        T: tokens of each rank.
-        comm: the ranks.
-        cu_seqlens: [N + 1] from 0 to P T, where packed sequences begin and end in the whole row; the host waits for one
-            that is on a GPU.
-        per_document: False: the row is cut into 2P chunks, wherever sequences begin. True, with cu_seqlens: each
-            sequence is cut into 2P chunks of its own, of which a rank has r and 2P - 1 - r, one sequence behind the
-            other, as Megatron-core, Transformer Engine and torch's context parallelism have them. Its length is a
-            multiple of 2P. What operators and models take with per_document=True.
+        T: number of tokens of each rank.
+        comm: the communicator.
+        cu_seqlens: [N + 1] from 0 to P T, the boundaries of packed sequences in the global row. The host waits for a
+            tensor on a GPU.
+        per_document: False: the row is cut into 2P chunks, independent of the boundaries. True, with cu_seqlens: each
+            sequence, whose length is a multiple of 2P, is cut into 2P chunks. Rank r has chunks r and 2P - 1 - r of
+            each sequence, one sequence after the other, as in Megatron-core, Transformer Engine and torch's context
+            parallelism. Operators and models expect this layout with per_document=True.
 
     Returns:
-        [T] int64. This rank's part of anything [B, P T, ...] of the whole row, such as position_ids, is
+        [T] int64. This rank's part of a tensor x [B, P T, ...] of the global row, such as position_ids, is
         ``x[:, places]``.
 
     Raises:
-        TypeError: for another type.
-        ValueError: for an odd T and for cu_seqlens that do not go with it.
+        TypeError: for an argument of another type.
+        ValueError: for an odd T, and for cu_seqlens that do not match it.
 
     Example:
         >>> places = allscan.zigzag.zigzag_positions(T, comm=comm)
@@ -109,19 +111,18 @@ def zigzag_positions(
 
 
 def zigzag_first_token(T: int, *, comm: Communicator) -> int:
-    """What operators take as ``first_token`` of packed sequences in the zigzag layout, whether the row is cut or, with
-    per_document=True, each document.
+    """The operators' argument ``first_token`` for packed sequences in the zigzag layout, for either per_document.
 
     Args:
-        T: tokens of each rank.
-        comm: the ranks.
+        T: number of tokens of each rank.
+        comm: the communicator.
 
     Returns:
-        r T / 2, the tokens in the first halves of the ranks before rank r. Where the row is cut this rank's first half
-        begins there.
+        r T / 2, the number of tokens in the first halves of the ranks before rank r. With per_document=False this
+        rank's first half begins at this position of the row.
 
     Raises:
-        TypeError: for another type.
+        TypeError: for an argument of another type.
         ValueError: for an odd T.
 
     Example:
@@ -148,7 +149,7 @@ def _move(x: Tensor, comm: Communicator, to: bool) -> Tensor:
 
 
 def _check(x: Tensor, comm: Communicator, to: bool) -> None:
-    """Raise TypeError or ValueError, at a first call with tensors like ``x`` on every rank."""
+    """Raise TypeError or ValueError for an invalid ``x``. A first call with its signature raises on every rank."""
     known = comm.agreed.arguments
     signature = (to, x.shape, x.dtype, x.device, x.layout) if isinstance(x, Tensor) else None
     if ("to_zigzag", signature) in known and not comm.debug:
@@ -172,15 +173,15 @@ def _check(x: Tensor, comm: Communicator, to: bool) -> None:
 
 
 def _all_to_all(received: Tensor, send: Tensor, come: list[int], leave: list[int], comm: Communicator) -> None:
-    """On CPUs no rank waits longer for the others than the communicator's timeout."""
+    """The all-to-all of the process group. On CPUs a rank waits for others at most the communicator's timeout."""
     work = dist.all_to_all_single(received, send, come, leave, group=comm.group, async_op=True)
     if send.is_cuda:
-        work.wait()  # the current stream does, not the host
+        work.wait()  # the current stream waits, not the host
         return
     try:
         work.wait(timedelta(seconds=comm.timeout))
     except RuntimeError as error:
-        raise comm.order.desynchronized(  # and so is the process group
+        raise comm.order.desynchronized(  # the process group is desynchronized, too
             f"to_zigzag has waited {comm.timeout:g} s for other ranks ({error}): one is late, has ended or makes other "
             f"calls. {comm.order.rejections_of_others()}{REMEDY}."
         ) from error
@@ -189,7 +190,7 @@ def _all_to_all(received: Tensor, send: Tensor, come: list[int], leave: list[int
 class _Move(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, comm: Communicator, to: bool) -> Tensor:
-        ctx.handle, ctx.to = comm.handle, to  # a graph keeps no communicator
+        ctx.handle, ctx.to = comm.handle, to  # the autograd graph must not keep the communicator alive
         return _moved(x, comm, to)
 
     @staticmethod
@@ -207,7 +208,7 @@ def _moved(x: Tensor, comm: Communicator, to: bool) -> Tensor:
     owner = {piece: r for r in range(size) for piece in _pieces(r, size, to)}
     source = {piece: r for r in range(size) for piece in _pieces(r, size, not to)}
     have, wanted = _pieces(rank, size, not to), _pieces(rank, size, to)
-    # both sides in the order of the other's rank, then of the piece
+    # sender and receiver order pieces by the other's rank, then by piece
     leaving = sorted(range(2), key=lambda i: (owner[have[i]], have[i]))
     coming = sorted(range(2), key=lambda i: (source[wanted[i]], wanted[i]))
     halves = x.unflatten(1, (2, -1)).movedim(1, 0)  # [2, B, T / 2, ...]
