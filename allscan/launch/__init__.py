@@ -1,1 +1,1 @@
-"""How kernels are launched: one, a recorded sequence of them, as a CUDA graph, on which stream."""
+"""Kernel launches: single kernels, recorded sequences (plans), CUDA graphs of them, and streams."""

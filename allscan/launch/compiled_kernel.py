@@ -1,4 +1,4 @@
-"""How kernels are launched: what is the same at every call is worked out once."""
+"""Fast repeated launches of one kernel: arguments that are equal in every call are processed once."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ R = TypeVar("R")
 
 
 def dynamo_disabled(function: Callable[P, R]) -> Callable[P, R]:
-    """torch.compiler.disable: what ``function`` asks of other ranks, and launches, is not for torch to trace. But where
-    nobody compiles it does not import the compiler, which takes a second, and costs next to nothing."""
+    """torch.compiler.disable for ``function``, whose host exchanges and launches torch must not trace. Outside of
+    torch.compile it does not import the compiler, which takes a second, and costs next to nothing."""
     disabled: Callable[P, R] | None = None
 
     @functools.wraps(function)
@@ -40,57 +40,57 @@ def dynamo_disabled(function: Callable[P, R]) -> Callable[P, R]:
 
 @functools.cache
 def with_nvshmem(kernel: Any) -> nvshmem_module.Kernel:
-    """The kernel linked with NVSHMEM's device library."""
+    """``kernel``, linked with NVSHMEM's device library."""
     return nvshmem_module.Kernel(kernel)
 
 
-_preferring: set[object] = set()  # compiled kernels; they are held, or a number could be another function's
+_preferring: set[object] = set()  # compiled kernels; held, since a freed kernel's handle could be reused
 
 
 def prefer_shared_memory_carveout(compiled: Any) -> None:
-    """From the next launch on, give the multiprocessors where this kernel waits all the shared memory there is.
+    """Set the kernel's shared memory carveout to the maximum, from its next launch on.
 
-    A multiprocessor divides its memory into cache and shared memory for the first program on it, and holds to that
-    until it is empty: programs that wait would keep away the kernels that are to be overlapped with them.
+    A multiprocessor splits its memory into L1 cache and shared memory for the first program on it, and keeps this split
+    until it is idle. With a smaller carveout, programs that wait would block the kernels to be overlapped with them.
 
-    compiled: as Triton returns it from a launch. Raises RuntimeError for a CUDA error.
+    compiled: the compiled kernel, as a Triton launch returns it. Raises RuntimeError for a CUDA error.
     """
     if compiled not in _preferring:
         set_shared_memory_carveout(compiled.function, 100)
         _preferring.add(compiled)
 
 
-NUM_POINTERS = Channel._fields.index("num_tiles")  # fields of a channel that are addresses; the others are constants
+NUM_POINTERS = Channel._fields.index("num_tiles")  # the first fields of a channel are addresses, the others constants
 
 
 class Launch:
-    """A kernel, its grid, and those of its arguments that are the same at every call; called with the others.
+    """A kernel, its grid, and the arguments that are equal in every call. Calls pass the other arguments.
 
         keys = Launch(keys_kernel, (chunks, H), first=0, H=H, K=K, BT=64, BR=4, BK=128, RANGE=115.0, num_warps=1)
         keys(k, g, table, k_out, gate, strong)
 
-    The first call goes through Triton, which compiles the kernel for what it is given. Later ones hand the addresses to
-    the compiled kernel: 5 us where Triton, which looks at every argument again, takes 16. So calls differ in addresses
-    only, not in dtypes; addresses that are no multiples of 16 bytes, for which Triton compiles another kernel, launch
-    hooks (profilers such as Proton) and the interpreter go through Triton at each call.
+    The first call goes through Triton, which compiles the kernel for its arguments. Later calls pass addresses to the
+    compiled kernel. This takes 5 us; Triton, which inspects every argument again, takes 16 us. So calls may differ in
+    addresses only, not in dtypes. A call goes through Triton if an address is not a multiple of 16 bytes (Triton
+    compiles another kernel for it), with launch hooks (profilers such as Proton), and in the interpreter.
 
-    kernel: a triton.jit function, or one of ``with_nvshmem``.
-    fixed: all parameters of the kernel but tensors and channels, which a call gives in their order: numbers, constants,
-        None; and launch options (num_warps, num_stages), besides those of ``OPTIONS``.
+    kernel: a triton.jit function, or a result of ``with_nvshmem``.
+    fixed: all kernel parameters other than tensors and channels, by name: numbers, constants, None; and launch options
+        (num_warps, num_stages) in addition to ``OPTIONS``. Calls pass tensors and channels in the order of parameters.
     """
 
     def __init__(self, kernel: Any, grid: tuple[int, ...], **fixed: Any) -> None:
         self.kernel, self.grid, self.fixed = kernel, grid, OPTIONS | fixed
         self._names: Sequence[str] = kernel.arg_names
-        self._arguments = [i for i, name in enumerate(self._names) if name not in fixed]  # places of a call's arguments
-        self._first = self._arguments == list(range(len(self._arguments)))  # these are the first ones
-        self.ready = False  # whether there is a compiled kernel, which ``at`` launches with addresses for tensors and
-        self.at: Callable[[Sequence[Any]], Any] = _not_compiled  # tuples of addresses and constants for channels
+        self._arguments = [i for i, name in enumerate(self._names) if name not in fixed]  # positions of call arguments
+        self._first = self._arguments == list(range(len(self._arguments)))  # they are the first parameters
+        self.ready = False  # whether the kernel is compiled; then ``at`` launches it with an address for a tensor and
+        self.at: Callable[[Sequence[Any]], Any] = _not_compiled  # a tuple of addresses and constants for a channel
         self._compiled: Any = None
         self._sizes: list[int] | None = None  # bytes of the compiled kernel's parameters
 
     def __call__(self, *args: Tensor | Channel) -> Any:
-        """Launch on the current stream. Returns what Triton does: the compiled kernel, None in the interpreter."""
+        """Launch on the current stream. Returns the result of Triton: the compiled kernel, None in the interpreter."""
         if self.ready:
             arguments, addresses = _addresses(args)
             if self.takes(addresses):
@@ -108,8 +108,8 @@ class Launch:
         return self.ready and launchable(addresses)
 
     def node(self, addresses: Sequence[Any]) -> KernelNode:
-        """What ``at`` launches, as a node of a CUDA graph. Raises NotImplementedError where it cannot be one, and where
-        this Triton hands its kernels other parameters than those that we know of."""
+        """The launch of ``at`` as a node of a CUDA graph. Raises NotImplementedError if the launch cannot be a node, or
+        if this Triton version passes other kernel parameters than expected."""
         arguments = [self.fixed.get(name) for name in self._names]
         for place, address in zip(self._arguments, addresses, strict=True):
             arguments[place] = address
@@ -121,7 +121,7 @@ class Launch:
         return node
 
     def _keep(self, compiled: Any) -> None:
-        """For ``at``, a kernel that was compiled for addresses that are multiples of 16 bytes."""
+        """Let ``at`` launch ``compiled``, a kernel compiled for addresses that are multiples of 16 bytes."""
         arguments = [self.fixed.get(name) for name in self._names]
         grid, device = (*self.grid, 1, 1)[:3], torch.cuda.current_device()
         self.at = launcher(compiled, grid, arguments, self._arguments, current_stream_of, device)  # type: ignore[arg-type]
@@ -133,7 +133,7 @@ def _not_compiled(addresses: Sequence[Any]) -> NoReturn:
 
 
 def _addresses(args: tuple[Any, ...]) -> tuple[list[Any], list[int]]:
-    """(what the compiled kernel takes in place of ``args``, all addresses in it)."""
+    """(arguments of the compiled kernel for ``args``, all addresses among them)."""
     arguments: list[Any] = []
     addresses: list[int] = []
     for x in args:
@@ -150,13 +150,13 @@ def _addresses(args: tuple[Any, ...]) -> tuple[list[Any], list[int]]:
 
 
 def channel_addresses(channel: Channel) -> tuple[Any, ...]:
-    """What a compiled kernel takes in place of ``channel``."""
+    """The argument of a compiled kernel for ``channel``: a tuple of addresses and constants."""
     return (*(word.data_ptr() for word in channel[:NUM_POINTERS]), *channel[NUM_POINTERS:])
 
 
 def aligned(addresses: Sequence[int]) -> bool:
-    """Whether they are multiples of 16, as compiled kernels take them."""
+    """Whether all addresses are multiples of 16 bytes, as compiled kernels require."""
     bits = 0
-    for address in addresses:  # half the time of functools.reduce
+    for address in addresses:  # takes half the time of functools.reduce
         bits |= address
     return not bits & 15

@@ -1,4 +1,4 @@
-"""CUDA graphs of launches that come again with the same addresses: one call of the driver in place of many."""
+"""LRU cache of CUDA graphs for repeated launch sequences, keyed by addresses: one driver call replaces many."""
 
 from __future__ import annotations
 
@@ -8,58 +8,57 @@ from typing import Any, NamedTuple, Protocol
 from ..bindings.cuda_driver import ExecutableGraph, Graph, KernelNode, new_graph
 from ..bindings.torch_compat import capturing, current_device, current_stream_of
 
-MOST_BYTES = 256 << 20  # of GPU memory, that the graphs of a communicator take by default
-NODE_BYTES = 32 << 10  # of GPU memory that the driver takes for a node: an upper estimate, see docs/limits.md
-SEEN = 4096  # addresses that have no graph, and are known to have come before
-FAILURES = 3  # in a row to make a graph of one plan, after which no other is tried
+MOST_BYTES = 256 << 20  # default limit of the GPU memory of a communicator's graphs
+NODE_BYTES = 32 << 10  # upper estimate of the GPU memory that the driver allocates for a node, see docs/limits.md
+SEEN = 4096  # maximum number of remembered keys (plan, addresses) without a graph
+FAILURES = 3  # consecutive failures to build a graph of a plan, after which no more are built
 
 
 class GraphCounts(NamedTuple):
     """CUDA graphs of a communicator so far; see ``allscan.Communicator.cuda_graphs``."""
 
     enabled: bool
-    kept: int  # graphs
-    bytes: int  # of GPU memory that these take, an upper estimate
-    most_bytes: int
-    built: int  # graphs, and those that are gone
-    launched: int  # calls, or parts of calls, that were a graph
-    declined: int  # those that had come before, and were launched one by one since there was no room for a graph
-    failed: int  # those of which no graph could be made
-    why: str  # the last of these could not
+    kept: int  # graphs in the cache
+    bytes: int  # GPU memory of these graphs, an upper estimate
+    most_bytes: int  # limit of ``bytes``
+    built: int  # graphs built so far, including evicted ones
+    launched: int  # launch sequences (calls, or parts of calls) that were launched as a graph
+    declined: int  # repeated sequences that were launched kernel by kernel because the memory limit was reached
+    failed: int  # failures to build or launch a graph
+    why: str  # reason of the last failure
 
 
 class Buildable(Protocol):
-    """A launch sequence that is always the same but for the addresses of its memories."""
+    """A launch sequence that is equal in all runs except for the addresses of its buffers."""
 
     number: int  # unique in the process
     num_nodes: int
-    failures: int  # in a row to make a graph of it
+    failures: int  # consecutive failures to build a graph of it
 
     def build(self, builder: Builder) -> None:
-        """Add its launches. Raises NotImplementedError where one cannot be a node."""
+        """Add its launches to the graph. Raises NotImplementedError if a launch cannot be a node."""
 
 
 class Graphs:
-    """A cache of CUDA graphs, by the launch sequence and the addresses that it is given, of one communicator.
+    """Cache of one communicator's CUDA graphs, keyed by launch sequence and addresses.
 
-    Training gives an operator the same addresses step after step, since an allocator answers the same requests alike.
-    What comes for the first time is launched as it is; the second time a graph is built of it, node by node, which
-    takes nothing of a stream, and from then on it is launched as a graph. A graph has the addresses in it and nothing
-    else: no memory is kept for it. In a capture of the caller's the launches are made as they are, and likewise where
-    no graph can be built.
+    In training an operator gets the same addresses in each step, since an allocator answers equal requests equally. The
+    first launch with some addresses is made kernel by kernel. The second one builds a graph, node by node, without
+    stream capture; it and later ones launch the graph. A graph holds addresses only and keeps no buffer alive. During
+    stream capture by the caller, or if no graph can be built, the launches are made kernel by kernel.
 
-    All graphs together take at most ``most_bytes`` of GPU memory. Where there is no room, a graph takes the place of
-    the one that was used longest ago, if that was longer ago than its own addresses came: of more addresses in turn
-    than there is room for, those that have a graph keep it.
+    All graphs together take at most ``most_bytes`` of GPU memory. At this limit a new graph replaces the least recently
+    used one, but only if that one was last used before the new graph's addresses were last seen: if more addresses
+    alternate than fit, the existing graphs stay.
     """
 
     def __init__(self, most_bytes: int = MOST_BYTES) -> None:
         self.most_bytes = most_bytes
         self.bytes = self.built = self.launched = self.declined = self.failed = 0
         self.why = ""
-        self._graphs: dict[tuple[int, ...], _CachedGraph] = {}  # that was used last is last
-        self._seen: dict[tuple[int, ...], int] = {}  # when addresses without a graph came last
-        self._now = 0  # counts the launches
+        self._graphs: dict[tuple[int, ...], _CachedGraph] = {}  # least recently used first
+        self._seen: dict[tuple[int, ...], int] = {}  # by key without a graph: time of its last launch
+        self._now = 0  # logical time: number of launches
 
     def counts(self) -> GraphCounts:
         return GraphCounts(
@@ -83,8 +82,8 @@ class Graphs:
         context: Any,
         *args: Any,
     ) -> None:
-        """``launches(context, *args)`` on the current stream of the GPU ``device``: what ``plan`` launches with the
-        addresses ``places``."""
+        """Run ``plan`` with the addresses ``places`` on the current stream of the GPU ``device``: as a graph, or by
+        ``launches(context, *args)``, which makes the same launches one by one."""
         if not self.most_bytes or current_device() != device or capturing():
             return launches(context, *args)
         now = self._now = self._now + 1
@@ -94,7 +93,7 @@ class Graphs:
             return launches(context, *args)
         try:
             cached.graph.launch(current_stream_of(device))
-        except RuntimeError as error:  # no memory for it, for one: nothing was launched
+        except RuntimeError as error:  # out of memory, for example: nothing was launched
             self._gone(cached)
             self._rejected(plan, error)
             return launches(context, *args)
@@ -104,19 +103,19 @@ class Graphs:
         self.launched += 1
 
     def forget(self, number: int) -> None:
-        """The plan with this number is gone."""
+        """Destroy the graphs of the plan with this number, which was deleted."""
         for key in [key for key in self._graphs if key[0] == number]:
             self._gone(self._graphs.pop(key))
 
     def close(self) -> None:
-        """Give the memory back. No graph is built afterwards."""
+        """Destroy all graphs. No graph is built afterwards."""
         self.most_bytes = 0
         while self._graphs:
             self._gone(self._graphs.popitem()[1])
         self._seen.clear()
 
     def _build(self, key: tuple[int, ...], plan: Buildable, context: Any, places: Sequence[int]) -> _CachedGraph | None:
-        """None if these addresses are new, or no graph can be built."""
+        """Build a graph. Returns None if the addresses are new, or if no graph can be built."""
         last = self._seen.pop(key, None)
         nbytes = plan.num_nodes * NODE_BYTES
         if last is not None and plan.failures < FAILURES and self._make_room(nbytes, last):
@@ -125,7 +124,7 @@ class Graphs:
                     builder = Builder(graph, context, places)
                     plan.build(builder)
                     executable = graph.instantiate()
-            except Exception as error:  # no memory for it; a kernel that cannot be a node; an old driver
+            except Exception as error:  # out of memory; a kernel that cannot be a node; an old driver
                 self._rejected(plan, error)
             else:
                 self.built += 1
@@ -138,7 +137,7 @@ class Graphs:
         return None
 
     def _make_room(self, nbytes: int, last: int) -> bool:
-        """For a graph of addresses that came last at ``last``, and are worth more than those that came before."""
+        """Evict graphs last used before time ``last`` until ``nbytes`` fit. Returns whether they fit."""
         while self.bytes + nbytes > self.most_bytes:
             oldest = next(iter(self._graphs), None)
             if oldest is None or self._graphs[oldest].used >= last:
@@ -165,18 +164,18 @@ class _CachedGraph:
 
 
 class Builder:
-    """Adds the launches of one run to a graph, each behind those that the order of the streams puts it behind.
+    """Adds the launches of one run to a graph, with the dependencies that the order of the streams implies.
 
-    places: addresses of the run's memories.
+    places: addresses of the run's buffers.
     """
 
     def __init__(self, graph: Graph, context: Any, places: Sequence[int]) -> None:
         self.context, self.places = context, places
         self._graph = graph
-        self._streams = [0]  # by priority, those that it is in, the current one last; 0 is the caller's
-        self._last: dict[int, set[int]] = {0: set()}  # of each stream, the nodes that its next one is behind
-        self._joins: list[tuple[int, int]] = []  # (stream, the one that is to be put behind it), the last entered last
-        self._before: dict[int, set[int]] = {}  # of each node, all others that it is behind
+        self._streams = [0]  # priorities of the entered streams, the current one last; 0: the caller's
+        self._last: dict[int, set[int]] = {0: set()}  # by stream: nodes that its next node depends on
+        self._joins: list[tuple[int, int]] = []  # (side stream, stream that will wait for it), in order of entry
+        self._before: dict[int, set[int]] = {}  # by node: all nodes that it depends on
 
     def kernel(self, node: KernelNode) -> None:
         stream = self._streams[-1]
@@ -187,7 +186,7 @@ class Builder:
         self._add(stream, self._graph.zeros(address, nbytes, self._behind(stream)))
 
     def enter(self, priority: int) -> None:
-        """What comes next is on the side stream of this priority, behind what the current stream has had so far."""
+        """Enter the side stream of this priority. Its next node depends on all nodes of the current stream so far."""
         current = self._streams[-1]
         self._streams.append(priority)
         self._joins.append((priority, current))
@@ -197,7 +196,7 @@ class Builder:
         self._streams.pop()
 
     def join(self) -> None:
-        """The stream in which the last side stream was entered is put behind it."""
+        """Let the stream that entered the last side stream wait for that side stream."""
         side, current = self._joins.pop()
         self._put_behind(current, side)
 
@@ -205,7 +204,7 @@ class Builder:
         self._last.setdefault(later, set()).update(self._last[earlier])
 
     def _behind(self, stream: int) -> list[int]:
-        """Without those that another one is behind."""
+        """Nodes that the stream's next node depends on, without those that another of them depends on."""
         nodes = self._last[stream]
         return sorted(nodes - set().union(*(self._before[node] for node in nodes)))
 

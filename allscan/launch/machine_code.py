@@ -1,11 +1,11 @@
-"""Kernels whose machine code is not what they say, and how they are compiled instead.
+"""Workaround for wrong machine code of ptxas: detects it and compiles the kernel with other options.
 
-The ptxas of Triton 3.6 and 3.7 (12.8) makes such code of some matrix products for Hopper: the descriptors of their
-operands are in uniform registers that nothing has written, so they read anywhere in shared memory, or outside of it.
-Which products those are, differs with each constant of a kernel (widths, heads) and with how its loops are pipelined.
-So a kernel for Hopper with products is disassembled when it is first compiled on a machine, before its first launch,
-and is compiled with other ``num_stages`` where its code is wrong; these change no result otherwise, as long as no loop
-of such a kernel loads what an earlier turn of it has stored, since pipelined loads are issued turns ahead.
+The ptxas of Triton 3.6 and 3.7 (12.8) generates wrong code for some matrix products on Hopper: their operand
+descriptors are in uniform registers that no instruction has written, so the products read from any address inside or
+outside of shared memory. Which products are affected depends on each constant of a kernel (widths, heads) and on the
+pipelining of its loops. So a Hopper kernel with matrix products is disassembled at its first compilation on a machine,
+before its first launch. If its code is wrong, it is compiled with another ``num_stages``. This changes no result, as
+long as no loop of such a kernel loads what an earlier iteration stored: pipelined loads are issued iterations ahead.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ from triton import JITFunction
 
 from ..bindings.triton_compat import get_cache_manager
 
-WRONG = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9)  # whose ptxas is 13.4
+WRONG = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9)  # Triton 3.9 has ptxas 13.4
 TOOLS = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin")
 STAGES = 2, 3, 1, 4
-SHARED_MEMORY = 227 << 10  # of a program on Hopper
-MOST = 4096  # launches of which this process remembers that their code is right
-_right: dict[object, dict[str, Any]] = {}  # options by kernel, what it is given, and options
+SHARED_MEMORY = 227 << 10  # bytes, maximum of a program on Hopper
+MOST = 4096  # maximum number of entries of _right
+_right: dict[object, dict[str, Any]] = {}  # options with right code, by kernel, arguments and requested options
 LABEL = re.compile(r"\s*(\.L_\w+):")
 INSTRUCTION = re.compile(r"\s*/\*[0-9a-f]{4,}\*/\s+(@\S+ )?(\S+)\s*(.*?);")
 PREDICATE = re.compile(r"!?U?P[0-6]$")
 
 
 def _registers(operation: str, operands: Sequence[str]) -> tuple[int, int]:
-    """Bits of the uniform registers that an instruction reads, and of those that it writes."""
+    """(bit mask of the uniform registers that an instruction reads, bit mask of those that it writes)."""
     read = written = 0
     for operand in operands[1:]:
-        if descriptor := re.search(r"gdesc\[UR(\d+)\]", operand):  # 4 registers, of which A takes the first 2
+        if descriptor := re.search(r"gdesc\[UR(\d+)\]", operand):  # 4 registers; operand A uses the first 2
             first = 2 if re.fullmatch(r"R\d+", operands[1]) else 0
             read |= sum(1 << int(descriptor[1]) + i for i in range(first, 4))
         else:
             read |= sum(1 << int(n) for n in {*re.findall(r"\bUR(\d+)", operand)})
-    if operation.startswith("R2UR"):  # perhaps behind a predicate
+    if operation.startswith("R2UR"):  # its first operand may be a predicate
         return 0, sum(1 << int(n) for operand in operands for n in re.findall(r"\bUR(\d+)", operand))
     if target := re.fullmatch(r"UR(\d+)", operands[0]):
         written = (3 if re.search(r"\.64\b|WIDE", operation) else 1) << int(target[1])
@@ -53,9 +53,9 @@ def _registers(operation: str, operands: Sequence[str]) -> tuple[int, int]:
 
 
 def unset_registers(lines: Iterable[str]) -> list[str]:
-    """Instructions that read a uniform register which nothing before them has written, on any way from the beginning.
-    ``lines``: as of ``nvdisasm -c``."""
-    code: list[tuple[str, bool, str, list[str]]] = []  # line, whether under a predicate, operation, operands
+    """Instructions that read a uniform register that no instruction has written on any path from the beginning.
+    ``lines``: output of ``nvdisasm -c``."""
+    code: list[tuple[str, bool, str, list[str]]] = []  # line, whether predicated, operation, operands
     labels: dict[str, int] = {}
     for line in lines:
         if label := LABEL.match(line):
@@ -63,7 +63,7 @@ def unset_registers(lines: Iterable[str]) -> list[str]:
         elif match := INSTRUCTION.match(line):
             code.append((line.strip(), bool(match[1]), match[2], match[3].split(", ")))
     registers = [_registers(operation, operands) for _, _, operation, operands in code]
-    before: list[int | None] = [None] * len(code)  # registers that may have been written, where it is reached
+    before: list[int | None] = [None] * len(code)  # by instruction: registers that may be written before it
     ways = [(0, 0)]
     while ways:
         at, written = ways.pop()
@@ -93,8 +93,8 @@ def unset_registers(lines: Iterable[str]) -> list[str]:
 
 
 def tool(name: str, cubin: bytes, *options: str) -> str:
-    """What CUDA's "nvdisasm" or "cuobjdump" says of machine code. Raises OSError where Triton came without it,
-    CalledProcessError where it does not know the code."""
+    """Output of CUDA's "nvdisasm" or "cuobjdump" for machine code. Raises OSError if Triton was installed without the
+    tool, CalledProcessError if the tool does not support the code."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
@@ -103,12 +103,13 @@ def tool(name: str, cubin: bytes, *options: str) -> str:
 
 
 def disassembled(cubin: bytes) -> list[str]:
-    """Instructions and labels. Raises as ``tool`` does."""
+    """Lines of the disassembly: instructions and labels. Raises the errors of ``tool``."""
     return tool("nvdisasm", cubin, "-c", "--no-dataflow").splitlines()
 
 
 def reads_unset_registers(compiled: Any) -> bool:
-    """Of a compiled kernel; looked at once a machine, by Triton's cache. False where it cannot be said."""
+    """Whether a compiled kernel reads uniform registers that were not written; False if this is unknown. Triton's cache
+    stores the result, so each kernel is disassembled once per machine."""
     if "wgmma.mma_async" not in compiled.asm.get("ptx", ""):
         return False
     cubin = compiled.asm["cubin"]
@@ -117,7 +118,7 @@ def reads_unset_registers(compiled: Any) -> bool:
         if (known := cache.get_file("unset")) is not None:
             with open(known) as file:
                 return file.read() == "1"
-    except OSError:  # it is read only
+    except OSError:  # the cache is read-only
         cache = None
     try:
         found = bool(unset_registers(disassembled(cubin)))
@@ -130,7 +131,8 @@ def reads_unset_registers(compiled: Any) -> bool:
 
 
 def _kind(x: Any) -> object:
-    """Of an argument, what Triton compiles for: a tensor's dtype and alignment, each of a channel's, its constants."""
+    """Properties of an argument that Triton specializes on: dtype and alignment of a tensor, and of each tensor of a
+    channel; the value of a constant."""
     if isinstance(x, Tensor):
         return x.dtype, x.data_ptr() & 15
     return tuple(_kind(field) for field in x) if isinstance(x, tuple) else getattr(x, "value", x)
@@ -139,10 +141,10 @@ def _kind(x: Any) -> object:
 def options_of_right_code(
     kernel: Any, grid: tuple[int, ...], arguments: Sequence[Any], named: Mapping[str, Any], options: dict[str, Any]
 ) -> dict[str, Any]:
-    """``options``, or those with other ``num_stages`` whose code is right; compiles, launches nothing.
+    """``options``, with another ``num_stages`` if their machine code is wrong. Compiles the kernel, launches nothing.
 
     Raises:
-        RuntimeError: if there are none.
+        RuntimeError: if the code is wrong with every ``num_stages``.
     """
     if not WRONG or not isinstance(kernel, JITFunction):
         return options

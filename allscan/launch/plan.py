@@ -1,4 +1,4 @@
-"""Launches in their order, recorded once and run for many calls."""
+"""Launch sequences that are recorded once and run by many calls."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from .compiled_kernel import Launch
 from .graph_cache import Builder, Graphs
 from .streams import Side
 
-WORD = 4  # bytes of float32, of which the memory of a run is made
+WORD = 4  # bytes of float32, the dtype of a run's scratch memory
 ALIGNMENT = 256  # bytes
-OWN, TABLE = -2, -1  # memories of a run, behind its inputs and outputs
+OWN, TABLE = -2, -1  # indices of a run's memories: scratch, constants; after inputs and outputs
 
 _numbers = itertools.count(1)
 
 
 class Buffer(NamedTuple):
-    """Stands for a tensor that each run has: ``offset`` bytes into one of the run's memories. Of a table the offset is
-    the address."""
+    """Placeholder for a tensor of each run, at ``offset`` bytes in one of the run's memories. The offset of a constant
+    (memory TABLE) is its address."""
 
-    number: int  # of the plan's buffers
+    number: int  # index in the plan's buffers
     memory: int
     offset: int
     shape: tuple[int, ...]
@@ -36,7 +36,7 @@ class Buffer(NamedTuple):
 
 
 class Plan:
-    """Records what is launched on which stream, and with which memory; ``run`` does it for a call's tensors.
+    """Records launches with their streams and buffers; ``run`` makes them with the tensors of a call.
 
         plan = Plan()
         x = plan.input(like_x)                              # the tensors of each run, in this order
@@ -47,46 +47,46 @@ class Plan:
         ...
         [y] = plan.run(None, x)
 
-    All runs have contiguous tensors of the same shapes and dtypes. With compiled kernels a run is an allocation for
-    each output and one for all else, the addresses in them, and launches; those are one CUDA graph where the same
-    addresses have come before and nothing else is recorded, see ``allscan.launch.graph_cache.Graphs``. In the
-    interpreter, and where a ``Launch`` has to go through Triton, every buffer is a tensor.
+    All runs have contiguous tensors of the same shapes and dtypes. With compiled kernels, a run makes one allocation
+    for each output and one for all scratch buffers, computes addresses, and launches. The launches are one CUDA graph
+    if the same addresses occurred before and the plan has no Python calls, see ``allscan.launch.graph_cache.Graphs``.
+    In the interpreter, and if a ``Launch`` has to go through Triton, every buffer is a tensor of its own.
 
-    graphs: those of the communicator; None: nothing becomes a graph.
+    graphs: the communicator's cache of CUDA graphs; None: no CUDA graphs.
     """
 
     def __init__(self, graphs: Graphs | None = None) -> None:
         self.buffers: list[Buffer] = []
-        self.divided: set[int] = set()  # empty buffers of which there are parts
-        self.tables: dict[int, Tensor] = {}  # by number of the buffer
-        self.bytes = 0  # of a run's own memory
+        self.divided: set[int] = set()  # numbers of the buffers that have views
+        self.tables: dict[int, Tensor] = {}  # constants by number of the buffer
+        self.bytes = 0  # of a run's scratch memory
         self.new_outputs: list[tuple[int | None, tuple[int, ...], torch.dtype]] = []  # like which input, shape, dtype
         self._ready = False
         self._num_inputs = 0
-        self._lent: dict[int, int] = {}  # bytes of outputs in which empty buffers lie, by number of the output
+        self._lent: dict[int, int] = {}  # bytes used by scratch buffers in an output, by number of the output
         self._launches: list[Launch] = []
         self._steps: list[Callable[[PlanExecution], object]] = []
         self._checks: list[Callable[[], None]] = []
-        self._builds: list[Callable[[Builder], None]] | None = []  # of the steps; None where one is more than nodes
+        self._builds: list[Callable[[Builder], None]] | None = []  # of the steps; None if a step cannot be graph nodes
         self._graphs, self.number, self.num_nodes, self.failures = graphs, next(_numbers), 0, 0
         if graphs is not None:
             weakref.finalize(self, graphs.forget, self.number).atexit = False
 
     def input(self, like: Tensor) -> Buffer:
-        """The next tensor of a run; all come before anything else is recorded."""
+        """The next input tensor of a run. All inputs are declared before anything else is recorded."""
         assert not (self._steps or self.new_outputs)
         self._num_inputs += 1
         return self._buffer(self._num_inputs - 1, 0, tuple(like.shape), like.dtype)
 
     def view(self, whole: Buffer, offset: int, *shape: int, dtype: torch.dtype | None = None) -> Buffer:
-        """Of an input or a scratch buffer, from element ``offset`` on; of an input also as another ``dtype``. Two
-        parts are the same or do not overlap: where buffers are tensors of their own, so are parts of an empty one."""
+        """View of an input or a scratch buffer, from element ``offset`` on; of an input also with another ``dtype``.
+        Views of a scratch buffer must be identical or disjoint: without compiled kernels each is a separate tensor."""
         self.divided.add(whole.number)
         return self._buffer(whole.memory, whole.offset + offset * whole.dtype.itemsize, shape, dtype or whole.dtype)
 
     def scratch(self, *shape: int, dtype: torch.dtype = torch.float32, before: Sequence[Buffer] = ()) -> Buffer:
-        """Uninitialised, until the end of a run. ``before``: outputs that are written only when this is not used any
-        more; it lies in one of them, if there is room."""
+        """An uninitialised buffer that lives until the end of a run. ``before``: outputs that are first written after
+        the buffer's last use; the buffer uses the memory of one of them if it fits."""
         size = max(1, math.prod(shape) * dtype.itemsize)
         for output in before:
             used = self._lent.get(output.number, 0)
@@ -97,17 +97,17 @@ class Plan:
         return self._buffer(OWN, offset, shape, dtype)
 
     def constant(self, tensor: Tensor) -> Buffer:
-        """A tensor that is the same in all runs."""
+        """A buffer for ``tensor``, which all runs use."""
         buffer = self._buffer(TABLE, tensor.data_ptr(), tuple(tensor.shape), tensor.dtype)
         self.tables[buffer.number] = tensor
         return buffer
 
     def output(self, *shape: int, dtype: torch.dtype = torch.float32) -> Buffer:
-        """A new tensor, which a run returns."""
+        """A buffer for a new tensor that a run returns."""
         return self._output(None, shape, dtype)
 
     def output_like(self, x: Buffer) -> Buffer:
-        """The same, with the shape and dtype of ``x``, an input."""
+        """An output with the shape and dtype of ``x``, an input."""
         assert 0 <= x.memory < self._num_inputs
         return self._output(x.memory, x.shape, x.dtype)
 
@@ -121,8 +121,8 @@ class Plan:
         return buffer
 
     def launch(self, kernel: Any, grid: tuple[int, ...], *args: Buffer | None, **fixed: Any) -> None:
-        """``kernel[grid](*args, **fixed)``, on the stream that is current then; nothing for an empty grid. None is for
-        pointers that the kernel does without."""
+        """Record ``kernel[grid](*args, **fixed)`` on the stream that is current in the run. An empty grid records
+        nothing. None stands for a pointer that the kernel does not use."""
         if 0 in grid:
             return
         nothing = {name: None for name, x in zip(kernel.arg_names, args) if x is None}
@@ -137,8 +137,8 @@ class Plan:
         arguments: Callable[[list[int]], Sequence[Any]] = list,
         check: Callable[[], None] | None = None,
     ) -> None:
-        """``launch`` in another way: ``call(*tensors)``, or once it is ready with ``given(addresses)`` of the buffers.
-        ``check()``, before the launches of each run, may raise."""
+        """Record ``launch`` with its own way to pass arguments: ``call(*tensors)`` makes it, or, once the kernel is
+        compiled, ``launch.at(arguments(addresses))``. ``check()`` runs before each run's launches and may raise."""
         places, numbers = [(x.memory, x.offset) for x in buffers], [x.number for x in buffers]
 
         def step(run: PlanExecution) -> None:
@@ -155,10 +155,10 @@ class Plan:
         self._checks += [] if check is None else [check]
 
     def zero(self, x: Buffer) -> None:
-        """Fill a buffer with zeros."""
+        """Record a fill of the buffer with zeros."""
         _, memory, offset, shape, dtype = x
         nbytes = math.prod(shape) * dtype.itemsize
-        if not nbytes:  # of a rank without tokens; a node of no bytes is rejected
+        if not nbytes:  # on a rank without tokens; the driver rejects a node of 0 bytes
             return
         self._add(
             lambda run: run.tensor(x.number).zero_(),
@@ -167,7 +167,7 @@ class Plan:
         )
 
     def call_python(self, function: Callable[..., None], *buffers: Buffer) -> None:
-        """``function(context, *tensors)``, with the context of the run."""
+        """Record the call ``function(context, *tensors)``, with the context of the run."""
         numbers = [x.number for x in buffers]
         self._add(lambda run: function(run.context, *(run.tensor(n) for n in numbers)))
 
@@ -186,8 +186,8 @@ class Plan:
 
     @contextmanager
     def side_stream(self, stream: Callable[[Any], AbstractContextManager[Callable[[], None]]]) -> Iterator[None]:
-        """What is recorded inside runs inside of ``stream(context)``, which gives a function that joins it. May be
-        inside of another one, and is joined there then."""
+        """Record the steps in the with block on the side stream ``stream(context)``, a context manager that returns a
+        function to join it. May be nested; ``join`` then belongs in the outer block."""
         self._add(
             lambda run: run.enter(stream(run.context)),
             lambda builder: builder.enter(_priority(stream(builder.context))),
@@ -196,11 +196,12 @@ class Plan:
         self._add(lambda run: run.leave(), lambda builder: builder.leave())
 
     def join(self) -> None:
-        """From here on the current stream has what was recorded on side streams."""
+        """Record that the current stream waits for the side stream that was entered last and is not joined yet."""
         self._add(lambda run: run.join(), lambda builder: builder.join())
 
     def run(self, context: Any, *inputs: Tensor) -> list[Tensor]:
-        """All steps, with ``inputs`` as announced by ``input``. Returns those of ``output``."""
+        """Run all steps. ``inputs``: tensors in the order of ``input``. Returns the outputs in the order of ``output``
+        and ``output_like``."""
         new_empty, tensors = inputs[0].new_empty, [*inputs]
         for like, shape, dtype in self.new_outputs:
             tensors.append(new_empty(shape, dtype=dtype) if like is None else torch.empty_like(inputs[like]))
@@ -224,7 +225,8 @@ class Plan:
             build(builder)
 
     def _launch(self, *args: Any) -> None:
-        """Should a step raise, side streams are joined first: it uses memory that is given back then."""
+        """Run the steps one by one. If a step raises, join the side streams first: their kernels use memory that is
+        freed when the error propagates."""
         run = PlanExecution(self, *args)
         try:
             for step in self._steps:
@@ -234,7 +236,7 @@ class Plan:
             raise
 
     def ready(self) -> bool:
-        """Whether all its kernels are compiled."""
+        """Whether all kernels of the plan are compiled."""
         if not self._ready:
             self._ready = all(launch.ready for launch in self._launches)
         return self._ready
@@ -245,7 +247,8 @@ def _aligned(size: int) -> int:
 
 
 def _priority(side: object) -> int:
-    """Of a side stream, as Streams.side has made it. Another one may order its launches in ways of its own."""
+    """Priority of a side stream of Streams.side. Raises NotImplementedError for another context manager, whose order of
+    launches is unknown."""
     if not isinstance(side, Side):
         raise NotImplementedError(f"a stream of {type(side).__name__}")
     return side.priority
@@ -254,8 +257,8 @@ def _priority(side: object) -> int:
 class PlanExecution:
     """Memory and streams of one run whose launches are made one by one.
 
-    tensors: its inputs and outputs. places: where these, its own memory and tables are; None where every
-    buffer is a tensor."""
+    tensors: the run's inputs and outputs. places: base addresses of these, of scratch memory and of constants (0); None
+    if every buffer is a tensor of its own."""
 
     __slots__ = "_plan", "context", "_tensors", "_memory", "places", "_side_streams", "_joins", "_empty"
 
@@ -268,23 +271,23 @@ class PlanExecution:
         places: list[int] | None = None,
     ) -> None:
         self._plan, self.context, self._tensors, self._memory, self.places = plan, context, tensors, memory, places
-        self._side_streams: list[AbstractContextManager[object]] = []  # streams that it is in, the innermost last
-        self._joins: list[Callable[[], None]] = []  # what joins those that it is in or has left, the last entered last
-        self._empty: dict[int, Tensor] = {}  # by offset
+        self._side_streams: list[AbstractContextManager[object]] = []  # entered side streams, the innermost last
+        self._joins: list[Callable[[], None]] = []  # of streams not joined yet, in order of entry
+        self._empty: dict[int, Tensor] = {}  # scratch tensors by offset
         if places is None:
-            for buffer in plan.buffers:  # here: memory belongs to the stream that is current when it is taken
+            for buffer in plan.buffers:  # here: the allocator assigns memory to the stream that is current now
                 if buffer.memory == OWN and buffer.number not in plan.divided:
                     self.tensor(buffer.number)
 
     def tensor(self, number: int) -> Tensor:
-        """The buffer with this number."""
+        """The tensor of the buffer with this number."""
         _, memory, offset, shape, dtype = self._plan.buffers[number]
         if memory == TABLE:
             return self._plan.tables[number]
         if memory >= 0:
             whole = self._tensors[memory]
             if whole.shape == shape and whole.dtype == dtype:
-                return whole  # an output as it is: of a view, torch forbids its caller changes in place
+                return whole  # not a view: torch forbids a caller to change such an output in place
         elif self._memory is None:
             found = self._empty.get(offset)
             if found is None:
@@ -293,7 +296,7 @@ class PlanExecution:
         else:
             whole = self._memory
         start, rest = divmod(int(whole.storage_offset()) * whole.itemsize + offset, dtype.itemsize)
-        if rest:  # of a tensor that a saved_tensors_hook of the caller's has moved
+        if rest:  # the caller's saved_tensors_hook has moved the tensor
             raise ValueError(f"a tensor of {dtype} begins at no multiple of its {dtype.itemsize} bytes")
         strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
         return whole.new_empty(0, dtype=dtype).set_(whole.untyped_storage(), start, shape, strides)
@@ -309,7 +312,7 @@ class PlanExecution:
         self._joins.pop()()
 
     def abandon(self) -> None:
-        """After an error in a step: leave the streams that it is in and join all, inner ones first, whatever fails."""
+        """After an error in a step: leave and join all side streams, inner ones first, even if one of them fails."""
         if self._side_streams or self._joins:
             try:
                 self.leave() if self._side_streams else self.join()

@@ -1,4 +1,4 @@
-"""The streams on which a communicator's launches follow one another. Without GPUs there are none."""
+"""CUDA streams of a communicator and the order of its launches on them. Without GPUs there are no streams."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ import torch
 from ..bindings import cuda_driver
 from ..bindings.torch_compat import capturing, current_device, current_stream_of
 
-# Priorities of a communicator's own streams. SCANS: what other ranks wait for. LONG: kernels of few long programs,
-# which are to begin before what is left of the many short ones on the caller's stream
+# Priorities of a communicator's own streams. SCANS: kernels that other ranks wait for. LONG: kernels of few long
+# programs, which are scheduled before the pending short programs on the caller's stream
 SCANS, LONG = -2, -1
 
 
 class Streams:
-    """Of one communicator, on ``device``."""
+    """The streams of one communicator on ``device``."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.cuda = device.type == "cuda"
         self.index = device.index
-        self._last: torch.cuda.Stream | None = None  # where the last launch was, and its handle
+        self._last: torch.cuda.Stream | None = None  # stream of the last launch; last_number: its handle
         self.last_number: int | None = None
         self._own: dict[int, torch.cuda.Stream] = {}
         self._looking: torch.cuda.Stream | None = None
         self._event: torch.cuda.Event | None = None
         self._known: dict[int, torch.cuda.Stream] = {}
-        # what is released behind a capture, and its memory
+        # (side stream, its memory): to be released after a capture
         self.later: list[tuple[SideStream, tuple[object, ...]]] = []
 
     def capturing(self) -> bool:
@@ -44,7 +44,7 @@ class Streams:
         return current_stream_of(self.index) if self.cuda else 0
 
     def current(self) -> torch.cuda.Stream:
-        """torch.cuda.current_stream(), without another object for the same stream."""
+        """torch.cuda.current_stream(), with one cached object for each stream."""
         number = current_stream_of(self.index)
         stream = self._known.get(number)
         if stream is None:
@@ -58,7 +58,7 @@ class Streams:
             self.later.clear()
 
     def release_later(self, side: SideStream, memory: tuple[object, ...]) -> None:
-        """With the first launch that is not captured."""
+        """Release ``memory`` of ``side`` at the first launch that is not captured."""
         self.later.append((side, memory))
 
     def _release_later(self) -> None:
@@ -67,7 +67,7 @@ class Streams:
             side.release(memory)
 
     def follow(self) -> None:
-        """Put the current stream behind what was launched on another one. In a capture the order is the caller's."""
+        """Let the current stream wait for the stream of the last launch. In a capture the caller orders launches."""
         if not self.cuda:
             return
         if self.later and not capturing():
@@ -80,7 +80,7 @@ class Streams:
             self._last, self.last_number = stream, number
 
     def peek(self, words: torch.Tensor) -> list[Any]:
-        """What is in this rank's ``words`` now, whatever its streams are doing."""
+        """The present values of this rank's ``words``, read without waiting for other streams."""
         if not self.cuda:
             return words.tolist()
         if self._looking is None:
@@ -89,22 +89,22 @@ class Streams:
             return words.tolist()
 
     def side(self, priority: int = SCANS) -> AbstractContextManager[Callable[[], None]]:
-        """The communicator's own stream of this priority, put behind the current one. With SCANS what is launched on
-        the current one next comes behind the beginning of this one, so that it does not take all room first. Gives
-        ``join``, which makes the current stream wait for what was launched inside; memory that is used there may not be
-        given back before. Inside there may be a stream of another priority, which is joined inside, too."""
+        """A context manager that enters the communicator's own stream of this priority, after the current stream's
+        work. With SCANS the current stream also waits for the start of this stream, so that later kernels do not occupy
+        all SMs before the scan. Returns ``join``, which makes the current stream wait for the launches inside. Memory
+        that these use must not be freed before. A stream of another priority may be entered and joined inside."""
         return Side(self, priority) if self.cuda else contextlib.nullcontext(_nothing)
 
     def put_behind(self, later: torch.cuda.Stream, earlier: torch.cuda.Stream) -> None:
-        """``later`` goes on when ``earlier`` has done what it was given so far."""
+        """Let ``later`` wait for all work launched on ``earlier`` so far."""
         if self._event is None:
-            self._event = torch.cuda.Event()  # one for all times: half of Stream.wait_stream
+            self._event = torch.cuda.Event()  # reused: takes half the time of Stream.wait_stream
         self._event.record(earlier)
         later.wait_event(self._event)
 
     def side_stream(self) -> SideStream:
-        """The same stream, but the current one goes on at once. In a CUDA graph's capture it is the current stream:
-        there nothing else orders a communicator's launches."""
+        """The stream of ``side(SCANS)`` for asynchronous calls: the current stream does not wait for its start. In the
+        capture of a CUDA graph it is the current stream, since only that orders a communicator's launches there."""
         return SideStream(self)
 
     def own(self, priority: int) -> torch.cuda.Stream:
@@ -114,12 +114,12 @@ class Streams:
         return self._own[priority]
 
 
-_idle: dict[tuple[torch.device, int], list[int]] = {}  # private streams that nothing holds, by device and priority
+_idle: dict[tuple[torch.device, int], list[int]] = {}  # free private streams, by device and priority
 
 
 def private_stream(device: torch.device, priority: int = 0) -> torch.cuda.Stream:
-    """A stream that no other code is given: what another thread launches is not captured with ours. Once nothing holds
-    it, it is not destroyed, since torch's allocator may know it, but given to whoever asks next."""
+    """A stream that no other code gets: a capture of it includes no launches of other threads. When it is no longer
+    referenced, it is not destroyed, since torch's allocator may know it, but reused."""
     idle = _idle.setdefault((device, priority), [])
     with torch.cuda.device(device):
         try:
@@ -133,13 +133,14 @@ def private_stream(device: torch.device, priority: int = 0) -> torch.cuda.Stream
 
 @functools.cache
 def table_stream(device: torch.device) -> torch.cuda.Stream:
-    """On which tables are copied to this GPU, in whose memory they lie."""
+    """The stream on which tables are allocated and copied to this GPU."""
     return private_stream(device)
 
 
 class _PrivateStream(torch.cuda.ExternalStream):
-    """No weak references to it, as weakref.finalize has one: torch (2.11) does not clear those to CUDA streams,
-    and the interpreter's last garbage collection then reads freed memory."""
+    """A stream that returns to ``idle`` when it is deleted. Uses __del__, since weakref.finalize holds a weak
+    reference: torch (2.11) does not clear those to CUDA streams, and the interpreter's last garbage collection then
+    reads freed memory."""
 
     idle: list[int]
 
@@ -153,8 +154,8 @@ def _nothing() -> None:
 
 
 class Side:
-    """See ``Streams.side``; torch.cuda.stream would take 7 us more. With ``done``, which is then recorded behind
-    what was launched inside, the current stream goes on at once."""
+    """See ``Streams.side``; torch.cuda.stream would take 7 us more. ``done``: an event to be recorded after the
+    launches inside; with it the current stream does not wait for the start of this stream."""
 
     def __init__(self, streams: Streams, priority: int, done: torch.cuda.Event | None = None) -> None:
         self._streams, self._stream, self._done, self.priority = streams, streams.own(priority), done, priority
@@ -172,7 +173,7 @@ class Side:
         if self._done is not None:
             self._done.record(self._stream)
         torch.cuda.set_stream(self.current)
-        if self._device != self._streams.device.index:  # set_stream has left it
+        if self._device != self._streams.device.index:  # set_stream has changed the device
             torch.cuda.set_device(self._device)
 
     def _join(self) -> None:
@@ -180,7 +181,7 @@ class Side:
 
 
 class SideStream:
-    """See ``Streams.side_stream``: a context manager, and what was launched inside."""
+    """See ``Streams.side_stream``: a context manager, and afterwards a handle of the launches inside."""
 
     def __init__(self, streams: Streams) -> None:
         self._streams, self._side = streams, None
@@ -198,8 +199,8 @@ class SideStream:
             self._side.__exit__(*error)
 
     def wait(self, memory: tuple[object, ...]) -> None:
-        """Put the current stream behind it, and release ``memory``. Raises RuntimeError in a capture, which goes on, if
-        it was launched outside."""
+        """Let the current stream wait for the launches inside, and release ``memory``. Raises RuntimeError in a capture
+        if the launches were made outside of it; the capture continues."""
         if self._side is None:
             return
         if self._streams.capturing():
@@ -208,9 +209,9 @@ class SideStream:
             self._streams.current().wait_event(self._done)
 
     def release(self, memory: tuple[object, ...]) -> bool:
-        """``memory``, which it uses, may be given back behind it: the stream that was current when it was launched
-        waits, and the current one. False if they must not, since one is captured and the graph would wait for what is
-        none of its own: then the memory is kept until behind the capture."""
+        """Allow ``memory``, which the launches inside use, to be freed after them: the stream that was current at their
+        launch and the stream that is current now wait for them. Returns False if one of the two is being captured,
+        since the graph would wait for work outside of it; the memory is then held until after the capture."""
         side, streams = self._side, self._streams
         if side is None:
             return True
