@@ -1,1 +1,1 @@
-"""Who takes part: ranks, the symmetric heap, what the host exchanges, the order of calls."""
+"""Communicators: ranks, symmetric heap, exchanges on the host, order of calls."""

@@ -1,19 +1,20 @@
-"""What a communicator keeps between calls: what all ranks have agreed upon, and what this rank has worked out."""
+"""Caches of a communicator: values that all ranks have agreed on, and values that this rank has computed."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable
 from typing import Any
 
-CACHE_SIZE = 256  # partitions of cu_seqlens, calls that were checked
+CACHE_SIZE = 256  # maximum number of partitions of cu_seqlens, and of prepared calls
 
 
 class Agreement(dict[Hashable, Any]):
-    """Values that are equal on all ranks, of one kind. An entry is made by an exchange, which succeeds on all ranks or
-    fails on all, so all have the same ones. A rank that finds an entry asks nobody: one that has dropped it alone would
-    wait for the others for ever. Hence two rules drop entries, all at once and on all ranks at the same call: when
-    ``most`` are there, the next one that is agreed upon does, and ``resync`` does. ``local``: what follows from
-    entries, emptied with them."""
+    """Cache of values of one type that are equal on all ranks.
+
+    An exchange adds each entry. It succeeds on all ranks or fails on all, so all ranks have the same entries. A rank
+    that finds an entry makes no exchange: a rank that has dropped the entry alone would wait for the others for ever.
+    Hence entries are dropped all at once and on all ranks at the same call, in two cases: ``most`` entries exist and a
+    new one is agreed on, or ``resync`` is called. ``local``: caches of derived values, cleared together with it."""
 
     def __init__(self, most: int, *local: dict[Hashable, Any]) -> None:
         super().__init__()
@@ -31,7 +32,7 @@ class Agreement(dict[Hashable, Any]):
 
 
 class Recent(dict[Hashable, Any]):
-    """What this rank has worked out: the last ``most`` entries that were remembered, since nobody else has to know."""
+    """Cache of values that this rank has computed: the last ``most`` entries. Ranks may evict independently."""
 
     def __init__(self, most: int) -> None:
         super().__init__()
@@ -44,9 +45,10 @@ class Recent(dict[Hashable, Any]):
 
 
 class Agreed:
-    """Of one communicator. scans: the AllScans by shape and what else makes them; they own symmetric memory, and stay
-    until the communicator is closed. arguments: what calls must have alike. partitions: the tokens of every rank, by
-    cu_seqlens."""
+    """Agreed values of one communicator.
+
+    scans: AllScans by shape and other properties; they own symmetric memory and live until the communicator is closed.
+    arguments: arguments of calls that must be equal on all ranks. partitions: tokens of every rank, by cu_seqlens."""
 
     def __init__(self, *local: dict[Hashable, Any]) -> None:
         self.scans: dict[Hashable, Any] = {}
@@ -54,12 +56,12 @@ class Agreed:
         self.partitions = Agreement(CACHE_SIZE)
 
     def resync(self) -> None:
-        """Every rank asks again at its next first calls: one that missed calls, or was interrupted between the answers
-        of the others and ``remember``, lacks what they know. The AllScans were compared."""
+        """Drop arguments and partitions, so that all ranks agree on them again: a rank that missed calls, or that was
+        interrupted between an exchange and ``remember``, lacks entries. The AllScans stay: resync() compared them."""
         self.arguments.clear()
         self.partitions.clear()
 
     def clear(self) -> None:
-        """The communicator is closed."""
+        """Drop all entries, when the communicator is closed."""
         for found in (self.scans, self.arguments, self.partitions):
             found.clear()

@@ -1,4 +1,4 @@
-"""Communicator: who takes part in a scan, over which transport, and what happened to it."""
+"""Communicator: the ranks of a scan, their transport, and the state of their calls."""
 
 from __future__ import annotations
 
@@ -36,76 +36,76 @@ _communicators: weakref.WeakValueDictionary[int, Communicator] = weakref.WeakVal
 
 
 class Collective(Protocol):
-    """What a communicator knows of an AllScan."""
+    """The interface of an AllScan that a communicator uses."""
 
-    number: int  # in the order in which this process has made them
+    number: int  # counts the AllScans of this process in the order of construction
 
     @property
     def spec(self) -> tuple[object, ...]:
-        """Alike on all ranks."""
+        """Properties that are equal on all ranks."""
 
     @property
     def epochs(self) -> tuple[int, int]:
-        """Scans made so far, forward and reverse."""
+        """Numbers of scans made so far: (forward, reverse)."""
 
     def _reset(self) -> None:
-        """As if no scan had been made. While no kernel of any rank uses it."""
+        """Restore the initial state. Only while no kernel of any rank uses the AllScan."""
 
 
 class Communicator(Calls):
     """The ranks of a process group as the neighbours of a scan, in the group's order.
 
     Attributes: rank, size, group, device, transport; timeout, max_ctas, algorithm and nodes, which are fixed (nodes is
-    None where the ranks of a node do not follow one another); mapped (whether all neighbours reach each other by loads
-    and stores); broken (whether a kernel has given up: a wait timed out, or the ranks were in different calls); closed;
+    None if the ranks of a node are not consecutive); mapped (whether all neighbours reach each other by loads and
+    stores); broken (whether a kernel has given up: a wait timed out, or the ranks were in different calls); closed;
     cuda_graphs (counts).
 
-    The constructor involves the group's ranks only, apart from the first one in a job, which makes the arena
-    (``init``) and so involves all. **All ranks of the group make the same calls in the same order.** After
-    construction the host waits for the other ranks at the first call for a shape or for a cu_seqlens, in
-    ``barrier``, in ``close``, in ``resync``, in ``AllScan.close``, and with ``debug`` at every launch. And
-    for a while where something went wrong: up to 10 s after a call that this rank has rejected, and for the neighbour's
-    next launch after a call with gradients whose backward did not run.
+    The constructor is collective over the group. The first constructor in a job also creates the arena (``init``) and
+    is therefore collective over the job. **All ranks of the group make the same calls in the same order.** After
+    construction the host waits for the other ranks in the first call with a shape or a cu_seqlens, in ``barrier``, in
+    ``close``, in ``resync``, in ``AllScan.close``, and with ``debug`` at every launch. After a fault it waits in two
+    more cases: up to 10 s after a call that this rank has rejected, and for the neighbour's next launch after a call
+    with gradients whose backward did not run.
 
-    What happens when a rank leaves that order (``allscan.AllScanOutOfStep``, ``allscan.AllScanTimeout``):
-    a rank on which a call raises makes no further ones, and says so, unless the call has raised on every rank. A rank
-    that never entered a call is found on the device in the first launch that pairs different calls if ``step`` is
-    called once an iteration; otherwise by the numbers of calls, in the next barrier, first call or close, and the
-    results since then are those of other calls. ``resync`` brings all ranks back into step.
+    Ranks that leave this order are detected (``allscan.AllScanOutOfStep``, ``allscan.AllScanTimeout``). If a call
+    raises on a rank, and not on every rank, that rank makes no further calls and reports this to the others. If a rank
+    never entered a call, the device detects it in the first launch that pairs different calls, provided that ``step``
+    is called once per iteration. Otherwise the next barrier, first call or close detects it by the numbers of calls,
+    and the results since then are those of other calls. ``resync`` synchronizes all ranks again.
 
     Args:
         group: a torch.distributed ProcessGroup, a one-dimensional DeviceMesh (``mesh["sp"]``), or None for the default
             group; without torch.distributed, None is a group of this process alone.
         transport: "auto", "nvshmem", "ipc" or "shm"; see ``init``.
-        timeout: seconds that a kernel waits for another rank before it gives up and the communicator is broken. Longer
-            than a rank may be busy with something else, such as writing a checkpoint. The time in which Triton or
-            torch.compile compiles on any rank of the job does not count, up to 10 minutes of one compilation. The host
-            waits as long, and at least 120 s, in ``barrier``, ``close`` and first calls (after ``resync`` in first
-            calls timeout + 5 s).
-        debug: compare every launch with the other ranks', on the host, before it is made: slow, but the first call that
-            differs, in kind, shape, direction or ``step``, is named on every rank (RuntimeError). Default: whether
-            the environment has ALLSCAN_DEBUG=1. Also compares the arguments of every call, looks at its gates, and for
-            NaN in what it returns. The same on every rank.
-        max_ctas: most programs (thread blocks) of a kernel that waits for other ranks; NCCL's name for it. Default:
-            half the GPU's multiprocessors, so that the others are free for kernels of other streams, NCCL's above all,
-            however long a rank is late. With more the scan's latency is 1 to 2 us shorter, where nothing else is to run
-            beside it.
-        nodes: how many ranks each node has, in rank order, such as (8, 8, 8); default by host names. The ranks of a
+        timeout: seconds that a kernel waits for another rank before it gives up and the communicator is broken. It must
+            exceed the longest time that a rank is busy otherwise, such as writing a checkpoint. Time in which Triton or
+            torch.compile compiles on any rank of the job does not count, up to 10 minutes per compilation. The host
+            waits as long, and at least 120 s, in ``barrier``, ``close`` and first calls (timeout + 5 s in first calls
+            after ``resync``).
+        debug: compare every launch with the other ranks' launches on the host, before it is made. This is slow, but
+            every rank names the first call that differs in type, shape, direction or ``step`` (RuntimeError). Also
+            compares the arguments of every call, checks its gates, and checks its results for NaN. Default: whether
+            the environment has ALLSCAN_DEBUG=1. The same on every rank.
+        max_ctas: maximum number of programs (thread blocks) of a kernel that waits for other ranks, as in NCCL.
+            Default: half the GPU's multiprocessors, so that kernels of other streams, NCCL's above all, can run on the
+            other half, however long a rank is delayed. A higher number shortens the scan's latency by 1 to 2 us, if no
+            other kernels are to be overlapped with it.
+        nodes: number of ranks on each node, in rank order, such as (8, 8, 8); default by host names. The ranks of a
             node must reach each other by loads and stores. The same on every rank.
-        algorithm: how allscan(), zeco_gla(), zeco_ssd() and ``AllScan`` go over several nodes: "chain", "rails",
+        algorithm: how allscan(), zeco_gla(), zeco_ssd() and ``AllScan`` scan over several nodes: "chain", "rails",
             "recursive_doubling" (docs/rails.md), or "auto": a chain, until the others were timed on a network. The same
             on every rank.
-        cuda_graphs: whether launches that come again with the same addresses become CUDA graphs, which nothing is
-            captured for; or the most bytes of GPU memory that they may take, 256 MiB by default. They are freed by
-            ``close``. Default: unless the environment has ALLSCAN_CUDA_GRAPHS=0. Each rank may choose for itself.
-        invariant: tokens of a segment for calls of operators (zeco_gla() and the others) that say nothing else: with it
-            their results have the same bits for every number of ranks (docs/invariant.md). 0: not. The same on every
-            rank.
+        cuda_graphs: whether launches that repeat with the same addresses become CUDA graphs (built without stream
+            capture); or the maximum bytes of GPU memory for these, 256 MiB by default. ``close`` frees them. Default:
+            True unless the environment has ALLSCAN_CUDA_GRAPHS=0. Ranks may differ.
+        invariant: default segment length in tokens, a multiple of 64, for calls of operators (zeco_gla() and the
+            others): their results then have the same bits for every number of ranks (docs/invariant.md). 0: no
+            segments. The same on every rank.
 
     Raises:
-        ValueError: arguments, a mesh of several dimensions, a rank outside the group; what is wrong with nodes or
-            algorithm, on every rank.
-        RuntimeError: the transport is missing.
+        ValueError: for wrong arguments, a mesh of several dimensions, or a rank outside the group; for wrong nodes or a
+            wrong algorithm on every rank.
+        RuntimeError: if the transport is missing.
 
     Example:
         >>> with allscan.Communicator(mesh["sp"]) as comm:
@@ -143,7 +143,7 @@ class Communicator(Calls):
         cuda = self.transport != "shm"
         self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
         if self.transport == "shm":
-            prepare_interpreter()  # init() does it too, of which a communicator of one rank has no need
+            prepare_interpreter()  # init() does it too, but one rank needs no init()
         heap, pes = None, [0]
         if self.size > 1:
             init(transport=self.transport)
@@ -155,20 +155,20 @@ class Communicator(Calls):
         self._max_ctas = processors // 2 if max_ctas is None else max_ctas
         self.memory = Memory(heap, self.device)
         self.line = Line(self.rank, pes, self.memory, self._timeout)
-        self.host_record = self.memory.record.numpy().data  # the same memory, quicker to read
-        self.nothing = torch.zeros(1, device=self.device)  # saved for backward in place of what a rank does not have
+        self.host_record = self.memory.record.numpy().data  # a view of the same memory, faster to read
+        self.nothing = torch.zeros(1, device=self.device)  # saved for backward in place of an absent tensor
         self.streams = Streams(self.device)
-        self.streams.synchronize()  # these words are there before any stream counts in them
+        self.streams.synchronize()  # the words are initialized before any stream updates them
         self.collectives: weakref.WeakSet[Collective] = weakref.WeakSet()
-        self.fwd_epochs: list[torch.Tensor] = []  # that are free, see fwd_epochs.py
+        self.fwd_epochs: list[torch.Tensor] = []  # free ones, see fwd_epochs.py
         self.attributes: dict[Hashable, Any] = {}  # of users of the communicator (MPI: attribute caching)
         self.calls, self.checked = (
             Recent(CACHE_SIZE),
             Recent(16 * CACHE_SIZE),
-        )  # what runs calls that were checked; signatures
-        self.agreed = Agreed(self.calls, self.checked)  # by which calls are found that ask nobody
+        )  # prepared calls by key; signatures of checked arguments
+        self.agreed = Agreed(self.calls, self.checked)  # entries of these two need no further exchange
         self.tables: dict[Hashable, Any] = {}  # see tokens/partition.py
-        self.handle = next(_handles)  # a number that stands for this object where torch wants one
+        self.handle = next(_handles)  # stands for this object in schemas of custom operators, which take numbers
         _communicators[self.handle] = self
         node_sizes, problem = None, ""
         self.invariant = 0  # fixed
@@ -212,7 +212,7 @@ class Communicator(Calls):
 
     @property
     def gone(self) -> bool:
-        """Whether torch.distributed was ended, or restarted, since this communicator was made."""
+        """Whether torch.distributed was destroyed or restarted after this communicator was created."""
         return self.order.store_exchange.gone
 
     @property
@@ -220,32 +220,32 @@ class Communicator(Calls):
         """Whether a kernel has given up: a wait has timed out, or the ranks were in different calls."""
         return bool(self.host_record[_SET])
 
-    # What AllScans and plans were made with: none of them is changed afterwards
+    # Read-only properties: AllScans and plans were built with these values
 
     @property
     def timeout(self) -> float:
-        """Of the constructor; fixed, like the next three."""
+        """Timeout of a kernel's wait in seconds, as given to the constructor; fixed."""
         return self._timeout
 
     @property
     def max_ctas(self) -> int:
-        """Most programs of a kernel that waits for other ranks."""
+        """Maximum number of programs of a kernel that waits for other ranks; fixed."""
         return self._max_ctas
 
     @property
     def algorithm(self) -> str:
-        """Of the constructor."""
+        """Algorithm of scans over several nodes, as given to the constructor; fixed."""
         return self._algorithm
 
     @property
     def nodes(self) -> tuple[int, ...] | None:
-        """How many ranks each node has; None where the ranks of a node do not follow one another."""
+        """Number of ranks on each node, fixed; None if the ranks of a node are not consecutive."""
         return self.topology.nodes
 
     @property
     def cuda_graphs(self) -> GraphCounts:
-        """The CUDA graphs that calls have become so far: how many are kept, their bytes, how many calls were declined
-        one for want of room, and of what none could be made, and why. A NamedTuple."""
+        """Counts of CUDA graphs so far, a NamedTuple: graphs in the cache, their bytes, launches without a graph due to
+        the memory limit, failures to build one, and the reason of the last failure."""
         return self.graphs.counts()
 
     def check(self) -> None:
@@ -270,11 +270,11 @@ class Communicator(Calls):
             raise AllScanOutOfStep(self.order.lost)
 
     def step(self) -> None:
-        """Say that an iteration begins. Once an iteration on every rank, before anything in it that may raise.
+        """Mark the beginning of an iteration. Call it once per iteration on every rank, before any code that may raise.
 
-        Counts a word in stream order, so it may be part of a CUDA graph; it is sent with every tile, and a rank whose
-        neighbour sent a tile in another step raises ``AllScanOutOfStep`` instead of taking it. So a rank that
-        skips the calls of an iteration is found in the next launch.
+        Increments a step count on the device in stream order, so it may be part of a CUDA graph. The count is sent with
+        every tile. A rank that receives a tile of another step raises ``AllScanOutOfStep`` instead of using the tile.
+        So a rank that skips the calls of an iteration is detected in the next launch.
 
         Raises:
             AllScanTimeout, AllScanOutOfStep, RuntimeError: those of ``check``.
@@ -285,23 +285,23 @@ class Communicator(Calls):
             ...     train(batch)
         """
         self.order.steps += 1
-        self.order.missed_steps += 1  # where it raises, see _steps
+        self.order.missed_steps += 1  # if check() raises, the device does not count: see _steps
         self.check()
         self.order.missed_steps -= 1
         self.streams.follow()
         self.memory.steps.add_(1)
 
     def resync(self) -> None:
-        """Bring the ranks back into step after a call that one of them missed or rejected, or after a time-out.
+        """Synchronize the ranks again after a rank missed or rejected a call, or after a time-out.
 
-        Collective: every rank of the group calls it, in the same step, outside of a CUDA graph's capture. It waits for
-        this rank's kernels, of which none waits longer than ``timeout``. Results of calls that were under way are not
-        to be used, and their backward passes raise. Graphs that were captured before stay good. No memory is taken or
-        lost. Ranks without a fault may call it, too.
+        Collective: every rank of the group calls it, in the same step, outside of the capture of a CUDA graph. It waits
+        for this rank's kernels; none of them waits longer than ``timeout``. Results of unfinished calls must not be
+        used, and their backward passes raise. Graphs captured before stay valid. It neither allocates nor leaks memory.
+        Ranks without a fault may call it, too.
 
         Raises:
-            AllScanHostTimeout: if a rank does not come (after a fault that this rank knows of within twice ``timeout``,
-                in which the others hear of it).
+            AllScanHostTimeout: if a rank does not come. After a fault that this rank knows of, it waits for twice
+                ``timeout``, in which the others learn of the fault.
             AllScanOutOfStep: on every rank if they have called ``step`` different numbers of times since the last
                 ``resync``: close the communicator and make a new one on all ranks, and begin with the same batch.
             RuntimeError: if the ranks do not have the same AllScans, or if the communicator is closed.
@@ -317,7 +317,7 @@ class Communicator(Calls):
         scans = sorted(self.collectives, key=lambda scan: scan.number)
         store_exchange = self.order.store_exchange
         while True:
-            # another rank may just have learnt of it in another call: it comes next
+            # another rank may have learnt of the fault just now, in another call: it comes to resync() next
             with contextlib.suppress(AllScanOutOfStep, AllScanRejected):
                 mine = self._steps(), [tuple(scan.spec) for scan in scans]
                 steps, specs = zip(*store_exchange.exchange(mine, "Communicator.resync", excuse), strict=True)
@@ -328,7 +328,7 @@ class Communicator(Calls):
                 "different batches. All ranks: close() this communicator, make a new one and begin with the same batch."
             )
         self.order.missed_steps = 0
-        self.memory.reset_steps()  # at once: where a rank fails from here on, resync() comes again
+        self.memory.reset_steps()  # before anything that may fail: resync() is called again then
         if any(spec != specs[0] for spec in specs):
             raise RuntimeError("the ranks do not have the same AllScans: close this communicator and make a new one")
         store_exchange.take_back("rejected")
@@ -342,7 +342,7 @@ class Communicator(Calls):
         store_exchange.exchange(None, "the end of Communicator.resync", self.order.excuse_after_fault(FAILED, 1))
 
     def _steps(self) -> int:
-        """Calls of ``step`` since the last ``resync``, those of CUDA graphs that were replayed among them. Waits."""
+        """Number of calls of ``step`` since the last ``resync``, including replays of CUDA graphs. Waits."""
         return int(self.memory.step[0]) + self.order.missed_steps
 
     def barrier(self) -> None:
@@ -351,7 +351,7 @@ class Communicator(Calls):
         Raises:
             AllScanOutOfStep: on every rank if they have made different numbers of calls, and on the others if this rank
                 raises.
-            AllScanTimeout: and whatever else ``check`` raises, without waiting for anybody.
+            AllScanTimeout: and all other errors of ``check``, without a wait for other ranks.
 
         Example:
             >>> comm.barrier()                                                    # on every rank of the group
@@ -362,18 +362,18 @@ class Communicator(Calls):
         self.order.exchange("barrier", "Communicator.barrier")
 
     def close(self) -> None:
-        """Give the workspaces back. Collective, unless the communicator is broken: then it returns at once. Where it is
-        broken on any rank the memory stays taken on all, because a straggler may still write into it. So it does, with
-        a warning, where the ranks cannot hear of each other any more, because torch.distributed was ended.
+        """Free the workspaces. Collective, unless the communicator is broken: then it returns at once.
 
-        After a fault that this rank knows of it waits no longer than ``timeout`` for the others.
+        If the communicator is broken on any rank, no rank frees its memory, because a straggler may still write to it.
+        The same holds, with a warning, if torch.distributed was destroyed and the ranks cannot communicate any more.
+        After a fault that this rank knows of, it waits at most ``timeout`` for the others.
 
         Raises:
-            AllScanOutOfStep: after it has closed, where this rank has not raised it before: on every rank if they
-                have made different numbers of calls, and if one of them has raised it, or AllScanTimeout, and does not
-                come.
-            AllScanTimeout: and whatever else ``check`` raises, after it has closed, if a kernel has given up and
-                nothing has said so on this rank before.
+            AllScanOutOfStep: after closing, if this rank has not raised it before: on every rank if they have made
+                different numbers of calls, or if a rank does not come because it has raised this error or
+                AllScanTimeout.
+            AllScanTimeout: and all other errors of ``check``, after closing, if a kernel has given up and this rank has
+                not raised an error for it before.
 
         Example:
             >>> with allscan.Communicator() as comm:                              # which closes it at its end
@@ -412,8 +412,8 @@ class Communicator(Calls):
             raise AllScanOutOfStep(lost)
 
     def _leave(self, broken: bool) -> tuple[str, ...]:
-        """Tell the other ranks that this one leaves, and wait for them unless it is broken. What calls each of them has
-        made; nothing if any is broken. Raises AllScanOutOfStep if a rank does not come after a fault, and StoreGone."""
+        """Tell the other ranks that this one leaves, and wait for them unless ``broken``. Returns each rank's call
+        counts; () if any rank is broken. Raises AllScanOutOfStep if a rank does not come after a fault; StoreGone."""
         order = self.order
         if self.size == 1:
             return () if broken else (order.describe_call_counts(),)
@@ -451,7 +451,7 @@ class Communicator(Calls):
             warnings.warn(why, ResourceWarning, stacklevel=2)
 
     def __deepcopy__(self, memo: object) -> Communicator:
-        return self  # of modules that hold one
+        return self  # a copy of a module shares the communicator
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
@@ -463,17 +463,17 @@ class Communicator(Calls):
         state = "closed" if self._closed else "broken" if self.broken else "open"
         return f"Communicator(rank={self.rank}, size={self.size}, transport={self.transport!r}, {state})"
 
-    # What launches need; not for users.
+    # For launches, not for users.
 
     def _drain(self) -> None:
-        """Wait for this rank's kernels, and until what they have put has arrived."""
+        """Wait for this rank's kernels and for the completion of their puts."""
         self.streams.synchronize()
         if self.size > 1:
             self.memory.heap.quiet()
 
 
 def check_communicator(comm: object) -> None:
-    """Raise TypeError unless it is a Communicator."""
+    """Raise TypeError unless ``comm`` is a Communicator."""
     if not isinstance(comm, Communicator):
         got = f"a {type(comm).__name__}"
         if comm is None:
@@ -500,7 +500,7 @@ def _process_group(group: Any) -> dist.ProcessGroup | None:
         if dist.is_initialized():
             return dist.group.WORLD
         started = os.environ.get("WORLD_SIZE", "1")
-        if "RANK" in os.environ and started != "1":  # by torchrun, or in its way
+        if "RANK" in os.environ and started != "1":  # torchrun or a compatible launcher
             raise RuntimeError(
                 f"WORLD_SIZE={started}, but torch.distributed is not initialised: call "
                 "torch.distributed.init_process_group first, or unset RANK and WORLD_SIZE for a process by itself"
