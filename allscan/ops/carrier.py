@@ -1,4 +1,4 @@
-"""What brings the state of an operator from rank to rank: All-Scan, or another method that bench/ compares with it."""
+"""State carriers scan the state of an operator over the ranks: All-Scan, or a method that bench/ compares with it."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ from ..scan.segment_launches import dense_blocks
 from ..scan.two_way import two_way_channels, two_way_scan
 from ..tokens.packing import CHUNK_TOKENS
 
-HOP_US, WORD_US = 5.0, 1.5e-5  # of the scan: from rank to rank, and for each word of a state over NVLink
+HOP_US, WORD_US = 5.0, 1.5e-5  # microseconds of the scan for each rank, and for each word of a state over NVLink
 
 
 class Carried(NamedTuple):
-    """A state on its way over the ranks: tensors, or the buffers of a plan that stand for them. Each rank multiplies
-    its incoming state by its decay or transition; by 0 where there is neither, or where nothing ``passes``.
+    """Arguments of a scan over the ranks: tensors, or plan buffers in place of tensors. Each rank multiplies its
+    incoming state by its decay or transition; by 0 if it has neither, or if ``passes`` is False.
 
-    In the zigzag layout the second dimension is 2: the first half of a rank's tokens, and the second; else 1."""
+    The second dimension is 2 in the zigzag layout (first and second half of a rank's tokens), otherwise 1."""
 
     state: Any  # [B, 1 or 2, H, K, V]
-    out: Any  # like state: the incoming state, when it has come
-    fwd_epoch: Any  # int64 [FWD_EPOCHS], see AllScan.channel: written forward, read in reverse
+    out: Any  # like state: receives the incoming state
+    fwd_epoch: Any  # int64 [FWD_EPOCHS], see AllScan.channel: forward writes it, the reverse scan reads it
     decay: Any = None  # [B, 1 or 2, H, K]
     transition: Any = None  # [B, 1 or 2, H, K, K]
-    passes: tuple[bool, bool] = (True, True)  # in each half
+    passes: tuple[bool, bool] = (True, True)  # for each half: the incoming state contributes to the outgoing state
     stamp: int = 0  # of the call, see call_order.stamp
 
 
@@ -48,7 +48,7 @@ class StateCarrier(Protocol):
     """An exclusive scan over the ranks, as operators use it."""
 
     comm: Communicator
-    handle: int  # stands for this object where torch wants a number, among carriers of its class; see ``register``
+    handle: int  # identifies this carrier within its class, as an argument of custom operators; see ``register``
 
     def prepare(
         self,
@@ -58,32 +58,32 @@ class StateCarrier(Protocol):
         *,
         at_first: bool = False,
     ) -> Any:
-        """Before the first forward call with tensors like its own; see agreement.get_or_create_scan. Returns what
-        ``pending`` takes."""
+        """Prepare forward calls of this shape, before the first of them; see agreement.get_or_create_scan. Returns
+        ``prepared`` for ``pending``."""
 
     def stream(self, priority: int = SCANS) -> AbstractContextManager[Callable[[], None]]:
-        """Where ``carry`` is called, by ``with ... as join``. What is launched on the current stream after join() has
-        the result; what is launched before may run at the same time. Each priority has a stream of its own."""
+        """Return a context manager for ``carry``, used as ``with ... as join``. Kernels launched on the current stream
+        after join() see the result; kernels launched before join() may overlap. Each priority has its own stream."""
 
     def carry(self, carried: Carried, reverse: bool, zigzag: bool) -> None:
-        """Begin the scan; with ``reverse``, which is the backward pass, from the last rank."""
+        """Launch the scan; with ``reverse`` (the backward pass) from the last rank to the first."""
 
     def neighbours(self, shape: tuple[int, ...], zigzag: bool) -> tuple[bool, bool]:
-        """Whether a forward ``carry`` of states [B, 1 or 2, H, K, V] waits for a rank before this one, and whether it
-        sends to one behind. A carry that does not wait writes zeros to ``out``, which nobody reads: it may be ``state``
-        itself. One that does not send must not use state and decay: they may be written while it runs. Where it
-        would do neither, as on one rank, there is no call."""
+        """Return whether a forward ``carry`` of states [B, 1 or 2, H, K, V] waits for a preceding rank, and whether it
+        sends to a following rank. A carry that does not wait writes zeros to ``out``; no kernel reads them, so ``out``
+        may alias ``state``. A carry that does not send must not read state and decay, which may be written while it
+        runs. If it would neither wait nor send, as on one rank, ``carry`` is not called."""
 
     def record(self, plan: Plan, carried: Carried, reverse: bool, zigzag: bool) -> None:
-        """Record ``carry`` in a plan whose runs have this carrier as their context: ``record_call``, or something
-        quicker."""
+        """Record ``carry`` in a plan whose context at run time is this carrier: by ``record_call``, or by a faster
+        method."""
 
     def expected_us(self, words: int, zigzag: bool) -> float:
-        """About how long ``carry`` takes with states of so many words in all, if it is overlapped: where that is
-        long, forward leaves more for this time."""
+        """Return the expected microseconds of a ``carry`` of ``words`` in all, if it can be overlapped. If that is
+        long, forward moves more work into this time."""
 
     def pending(self, prepared: Any, zigzag: bool) -> list[PendingBackward]:
-        """For the backward that a forward call is to have; ``prepared``: by ``prepare``."""
+        """Return the PendingBackward records of a forward call. ``prepared``: the result of ``prepare``."""
 
 
 def record_call(plan: Plan, carried: Carried, reverse: bool, zigzag: bool) -> None:
@@ -97,14 +97,14 @@ def record_call(plan: Plan, carried: Carried, reverse: bool, zigzag: bool) -> No
 
 
 class AllScanCarrier:
-    """All-Scan, on the communicator's own stream. ``dense``: of states with transitions."""
+    """All-Scan on the communicator's own stream. ``dense``: the scan has transitions."""
 
     def __init__(self, comm: Communicator, dense: bool = False) -> None:
         self.comm, self.handle, self._dense = comm, comm.handle, dense
 
     @staticmethod
     def of(comm: Communicator, dense: bool = False) -> AllScanCarrier:
-        """That of ``comm``, the same until it is closed."""
+        """Return the carrier of ``comm``, one object until ``comm`` is closed."""
         name = "carrier of transitions" if dense else "carrier"
         return comm.attributes.get(name) or comm.attributes.setdefault(name, AllScanCarrier(comm, dense))
 
@@ -119,7 +119,7 @@ class AllScanCarrier:
         if self._dense:
             variant = ScanVariant(None if shape is None else transition_tile(shape[-2]))
         else:
-            # A program keeps large ones of other kernels off its multiprocessor: half of those that may wait do
+            # A scan program blocks large programs of other kernels from its multiprocessor, so use half of max_ctas
             algorithm = "chain" if shape is None else self.comm.topology.algorithm_for(4 * math.prod(shape))
             variant = ScanVariant(None, max(1, self.comm.max_ctas // 2), algorithm)
         return get_or_create_scan(self.comm, shape, agree, deferred, at_first, variant)
@@ -150,7 +150,7 @@ class AllScanCarrier:
         halves = [self._half(carried, i) for i in range(1 + zigzag)]
         self.comm.order.stamp = carried.stamp
         if zigzag:
-            order = (1, 0) if reverse else (0, 1)  # backward, second halves go from the first rank to the last
+            order = (1, 0) if reverse else (0, 1)  # in backward the ascending scan is that of the second halves
             channels = two_way_channels(scan, fwd_epoch, reverse)
             found = two_way_scan(scan, *(halves[i] for i in order), channels=channels)
             for i, x in zip(order, found, strict=True):
@@ -175,11 +175,11 @@ class AllScanCarrier:
 
 
 class InOrderCarrier(AllScanCarrier):
-    """Of ``invariant=``: a chain through all segments in the order of the sequence, see GLAPlan.carry_in_order."""
+    """Carrier of calls with ``invariant=``: a chain over all segments in sequence order, see GLAPlan.carry_in_order."""
 
     @staticmethod
     def of(comm: Communicator, dense: bool = False) -> InOrderCarrier:
-        """That of ``comm``, the same until it is closed."""
+        """Return the carrier of ``comm``, one object until ``comm`` is closed."""
         name = "carrier of transitions in order" if dense else "carrier in order"
         found: InOrderCarrier | None = comm.attributes.get(name)
         return found or comm.attributes.setdefault(name, InOrderCarrier(comm, dense))  # type: ignore[no-any-return]
@@ -198,8 +198,8 @@ class InOrderCarrier(AllScanCarrier):
     def record_segments(
         self, plan: Plan, kernel: Any, buffers: Sequence[Buffer | None], how: tuple[bool, bool, int], **fixed: Any
     ) -> None:
-        """Record a scan of a kernel of shmem_kernels/segments.py; the last two buffers are the outgoing state and the
-        forward epoch. how: (over the ranks in reverse; an adjoint; the call's stamp)."""
+        """Record a scan by a kernel of shmem_kernels/segments.py. The last two buffers are the outgoing state and the
+        forward epoch. how: (whether the ranks are in reverse order, whether it is an adjoint, the call's stamp)."""
         present = [x for x in buffers if x is not None]
         scan = self.prepare(present[-2].shape)
         launcher, tiles = scan.launcher, scan.spec.num_tiles
@@ -209,7 +209,7 @@ class InOrderCarrier(AllScanCarrier):
             fixed |= dense_blocks(scan.tile[0])
         else:
             fixed["num_warps"] = max(1, min(8, math.prod(scan.tile) // 512))
-        # waiting programs hold their places; on one rank none waits
+        # a waiting program occupies its multiprocessor, so bound their number; on one rank no program waits
         programs = tiles if self.comm.size == 1 else min(tiles, scan.max_ctas)
         launcher.record_launch(plan, Launch(kernel, (programs,), **fixed), present, how)
 
@@ -222,9 +222,9 @@ class InOrderCarrier(AllScanCarrier):
         stamp: int,
         **fixed: Any,
     ) -> None:
-        """The same over each of the HALVES of this rank's tokens, with REVERSE from the last. ``buffers``: the kernel's
-        first; ``back``: the outgoing state of each half, and the forward epochs. The last rank's outgoing state of the
-        half that is gone through first comes to the other."""
+        """Record one segment scan for each of the HALVES of this rank's tokens, with REVERSE from the last half.
+        ``buffers``: the first buffers of the kernel. ``back``: the outgoing state of each half, and the forward epochs.
+        On the last rank the outgoing state of the first scan is the incoming state of the second."""
         *outgoing, fwd_epoch = back
         halves, reverse = fixed["HALVES"], fixed["REVERSE"]
         handed = None
@@ -236,7 +236,7 @@ class InOrderCarrier(AllScanCarrier):
 
 
 def check_invariant(comm: Communicator, invariant: object, zigzag: int) -> int:
-    """``invariant`` of a call as an int. Raises TypeError or ValueError where such calls are not possible."""
+    """Return ``invariant`` as an int. Raises TypeError or ValueError if the call does not support it."""
     invariant = integer("invariant", invariant, 0)
     if invariant % CHUNK_TOKENS:
         raise ValueError(f"invariant must be a multiple of {CHUNK_TOKENS} tokens, got {invariant}")
@@ -256,28 +256,28 @@ def check_invariant(comm: Communicator, invariant: object, zigzag: int) -> int:
 
 
 def check_cut(comm: Communicator, T: int, invariant: int, zigzag: int) -> None:
-    """Raise ValueError unless this rank's T tokens end at a multiple of ``invariant``, or the global sequence with
-    them."""
+    """Raise ValueError unless this rank's T tokens end at a multiple of ``invariant`` or at the end of the global
+    sequence."""
     tokens = T // 2 if zigzag else T
     if invariant and tokens % invariant and (zigzag or comm.rank < comm.size - 1):
         what = "half of T" if zigzag else "T, but on the last rank,"
         raise ValueError(f"with invariant={invariant} {what} must be a multiple of it, got T = {T}")
 
 
-# By handle, those that are no communicator's own
+# Carriers that users registered, by handle
 _carriers: weakref.WeakValueDictionary[int, StateCarrier] = weakref.WeakValueDictionary()
 _handles = itertools.count(-1, -1)  # a communicator's are positive
 
 
 def register(carrier: StateCarrier) -> int:
-    """A handle for a carrier of one's own, for as long as the object lives."""
+    """Register a carrier that does not belong to a communicator; return its handle, valid while the object lives."""
     handle = next(_handles)
     _carriers[handle] = carrier
     return handle
 
 
 def carrier_of(handle: int, invariant: int = 0) -> StateCarrier:
-    """The carrier with this handle. Raises RuntimeError if it, or its communicator, is gone."""
+    """Return the carrier with this handle. Raises RuntimeError if the carrier or its communicator no longer exists."""
     if invariant:
         return InOrderCarrier.of(communicator_of(handle))
     if handle > 0:

@@ -1,4 +1,4 @@
-"""First calls of operators with gates: all checks, and what the ranks agree upon."""
+"""First calls of operators with gates: all argument checks, and the comparison of arguments between ranks."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from ..base.checks import PER_DOCUMENT
 from ..base.errors import DeferredError
 from ..comm.communicator import Communicator
 
-FINAL_OF_ALL = "output_final_state is 'all'"  # the name of this, among what all ranks have alike
-LEAST_SUM = -(2.0**20)  # of the gates of a chunk, where kernels take differences of sums: see docs/delta.md
+FINAL_OF_ALL = "output_final_state is 'all'"  # name of this option among the arguments that ranks compare
+LEAST_SUM = -(2.0**20)  # least sum of a chunk's gates, for kernels that subtract such sums: see docs/delta.md
 
 
 def common_fields(
     B: int, dtype: torch.dtype, scale: float, zigzag: int, initial: bool, packed: bool, told: bool
 ) -> tuple:
-    """Of an operator on tokens, (name, value) of what all ranks have alike. The last three: what is None of
-    initial_state, cu_seqlens and first_token."""
+    """Return (name, value) of an operator's arguments that must be equal on all ranks. initial, packed, told: whether
+    initial_state, cu_seqlens and first_token are None."""
     return (
         ("B", B),
         ("dtype", str(dtype)),
@@ -34,8 +34,8 @@ def common_fields(
 
 
 class FirstCall(NamedTuple):
-    """What makes a call a first one. shape, agree: as for ``get_or_create_scan``; None where the arguments have no such
-    shape. tokens: as for ``check_gates``."""
+    """Identity of a first call. shape, agree: as for ``get_or_create_scan``; None if the arguments have wrong
+    dimensions. tokens: as for ``check_gates``."""
 
     signature: Hashable
     shape: tuple[int, ...] | None
@@ -50,12 +50,12 @@ def check_first(
     g: torch.Tensor,
     prepare: Callable[..., object],
 ) -> None:
-    """All checks of an operator with gates ``g`` at the first call with a signature, which is then in
-    ``comm.checked``, and what the ranks agree upon; in debug mode at every call.
+    """Check the arguments of an operator with gates ``g`` and compare them with the other ranks', at the first call
+    with a signature, or in debug mode at every call. Then add the signature to ``comm.checked``.
 
     ``check()`` raises TypeError or ValueError for arguments that are wrong on this rank. ``prepare(shape, agree,
-    deferred, at_first=)`` calls ``get_or_create_scan``. Gates are looked at, see ``check_gates``, at the first call
-    with shape and agree.
+    deferred, at_first=)`` calls ``get_or_create_scan``. ``check_gates`` reads the gates at the first call with the
+    same shape and agree.
     """
     signature, shape, agree, tokens = first
     deferred, looked = None, False
@@ -71,13 +71,13 @@ def check_first(
 
 
 def looks_at_gates(comm: Communicator, shape: Any, agree: tuple[Any, ...] | None) -> bool:
-    """Whether a call with shape and agree does. Not in a capture, in which nobody may wait for the GPU."""
+    """Return whether a call with shape and agree checks its gates. Not in a capture, which forbids synchronization."""
     return (comm.debug or (shape, agree) not in comm.agreed.arguments) and not comm.streams.capturing()
 
 
 def check_gates(name: str, g: torch.Tensor, tokens: int | None = None) -> None:
-    """Raise ValueError for logarithms of decays [B, T, ...] that are NaN or positive. ``tokens``: of an operator whose
-    kernels add up those of so many tokens; for sums below LEAST_SUM too, as of -inf. Waits for the GPU."""
+    """Raise ValueError if a logarithm of a decay [B, T, ...] is NaN or positive. ``tokens``: the kernels add up the
+    logarithms of this many tokens; a sum below LEAST_SUM, such as -inf, raises too. Synchronizes with the GPU."""
     if not g.numel():
         return
     least, most = torch.stack(torch.aminmax(g.detach())).tolist()

@@ -1,4 +1,4 @@
-"""Arguments of the delta rules: what is looked at before a call, on this rank, and the shapes of one."""
+"""Arguments of the delta rules: checks on this rank before a call, and the shapes of a call."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ RULES: dict[str, KDA | GatedDeltaNet | OwnChunks] = {
     "own_kda": OwnChunks(scalar=False),
     "own_gated_delta_rule": OwnChunks(scalar=True),
 }
-TITLES = {rule: "zeco_" + rule.removeprefix("own_") for rule in RULES}  # what users call them
-CHUNKS = "fla", "allscan"  # whose kernels work inside of the chunks
+TITLES = {rule: "zeco_" + rule.removeprefix("own_") for rule in RULES}  # public names
+CHUNKS = "fla", "allscan"  # values of chunk=
 
 
 def checked(
     rule: str, before: Before, fields: str, x: Inputs, comm: Communicator, asked: Asked
 ) -> tuple[Tensor | None, Options]:
-    """(cu_seqlens, Options), after the checks that need no other rank."""
+    """Run the checks that need no other rank; return (cu_seqlens, Options)."""
     deferred, cu_seqlens, scale, initial_state = None, None, asked.scale, asked.initial_state
     try:
         zigzag = zigzag_of(asked.layout, asked.per_document, asked.cu_seqlens)
@@ -66,7 +66,7 @@ def checked(
     except (TypeError, ValueError, ImportError) as error:
         deferred = DeferredError(error)
     if deferred is not None:
-        # raises it, on the other ranks too if this is a first call
+        # raises the error, at a first call on all ranks
         AllScanCarrier.of(comm, dense=True).prepare(None, deferred=deferred)
     compare_values(comm, asked.cu_seqlens, cu_seqlens)
     scale = x.q.shape[-1] ** -0.5 if scale is None else float(scale)
@@ -75,7 +75,7 @@ def checked(
 
 
 def _check_before(before: Before, rule: str, q: Tensor, v: Tensor, g: Tensor) -> None:
-    """Raise TypeError or ValueError for what raw gates and beta cannot be made of."""
+    """Raise TypeError or ValueError for wrong options of raw gates and beta."""
     scalar = RULES[rule].scalar
     if before.twice and not before.sigmoid:
         raise ValueError("allow_neg_eigval needs use_beta_sigmoid_in_kernel")
@@ -151,12 +151,12 @@ def _import_fla() -> None:
         raise ImportError(rejected)
     try:
         import fla.ops.kda  # noqa: F401
-    except Exception as error:  # a package that is there in part raises anything
+    except Exception as error:  # an incomplete installation can raise any exception
         raise ImportError(f"delta rules need flash-linear-attention, whose import failed: {error!r}") from error
 
 
 class Shapes(NamedTuple):
-    """Of a call; boundaries: the numbers of cu_seqlens, 0 without."""
+    """Shapes of a call. boundaries: number of elements of cu_seqlens, 0 without."""
 
     B: int
     T: int
@@ -174,7 +174,7 @@ class Shapes(NamedTuple):
         return self.boundaries - 1 if self.boundaries else self.B
 
     def carried(self, zigzag: int) -> tuple[int, int, int]:
-        """Of what is sent over the ranks."""
+        """Return the shape of the states that a rank sends."""
         return carried_states(self.B, self.sequences, zigzag) * self.HV, self.K, self.V
 
     def segment_length(self) -> int:
@@ -182,7 +182,7 @@ class Shapes(NamedTuple):
 
 
 def shapes_of(q: Tensor, v: Tensor, cu_seqlens: Tensor | None = None, invariant: int = 0) -> Shapes:
-    """Of tensors that were checked."""
+    """Return the Shapes of checked tensors."""
     boundaries = 0 if cu_seqlens is None else cu_seqlens.shape[0]
     (B, T, H, K), (HV, V) = q.shape, v.shape[2:]
     return Shapes(B, T, H, HV, K, V, boundaries, v.dtype, v.device, invariant)

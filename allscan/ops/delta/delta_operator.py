@@ -1,4 +1,4 @@
-"""zeco_kda and zeco_gated_delta_rule: delta rules over a sequence that is cut over the ranks of a communicator."""
+"""zeco_kda and zeco_gated_delta_rule: delta rules over a sequence that is sharded across the ranks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from .own_chunks import OwnChunks
 from .raw_inputs import Gate, gate, normalized
 from .records import Asked, Before, Inputs, Options, Outer, Saved, SavedStates
 
-BETAS = torch.float32, torch.bfloat16, torch.float16  # types that fla's kernels take it in
+BETAS = torch.float32, torch.bfloat16, torch.float16  # dtypes of beta that fla's kernels support
 
 
 def zeco_kda(
@@ -57,57 +57,59 @@ def zeco_kda(
     chunk: str = "allscan",
     invariant: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Kimi delta attention with the sequence cut over the ranks; each rank holds consecutive tokens, in rank order.
+    """Kimi delta attention over a sharded sequence; each rank holds consecutive tokens, in rank order.
 
         S_t = (1 - beta_t k_t k_t^T) diag(exp(g_t)) S_{t-1} + beta_t k_t^T v_t,     o_t = scale * q_t S_t
 
-    The arguments are those of ``fla.ops.kda.chunk_kda``, and comm=, with the same defaults.
+    The arguments and defaults are those of ``fla.ops.kda.chunk_kda``, with comm= in addition.
 
-    Differentiable in q, k, v, g, beta, A_log, dt_bias and initial_state; the gradients of A_log and dt_bias are this
-    rank's share. One scan forward, with the K x K transition that a rank's tokens make, and one in reverse in backward,
-    each moving one state of B * HV * K * V float32 words from a rank to the next.
+    The function is differentiable in q, k, v, g, beta, A_log, dt_bias and initial_state; the gradients of A_log and
+    dt_bias are this rank's contribution. Forward runs one scan over the ranks, with the K x K transition of each rank's
+    tokens; backward runs one scan in reverse. Each scan sends one state of B * HV * K * V float32 words from each rank
+    to the next.
 
     Args:
-        q, k: [B, T, H, K], this rank's T tokens; float16, bfloat16 or float32, v alike. K up to 256. T may
-            differ between ranks and be 0, nothing else may differ.
+        q, k: [B, T, H, K], this rank's T tokens; float16, bfloat16 or float32, v too. K is at most 256. T may differ
+            between ranks and may be 0; all other dimensions must be equal on all ranks.
         v: [B, T, HV, V], HV a multiple of H.
-        g: [B, T, HV, K], natural logarithm of the decay, 0 to -inf; float32, or like q. With fla's kernels at least
-            -1,048,576 in the sum of 64 tokens, and errors grow with that sum (docs/delta.md): begin documents by
-            cu_seqlens there. Gates are looked at at the first call for a shape only, and in debug mode: it waits for
-            the GPU.
-        beta: [B, T, HV], any float type.
+        g: [B, T, HV, K], natural logarithm of the decay, 0 to -inf; float32, or q's dtype. With fla's kernels the sum
+            over 64 tokens must be at least -1,048,576, and errors grow with that sum (docs/delta.md): mark the
+            beginning of a document by cu_seqlens, not by a strong decay. Gates are checked at the first call for a
+            shape and in debug mode only, because the check synchronizes with the GPU.
+        beta: [B, T, HV], any float dtype.
         use_qk_l2norm_in_kernel: whether q and k are divided by their norms first.
-        use_gate_in_kernel: whether g is raw, of any float type: the decay's logarithm is -exp(A_log) softplus(g +
-            dt_bias), with lower_bound (below 0) lower_bound * sigmoid(exp(A_log) (g + dt_bias)).
-        A_log: [HV], optional where there is a lower_bound; with use_gate_in_kernel only, as dt_bias and lower_bound.
+        use_gate_in_kernel: whether g is raw, of any float dtype. The decay's logarithm is then -exp(A_log) softplus(g +
+            dt_bias), or with lower_bound (below 0) lower_bound * sigmoid(exp(A_log) (g + dt_bias)).
+        A_log: [HV], optional with lower_bound. A_log, dt_bias and lower_bound require use_gate_in_kernel.
         dt_bias: HV * K numbers, optional.
-        use_beta_sigmoid_in_kernel: whether beta is raw: beta is sigmoid(beta), with allow_neg_eigval twice that.
-        safe_gate: promises that no decay's logarithm is below -5, which fla's kernels are faster with; ours look. With
-            gates as they are a lower_bound of at least -5 may say so, too, and has no effect.
-        state_v_first: whether states are [.., V, K]; final_state is a transposed view then.
+        use_beta_sigmoid_in_kernel: whether beta is raw: sigmoid(beta) is used, with allow_neg_eigval twice that.
+        safe_gate: the caller guarantees that no decay's logarithm is below -5. fla's kernels are then faster; our
+            kernels detect such gates themselves. Without use_gate_in_kernel a lower_bound of at least -5 is accepted
+            as part of this guarantee and has no effect.
+        state_v_first: whether states are [.., V, K]; final_state is then a transposed view.
         scale, initial_state, output_final_state, cu_seqlens, first_token, layout, per_document, comm: as in
             ``allscan.zeco_gla``; states are [B or N, HV, K, V] float32.
-        chunk: who computes inside of chunks of 64 tokens, alike on all ranks: "allscan", kernels of our own; or "fla",
-            flash-linear-attention, which must be installed (``pip install flash-linear-attention``).
-        invariant: as in ``allscan.zeco_gla``, with chunk="allscan" only: the same bits for every number of ranks. The
-            first and the last rank must have tokens.
+        chunk: implementation of the computation inside chunks of 64 tokens, equal on all ranks: "allscan", our own
+            kernels; or "fla", flash-linear-attention, which must be installed (``pip install flash-linear-attention``).
+        invariant: as in ``allscan.zeco_gla``, with chunk="allscan" only: bitwise equal results for every number of
+            ranks. The first and the last rank must have tokens.
 
     Returns:
-        (o, final_state), as ``allscan.zeco_gla`` does.
+        (o, final_state), as ``allscan.zeco_gla``.
 
     Raises:
-        ImportError: with chunk="fla" where it is not installed.
-        RuntimeError: and whatever else ``allscan.zeco_gla`` raises, before anything is launched.
+        ImportError: chunk="fla" and flash-linear-attention is not installed.
+        RuntimeError: as ``allscan.zeco_gla``, whose other errors are raised too; each before anything is launched.
 
     Example:
-        >>> o, _ = allscan.zeco_kda(q, k, v, g, beta, comm=comm)         # q[:, t0:t1], ... of the whole sequence
+        >>> o, _ = allscan.zeco_kda(q, k, v, g, beta, comm=comm)         # q[:, t0:t1], ... of the global sequence
 
     Source:
         Kimi Linear, arXiv 2510.26692; ZeCO, arXiv 2507.01004; docs/delta.md.
     """
     flags = use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval
     if safe_gate and not use_gate_in_kernel and isinstance(lower_bound, (int, float)) and -5 <= lower_bound < 0:
-        lower_bound = None  # as fla takes it: a promise of gates as they are
+        lower_bound = None  # as in fla: it only restates the guarantee for gates that are not raw
     before = Before(*flags, lower_bound, A_log, dt_bias, state_v_first, chunk)
     rule = "own_kda" if chunk == "allscan" else "safe_kda" if safe_gate else "kda"
     asked = Asked(scale, initial_state, output_final_state, cu_seqlens, first_token, layout, per_document, invariant)
@@ -139,26 +141,26 @@ def zeco_gated_delta_rule(
     chunk: str = "allscan",
     invariant: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """The gated delta rule (Gated DeltaNet) with the sequence cut over the ranks; each rank holds consecutive tokens.
+    """The gated delta rule (Gated DeltaNet) over a sharded sequence; each rank holds consecutive tokens, in rank order.
 
         S_t = exp(g_t) (1 - beta_t k_t k_t^T) S_{t-1} + beta_t k_t^T v_t,     o_t = scale * q_t S_t
 
-    The arguments are those of ``fla.ops.gated_delta_rule.chunk_gated_delta_rule``, and comm=. Trains on Hopper with
-    Triton 3.6 too, where fla rejects this rule's backward.
+    The arguments are those of ``fla.ops.gated_delta_rule.chunk_gated_delta_rule``, with comm= in addition. Backward
+    also runs on Hopper with Triton 3.6, where fla rejects this rule's backward.
 
     Args:
-        g: [B, T, HV], natural logarithm of the decay of a head.
+        g: [B, T, HV], natural logarithm of each head's decay.
         dt_bias: [HV], optional.
         q, k, v, beta, comm, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, use_gate_in_kernel,
             use_beta_sigmoid_in_kernel, allow_neg_eigval, A_log, state_v_first, cu_seqlens, first_token, layout,
             per_document, chunk, invariant: as in ``allscan.zeco_kda``.
 
     Returns:
-        (o, final_state), as ``allscan.zeco_gla`` does.
+        (o, final_state), as ``allscan.zeco_gla``.
 
     Raises:
-        ImportError: with chunk="fla" where it is not installed.
-        RuntimeError: and whatever else ``allscan.zeco_gla`` raises, before anything is launched.
+        ImportError: chunk="fla" and flash-linear-attention is not installed.
+        RuntimeError: as ``allscan.zeco_gla``, whose other errors are raised too; each before anything is launched.
 
     Example:
         >>> o, _ = allscan.zeco_gated_delta_rule(q, k, v, g, beta, comm=comm)
@@ -227,13 +229,14 @@ FIELDS = (
 
 
 def _fields_of(before: Before, of_all: bool) -> str:
-    """What all ranks have alike, but lower_bound, as names and values. of_all: see final_of_all."""
+    """Return names and values of the options that must be equal on all ranks, except lower_bound. of_all: see
+    final_of_all."""
     values = *before[:4], before.A_log is None, before.dt_bias is None, before.state_v_first, of_all
     return ";".join([f"{name}={bool(value)}" for name, value in zip(FIELDS, values)])
 
 
 def _applied(before: Before, x: Inputs, handle: int) -> Inputs:
-    """What the rule takes. handle: of the communicator."""
+    """Apply norms, gates and sigmoids to raw arguments; return the inputs of the rule. handle: the communicator's."""
     q, k, v, g, beta = x
     if before.normalize:
         q, k = normalized(q, k, handle)
@@ -248,8 +251,8 @@ def _applied(before: Before, x: Inputs, handle: int) -> Inputs:
 
 
 def _key(rule: str, before: Before, x: Inputs, comm: Communicator, asked: Asked, of_all: bool) -> tuple | None:
-    """By which a call finds what an equal one has prepared; None where each call is to be checked: a wrong number may
-    equal a right one (Decimal(1)), and NaN is none."""
+    """Return the cache key of the call's PreparedDelta, or None if the call needs all checks: Decimal(1), an invalid
+    scale, equals 1.0, and NaN equals nothing."""
     scale, bound, layout = asked.scale, before.lower_bound, asked.layout
     if asked.cu_seqlens is not None or asked.first_token is not None or asked.per_document:
         return None
@@ -320,7 +323,7 @@ def _fake(
 
 
 def _zeros(q: Tensor, v: Tensor, cu_seqlens: Tensor | None, wanted: bool) -> Tensor | None:
-    """States, or None."""
+    """Return zeros for the final states, or None if not ``wanted``."""
     x = shapes_of(q, v, cu_seqlens)
     return q.new_zeros((x.sequences, x.HV, x.K, x.V), dtype=torch.float32) if wanted else None
 
@@ -350,14 +353,14 @@ def _backward(
     zigzag: int = False,
     invariant: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(dq, dk, dv, dg, dbeta, dinitial_state or None)."""
+    """Run backward; return (dq, dk, dv, dg, dbeta, dinitial_state or None)."""
     saved = q, k, v, beta, cu_seqlens, sums, scores, solved, transitions, incoming, fwd_epoch
     options = handle, rule, scale, fields, bound, first_token, zigzag, invariant
     return _run_backward(None, do, dfinal, *saved, initial, beta_dtype, *options)
 
 
 def _run_backward(prepared: PreparedDelta | None, do: Tensor, dfinal: Tensor | None, *inputs: Any) -> tuple[Any, ...]:
-    """``inputs``: those of ``_backward``."""
+    """Check the restored tensors and run backward. ``inputs``: the inputs of ``_backward``."""
     *tensors, initial, beta_dtype, handle, rule, scale, fields, bound, first_token, zigzag, invariant = inputs
     q, k, v, beta, cu_seqlens, sums, *others = tensors
     comm = communicator_of(handle)
@@ -366,7 +369,7 @@ def _run_backward(prepared: PreparedDelta | None, do: Tensor, dfinal: Tensor | N
         if q.ndim != 4:
             raise others_than_saved(TITLES[rule], "q", q, "[B, T, H, K]")
         if prepared is None:
-            own = isinstance(RULES[rule], OwnChunks) and sums.dtype == do.dtype  # gates like q
+            own = isinstance(RULES[rule], OwnChunks) and sums.dtype == do.dtype  # the gates have q's dtype
             shapes = shapes_of(q, do, cu_seqlens, invariant)
             saved = saved_specs(shapes, beta_dtype, do.dtype if own else torch.float32, rule, zigzag)
         else:
@@ -432,14 +435,14 @@ def _pending(
     cu_seqlens: Tensor | None,
     *rest: Any,
 ) -> list:
-    """For the backward of a call of the custom operator."""
+    """Return the PendingBackward records of a call of the custom operator."""
     _, handle, *_, zigzag, _ = rest
     carrier = AllScanCarrier.of(communicator_of(handle), dense=True)
     return carrier.pending(carrier.prepare(shapes_of(q, v, cu_seqlens).carried(zigzag)), bool(zigzag))
 
 
 def _gradient(backward: Callable[..., Any], ctx: Any, do: Tensor, dfinal: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Of q, k, v, g, beta and initial_state."""
+    """Return the gradients of q, k, v, g, beta and initial_state."""
     for pending in ctx.pending:
         pending.run()
     initial, _, handle, *_ = ctx.rest

@@ -1,4 +1,4 @@
-"""The passes of a delta rule over the states of a rank's chunks, forward and backward, with All-Scan over the ranks."""
+"""Forward and backward passes of a delta rule over the states of a rank's chunks, with All-Scan over the ranks."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ PRECISION = {torch.bfloat16: "bf16", torch.float16: "tf32x3", torch.float32: "tf
 
 
 def delta_segment_length(tokens: int, H: int, num_sms: int) -> int:
-    """Tokens of a segment, whole chunks: few and long, since each has a transition, yet enough to fill a GPU of so many
-    multiprocessors (0 on CPUs), about one program each."""
+    """Return the tokens of a segment, a multiple of the chunk. Segments are long, because each needs a transition, but
+    there are enough for about one program on each of ``num_sms`` multiprocessors (0 on CPUs)."""
     if not num_sms:
         return 2 * CHUNK_TOKENS
     number = max(1, min(32, power_of_2_below(num_sms) // H))
@@ -36,12 +36,13 @@ def delta_segment_length(tokens: int, H: int, num_sms: int) -> int:
 
 
 def blocks(BK: int, BV_max: int, dtype: torch.dtype) -> dict[str, dict[str, int]]:
-    """Block sizes and warps of each kernel on a GPU: what fits the registers (tests/shmem_kernels/test_compile.py)."""
+    """Return block sizes and warps of each kernel on a GPU; they fit the registers, as
+    tests/shmem_kernels/test_compile.py checks."""
     fine, BJ = dtype != torch.bfloat16, 32 if BK > 16 else 16
     wide = BK > 128 or fine
     columns = min(16 if fine else 32 if wide else 128, BV_max)
     rows = (16 if BK > 128 else 32) if fine else 64 if wide else 128
-    # where 8 warps have 16 columns of a product with 64 rows, Triton 3.6 makes them read outside of shared memory
+    # with 8 warps and a product of 64 rows and 16 columns, Triton 3.6 generates reads outside of shared memory
     summary = dict(num_warps=8 if BV_max >= 32 or fine else 4, num_stages=1 if wide else 3)
     several = dict(BV=columns, BJ=BJ, num_warps=8 if wide or columns == 128 else 4, num_stages=1 if wide else 2)
     return dict(
@@ -55,7 +56,7 @@ def blocks(BK: int, BV_max: int, dtype: torch.dtype) -> dict[str, dict[str, int]
 
 
 def blocks_of_cpus(BK: int, BV_max: int) -> dict[str, dict[str, int]]:
-    """The same for the interpreter, which pays by the operation."""
+    """Return the block sizes for the interpreter, whose time grows with the number of operations."""
     several = dict(BV=BV_max, BJ=BK)
     return dict(
         summary=dict(BR=BK, BV=BV_max),
@@ -68,10 +69,10 @@ def blocks_of_cpus(BK: int, BV_max: int) -> dict[str, dict[str, int]]:
 
 
 class StatePass:
-    """Forward and backward through the states of this rank's chunks: plans, recorded once for calls that differ in
-    their tensors only.
+    """Forward and backward passes over the states of this rank's chunks. Each plan is recorded once and serves all
+    calls that differ in their tensors only.
 
-    layout: of this rank's tokens, with segments of delta_segment_length.
+    layout: the Layout of this rank's tokens, with segments of delta_segment_length.
     """
 
     def __init__(self, comm: Communicator, layout: Layout, shape: DeltaShape) -> None:
@@ -87,72 +88,72 @@ class StatePass:
         BV_max = max(16, next_power_of_2(V))
         cuda = comm.device.type == "cuda"
         self.blocks = blocks(BK, BV_max, dtype) if cuda else blocks_of_cpus(BK, BV_max)
-        batch = 1 if zigzag else B  # as fla takes chunks, of packed sequences too
+        batch = 1 if zigzag else B  # shape of chunks in fla, also for packed sequences
         self.of_chunks = batch, layout.num_chunks // batch, H, K, V
         self.of_states, self.of_transitions = ((layout.num_segments, H, K, width) for width in (V, K))
         self._plans: dict[tuple, tuple[Plan, list]] = {}
 
     def forward(self, x: Between, ends: Ends, saved_states: SavedStates) -> list[Tensor]:
-        """(h [B, chunks of each, H, K, V], the incoming state of each chunk, like k; v_new, like u). ``saved_states``
-        and ``ends`` are filled, the latter where a sequence ends here."""
+        """Run forward; return (h, the incoming state of each chunk [B, chunks of each, H, K, V] in k's dtype; v_new,
+        like u). Fills ``saved_states``, and ``ends`` for the sequences that end on this rank."""
         return self._run(self._forward, x, ends, saved_states)
 
     def turn(
         self, x: Between, d: OfOutput, dfinal: Tensor | None, saved_states: SavedStates, scale: float
     ) -> tuple[Any, ...]:
-        """(h, v_new of forward, made again; ``IncomingStates`` of gradients, for ``backward``). The scan of the
-        gradient is overlapped with the former. dfinal: [N, H, K, V] or None."""
+        """Recompute h and v_new of forward, overlapped with the scan of the gradient; return (h, v_new,
+        ``IncomingStates`` of gradients for ``backward``). dfinal: [N, H, K, V] or None."""
         h, v_new, *incoming = self._run(self._turn, x, d, (dfinal,), saved_states, scale=scale)
         return h, v_new, IncomingStates(*incoming)
 
     def backward(
         self, x: Between, d: OfOutput, incoming: IncomingStates, dinitial: Tensor | None, scale: float
     ) -> list[Tensor]:
-        """(dh, like h: the gradient of the state that leaves each chunk; dv', like dv). dinitial is filled where a
-        sequence begins here."""
+        """Run backward; return (dh, the gradient of each chunk's outgoing state, like h; dv', like dv). Fills dinitial
+        for the sequences that begin on this rank."""
         return self._run(self._backward, x._replace(u=None), d, incoming, (dinitial,), scale=scale)
 
     def forward_of_none(self, ends: Ends, saved_states: SavedStates) -> None:
-        """``forward`` of a rank without tokens: what comes goes on."""
+        """Run ``forward`` on a rank without tokens: it forwards the incoming state."""
         k, v, g = self._nothing()
         self.forward(Between(k, k, v, g), ends, saved_states)
 
     def backward_of_none(self, ends: Ends, saved_states: SavedStates) -> None:
-        """``turn`` and ``backward`` of such a rank."""
+        """Run ``turn`` and ``backward`` on a rank without tokens."""
         k, v, g = self._nothing()
         x, d = Between(k, k, v, g, k), OfOutput(v, v)
         *_, incoming = self.turn(x, d, ends.inputs, saved_states, 1.0)
         self.backward(x, d, incoming, ends.outputs, 1.0)
 
     def _nothing(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Keys, values and gates of one token, of which kernels read no more than a gate, without using it."""
+        """Return keys, values and gates of one token. Kernels read at most one gate of them and do not use it."""
         make = self.comm.memory.step.new_zeros
         k, v = (make(1, 1, self.H, width, dtype=self.dtype) for width in (self.K, self.V))
         return k, v, make(k.shape[: 3 if self.chunked["SCALAR"] else 4], dtype=torch.float32)
 
     def gradients(self, x: Between, v_new: Tensor, d: OfOutput, states: Sequence[Tensor], scale: float) -> list[Tensor]:
-        """Of a rule with one gate a head: (dq, dk, dw, like w, and dg, like g), see scalar_gradient_kernel. states:
-        (h, dh); d: with dv'."""
+        """Return (dq, dk, dw like w, dg like g) of a rule with one gate per head: see scalar_gradient_kernel. states:
+        (h, dh). d: with dv'."""
         return self._run(self._gradients, x._replace(u=None), (v_new,), d, tuple(states), scale=scale)
 
     def total(self, x: Between) -> list[Tensor]:
-        """(what this rank leaves from zero [B * H, K, V], its transition [B * H, K, K]) of a layout whose sequences
-        neither begin nor end here."""
+        """Return (this rank's local state [B * H, K, V], its transition [B * H, K, K]). The layout's sequences must
+        neither begin nor end on this rank."""
         return self._run(self._total, x)
 
     def total_back(self, x: Between, d: OfOutput, scale: float) -> list[Tensor]:
-        """The same of the gradient, from the end to the beginning."""
+        """Return the local state and transition of the gradient's scan, which runs from the last token to the first."""
         return self._run(self._total_back, x, d, scale=scale)
 
     def _run(self, record: Callable[..., Sequence[Buffer | None]], *groups: tuple[Any, ...], **fixed: Any) -> list[Any]:
-        """Run the plan that ``record(plan, *buffers, **fixed)`` has recorded at the first call with tensors like these
-        (their sizes are the layout's and those of the first), in tuples, ``groups``; the tensors of the buffers that it
-        has returned, None for None."""
+        """Run the plan that ``record(plan, *buffers, **fixed)`` recorded at the first call with such tensors;
+        ``groups`` are tuples of tensors, whose sizes the layout and the first tensor determine. Returns the tensors of
+        the buffers that ``record`` returned, None for None."""
         tensors = [x for group in groups for x in group]
         key = record.__name__, tensors[0].shape, *fixed.values(), *[x if x is None else x.dtype for x in tensors]
         found = self._plans.get(key)
         if found is None:
-            if len(self._plans) >= CACHE_SIZE:  # of calls with ever other scales
+            if len(self._plans) >= CACHE_SIZE:  # calls whose scale keeps changing
                 self._plans.clear()
             plan, buffers = self.recorded(record, *groups, **fixed)
             places = sorted(x.number for x in buffers if x is not None)  # in the order in which a run makes them
@@ -164,7 +165,7 @@ class StatePass:
     def recorded(
         self, record: Callable[..., Sequence[Buffer | None]], *groups: tuple[Any, ...], **fixed: Any
     ) -> tuple[Plan, Sequence[Buffer | None]]:
-        """(a plan, what ``record`` has returned), see _run."""
+        """Record a plan; return (the plan, the result of ``record``). See _run."""
         plan = Plan(self.comm.graphs)
         inputs = [[x if x is None else plan.input(x) for x in group] for group in groups]
         return plan, record(plan, *map(_like, groups, inputs), **fixed)
@@ -221,15 +222,15 @@ class StatePass:
         return scratch.own, scratch.dense
 
     def _scratch_states(self, plan: Plan) -> SavedStates:
-        """Memory until the end of a run, where no scan follows."""
+        """Return SavedStates in scratch memory, for a run without a scan."""
         return SavedStates(plan.scratch(*self.of_transitions), plan.scratch(*self.of_states), None)
 
     def _chunks(self, plan: Plan, k: Buffer, u: Buffer) -> tuple:
-        """New (states of the chunks, like k; values like u)."""
+        """Allocate outputs (states of the chunks in k's dtype, values like u)."""
         return plan.output(*self.of_chunks, dtype=k.dtype), plan.output_like(u)
 
     def _scratch(self, rank: Callable[..., Buffer], segments: Callable[..., Buffer], reverse: bool) -> Scratch:
-        """``rank``, ``segments``: what makes memory for the first and last of Scratch, and for the other two."""
+        """Allocate the Scratch. ``rank`` allocates its first and last field, ``segments`` the other two."""
         if self.in_order:
             return Scratch(None, None, None, None)
         states = self.num_states * self.H
@@ -252,8 +253,8 @@ class StatePass:
         reverse: bool,
         scratch: Scratch,
     ) -> None:
-        """Fill ``saved_states.incoming`` with each segment's incoming state from this rank's tokens, of each one's
-        local state; and of ``scratch`` all but the rank's incoming state."""
+        """Fill ``saved_states.incoming`` with each segment's incoming state from this rank's tokens, computed from the
+        segments' local states; and all of ``scratch`` except the rank's incoming state."""
         block = self.blocks["carry"]["BC"]
         columns = cdiv(self.V, block) + (0 if scratch.through is None else cdiv(self.K, block))
         self._launch(
@@ -282,7 +283,7 @@ class StatePass:
         reverse: bool,
         scratch: Scratch,
     ) -> None:
-        """_through, and the scan."""
+        """Record ``_through`` and the scan over the ranks."""
         if self.in_order:
             self._carry_in_order(plan, saved_states, local, outside, reverse)
             return
@@ -290,7 +291,7 @@ class StatePass:
         own, _, prev, dense = scratch
         if prev is None:
             return
-        # where no sequence goes through the whole rank, nothing that enters it leaves it
+        # without a sequence that spans the whole rank, the incoming state does not contribute to the outgoing state
         halves = range(1 + self.zigzag)
         passes = [any(index % len(halves) == i for index in self.layout.passing) for i in halves]
         lead = self.B, len(halves), self.H
@@ -303,7 +304,8 @@ class StatePass:
     def _carry_in_order(
         self, plan: Plan, saved_states: SavedStates, local: Buffer, outside: Buffer | None, reverse: bool
     ) -> None:
-        """Both in one kernel: ``saved_states.incoming`` is then each segment's incoming state, from whichever rank."""
+        """Record both scans of ``_carry`` as one kernel. ``saved_states.incoming`` is then each segment's full incoming
+        state, including the contribution of other ranks."""
         halves, carrier = 1 + self.zigzag, self.carrier
         assert isinstance(carrier, InOrderCarrier)
         outgoing = [plan.scratch(self.B * self.H, self.K, self.V) for _ in range(halves)]
@@ -321,8 +323,8 @@ class StatePass:
         return outputs
 
     def _local_gradients(self, plan: Plan, x: Between, d: OfOutput, dfinal: Buffer | None, scale: float) -> Buffer:
-        """The gradient that each segment leaves [segments, H, K, V], the last one of a sequence from dfinal, the others
-        from zero."""
+        """Record the kernel for each segment's local gradient [segments, H, K, V]; return its buffer. The last segment
+        of a sequence starts from dfinal, the others start from zero."""
         local = plan.scratch(*self.of_states)
         self._adjoint_kernel(plan, "local", x, d, *[None] * 6, local, dfinal, scale=scale)
         return local
@@ -330,7 +332,7 @@ class StatePass:
     def _adjoint(
         self, plan: Plan, x: Between, d: OfOutput, incoming: IncomingStates, filled: tuple, scale: float
     ) -> None:
-        """Fill (dh, dv', and where a sequence begins dinitial, unless it is None) from each segment's incoming
+        """Fill dh, dv' and, for sequences that begin on this rank, dinitial (unless None), from each segment's incoming
         gradient."""
         self._adjoint_kernel(plan, "adjoint", x, d, *incoming, *filled, None, None, scale=scale)
 
@@ -349,16 +351,16 @@ class StatePass:
         self._launch(plan, name, kernel, grid, *buffers, **self.chunked, **fixed)
 
     def _launch(self, plan: Plan, name: str, kernel: Any, grid: tuple, *buffers: Buffer | None, **fixed: Any) -> None:
-        """With the block sizes of ``name``. ``fixed``: the other parameters."""
+        """Record a launch with the block sizes of ``name``. ``fixed``: the other parameters."""
         plan.launch(kernel, grid, *buffers, **self.common, **self.blocks[name], **fixed)
 
 
 def _like(record: tuple[Any, ...], values: Iterable[Any]) -> tuple[Any, ...]:
-    """``values`` in a tuple of the type of ``record``."""
+    """Return ``values`` as a tuple of ``record``'s type."""
     return type(record)(*values) if hasattr(record, "_fields") else tuple(values)
 
 
 def _words(plan: Plan, saved_states: SavedStates) -> SavedStates:
-    """Of the first two, as the float32 that they are."""
+    """View transitions and incoming, which are saved as integers, as float32."""
     first, second = (plan.view(x, 0, *x.shape, dtype=torch.float32) for x in saved_states[:2])
     return saved_states._replace(transitions=first, incoming=second)

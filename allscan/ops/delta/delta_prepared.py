@@ -1,4 +1,4 @@
-"""What calls of a delta rule with one signature find prepared: all that the first of them has worked out."""
+"""Per-signature state of delta rules: the first call with a signature makes it, later calls reuse it."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ from .fla_chunks import KDA, ChunkCall, GatedDeltaNet, local
 from .own_chunks import ChunkPass, OwnChunks
 from .records import DeltaShape, Ends, Inputs, Options, Outer, Saved, SavedStates
 
-# What numbers are saved as of which some are never written: a saved_tensors_hook that looks at numbers, as a quantizer
-# does, is not to take those for numbers
+# Dtypes of saved buffers that kernels fill only in part. They are integers, so that a saved_tensors_hook that reads
+# values, such as a quantizer, does not treat unwritten memory as floats
 WORDS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
 
 
 def _find_layout(comm: Communicator, x: Shapes, cu_seqlens: Tensor | None, options: Options) -> Layout:
-    packed = bool(options.zigzag) or cu_seqlens is not None  # as fla takes both halves
+    packed = bool(options.zigzag) or cu_seqlens is not None  # fla processes both halves as packed sequences
     tokens = OwnTokens(x.B, x.T, cu_seqlens, options.first_token, options.zigzag)
     return find_layout(comm, tokens, x.segment_length(), packed, bool(x.invariant))
 
 
 class PreparedDelta:
-    """Of calls with one signature: what the first of them has worked out, with which the later ones need no checks but
-    those by which they find it; and their backward passes.
+    """State of one call signature. The first call with the signature makes it; later calls find it by their cache key,
+    skip all other checks, and run their forward and backward passes by it.
 
-    saved: what autograd saves, see ``saved_specs``. fixed: the operator's last inputs."""
+    saved: see ``saved_specs``. fixed: the operator's last inputs."""
 
     def __init__(self, comm: Communicator, x: Shapes, cu_seqlens: Tensor | None, options: Options, saved: list) -> None:
         rule, scale, *_, zigzag, _ = options
@@ -60,8 +60,9 @@ class PreparedDelta:
         self.pending = partial(carrier.pending, carrier.prepare(x.carried(zigzag)), self.zigzag)
 
     def forward(self, *inputs: Any) -> tuple[Any, ...]:
-        """(o, final_state or None, and for backward: sums of gates, scores and solved of chunks.py, and SavedStates),
-        of the operator's inputs before ``fixed``."""
+        """Run forward. ``inputs``: the operator's inputs before ``fixed``.
+
+        Returns (o, final_state or None, and for backward: sums of gates, the fields of Saved and of SavedStates)."""
         *tensors, initial_state, _, final = inputs
         x = Inputs(*tensors)
         ends = Ends(initial_state, x.q.new_zeros(self.state_shape, dtype=torch.float32) if final else None)
@@ -75,7 +76,7 @@ class PreparedDelta:
             x = Inputs(*_in_one(*x))
         o, sums, (scores, solved) = self.rule.forward(self.call, x, ends, saved_states)
         if self.zigzag:
-            o = unsafe_view(o, v_shape)  # no view, which must not be written to
+            o = unsafe_view(o, v_shape)  # not a view for autograd: a caller may write to o in place
             solved = solved.view(v_shape[0], -1, *solved.shape[2:])
             sums = sums.view(v_shape[0], -1, *sums.shape[2:]) if sums.numel() else sums
             scores = scores.view(solved.shape) if scores.numel() else scores
@@ -84,7 +85,7 @@ class PreparedDelta:
         return o, ends.outputs, sums, scores.view(WORDS[scores.dtype]), solved, *saved_states
 
     def backward(self, x: Inputs, saved: Saved, outer: Outer, saved_states: SavedStates) -> list[Any]:
-        """Gradients of the inputs."""
+        """Run backward; return the gradients of the inputs."""
         self.layout.use(self.comm)
         if not x.q.shape[1]:
             self.states.backward_of_none(Ends(outer.dfinal, outer.dinitial), saved_states)
@@ -105,8 +106,8 @@ class PreparedDelta:
 
 
 def prepare_delta(comm: Communicator, tensors: tuple, cu_seqlens: Tensor | None, options: Options) -> PreparedDelta:
-    """After all checks; those of the tensors at the first call with tensors like these, which agrees with the other
-    ranks. tensors: q, k, v, g, beta, initial_state."""
+    """Run the remaining checks; return the PreparedDelta. The first call for a signature checks the tensors and
+    compares its arguments with those of the other ranks. tensors: q, k, v, g, beta, initial_state."""
     q, _, v, g, beta, initial_state = tensors
     rule, scale, fields, bound, first_token, zigzag, invariant = options
     are_none = initial_state is None, cu_seqlens is None, first_token is None
@@ -127,17 +128,17 @@ def prepare_delta(comm: Communicator, tensors: tuple, cu_seqlens: Tensor | None,
             if invariant and not q.shape[1] and comm.rank in ((0,) if zigzag else (0, comm.size - 1)):
                 raise ValueError(f"with invariant={invariant} the first and the last rank must have tokens")
 
-        summed = None if isinstance(RULES[rule], OwnChunks) else CHUNK_TOKENS  # ours take gates of -inf, too
+        summed = None if isinstance(RULES[rule], OwnChunks) else CHUNK_TOKENS  # our kernels also support gates of -inf
         first = FirstCall(signature, shape, agree, summed)
         check_first(comm, first, check, g, AllScanCarrier.of(comm, dense=True).prepare)
     x = shapes_of(q, v, cu_seqlens, invariant)
-    own = isinstance(RULES[rule], OwnChunks)  # which saves the gates, not their sums
+    own = isinstance(RULES[rule], OwnChunks)  # our kernels save the gates, not their sums
     saved = saved_specs(x, beta.dtype, g.dtype if own else torch.float32, rule, zigzag)
     return PreparedDelta(comm, x, cu_seqlens, options, saved)
 
 
 def state_pass(comm: Communicator, layout: Layout, x: Shapes, options: Options) -> StatePass:
-    """What runs between the chunks of such calls, one of a layout and shape."""
+    """Return the StatePass of a call; calls with equal layout and shape share it."""
     rule, zigzag = RULES[options.rule], options.zigzag
     cls = ChunkPass if isinstance(rule, OwnChunks) else StatePass
     heads = x.H if rule.scalar or cls is ChunkPass else x.HV
@@ -148,13 +149,13 @@ def state_pass(comm: Communicator, layout: Layout, x: Shapes, options: Options) 
 
 
 def _in_one(*tensors: Tensor | None) -> Iterator[Any]:
-    """[B, T, ...] as [1, B * T, ...]: packed, as the halves of the zigzag layout are for fla."""
+    """View [B, T, ...] as [1, B * T, ...]: fla processes the halves of the zigzag layout as packed sequences."""
     return (x if x is None else x.flatten(0, 1)[None] for x in tensors)
 
 
 def state_specs(x: Shapes, zigzag: int) -> tuple[tuple[torch.dtype, tuple[int, ...]], ...]:
-    """(dtype, shape) of each of SavedStates; of more segments than there may be. The first two are saved as integers,
-    see WORDS."""
+    """Return (dtype, shape) of each field of SavedStates, for an upper bound of the number of segments. The first two
+    are saved as integers: see WORDS."""
     segments = most_segments(x.B, x.T, x.sequences, x.segment_length(), zigzag)
     states = ((torch.int32, (segments, x.HV, x.K, width)) for width in (x.K, x.V))
     return *states, (torch.int64, (FWD_EPOCHS,))
@@ -163,7 +164,7 @@ def state_specs(x: Shapes, zigzag: int) -> tuple[tuple[torch.dtype, tuple[int, .
 def sums_and_chunks(
     rule: GatedDeltaNet | KDA | OwnChunks, k: Tensor, v: Tensor, g: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Uninitialised sums of gates, scores and solved."""
+    """Return uninitialized sums of gates, scores and solved."""
     solved, own = k.new_empty(*v.shape[:3], CHUNK_TOKENS), isinstance(rule, OwnChunks)
     scores = k.new_empty(0 if rule.scalar and not own else solved.shape, dtype=WORDS[k.dtype])
     return g.new_empty(0 if own else g.shape, dtype=torch.float32), scores, solved
@@ -171,7 +172,7 @@ def sums_and_chunks(
 
 @functools.lru_cache(1024)
 def saved_specs(x: Shapes, beta_dtype: torch.dtype, gate_dtype: torch.dtype, rule: str, zigzag: int) -> list[tuple]:
-    """The dtype, shape and device of what autograd saves, but for cu_seqlens, and of do."""
+    """Return (dtype, shape, device) of the tensors that autograd saves, except cu_seqlens, and of do."""
     keys, of_v, dtype, scalar = (x.B, x.T, x.H, x.K), (x.B, x.T, x.HV), x.dtype, RULES[rule].scalar
     values, chunk = (*of_v, x.V), (*of_v, CHUNK_TOKENS)
     without = scalar and not isinstance(RULES[rule], OwnChunks)

@@ -1,6 +1,6 @@
-"""What happens inside the chunks of KDA and Gated DeltaNet, by flash-linear-attention's kernels (tested with 0.6.0).
+"""Computation inside the chunks of KDA and Gated DeltaNet by flash-linear-attention's kernels (tested with 0.6.0).
 
-Everything that is taken from fla for delta rules is imported here.
+All imports from fla for delta rules are in this file.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from .records import Between, Ends, Inputs, OfOutput, Outer, Saved, SavedStates
 
 
 class Local(NamedTuple):
-    """What fla's functions are told of this rank's sequences; nothing if they are not packed."""
+    """Arguments that describe this rank's packed sequences to fla's functions; None if sequences are not packed."""
 
     cu_seqlens: Tensor | None
     chunk_indices: Tensor | None
@@ -24,12 +24,12 @@ class Local(NamedTuple):
 
 
 def local(layout: Layout) -> Local:
-    """Of a layout that was made with ``fla`` where sequences are packed."""
+    """Return the Local of a layout, which must have been made with ``fla`` if sequences are packed."""
     return Local(*layout.fla) if layout.fla else Local(None, None)
 
 
 def log2_sums(g: Tensor, tables: Local) -> Tensor:
-    """Sums of the gates from each chunk's first token on, times log2(e), float32."""
+    """Return the cumulative sums of the gates from each chunk's first token, times log2(e), in float32."""
     from fla.ops.utils import chunk_local_cumsum
     from fla.ops.utils.constant import RCP_LN2
 
@@ -43,12 +43,12 @@ def _suffix_sums(dg: Tensor, tables: Local) -> Tensor:
 
 
 def _of_heads(x: Tensor, HK: int) -> Tensor:
-    """The sum over the value heads of each key head."""
+    """Return the sum over the value heads of each key head."""
     return x if x.shape[2] == HK else x.unflatten(2, (HK, -1)).sum(3)
 
 
 class ChunkCall(NamedTuple):
-    """What the functions inside the chunks are called with, besides tensors of the call."""
+    """Arguments of the functions inside the chunks, except tensors of the call."""
 
     states: Any  # a StatePass, of own chunks a ChunkPass
     scale: float
@@ -56,7 +56,7 @@ class ChunkCall(NamedTuple):
 
 
 class KDA:
-    """Kimi delta attention: a gate for each channel of the keys. safe_gate: no gate is below -5."""
+    """Kimi delta attention: one gate per channel of the keys. safe_gate: no gate is below -5."""
 
     scalar = False
 
@@ -66,7 +66,7 @@ class KDA:
     def forward(
         self, call: ChunkCall, x: Inputs, ends: Ends, saved_states: SavedStates
     ) -> tuple[Tensor, Tensor, Saved]:
-        """(o, sums of the gates, and what else backward takes)."""
+        """Run forward; return (o, sums of the gates, the tensors saved for backward)."""
         from fla.ops.gla.chunk import chunk_gla_fwd_o_gk
         from fla.ops.kda.chunk_intra import chunk_kda_fwd_intra
 
@@ -81,7 +81,7 @@ class KDA:
         return o, sums, Saved(scores, solved)
 
     def backward(self, call: ChunkCall, x: Inputs, saved: Saved, outer: Outer, saved_states: SavedStates) -> Inputs:
-        """Gradients of the inputs; ``outer`` is filled."""
+        """Run backward; return the gradients of the inputs. Fills ``outer``."""
         from fla.ops.kda.chunk_bwd import chunk_kda_bwd_dAv, chunk_kda_bwd_wy_dqkg_fused
         from fla.ops.kda.chunk_intra import chunk_kda_bwd_intra
         from fla.ops.kda.wy_fast import recompute_w_u_fwd
@@ -107,7 +107,7 @@ class KDA:
 
 
 class GatedDeltaNet:
-    """The gated delta rule: one gate a head."""
+    """The gated delta rule: one gate per head."""
 
     scalar = True
 

@@ -1,4 +1,4 @@
-"""What happens inside the chunks of KDA and Gated DeltaNet, by kernels of our own: shmem_kernels/delta_chunks.py."""
+"""Computation inside the chunks of KDA and Gated DeltaNet by our own kernels: shmem_kernels/delta_chunks.py."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from .records import Between, DeltaShape, Ends, IncomingStates, Inputs, OfOutput
 
 
 def chunk_blocks(BK: int, BV_max: int, dtype: torch.dtype) -> dict[str, dict[str, int]]:
-    """Block sizes, warps and registers on a GPU: what was fastest there. Of products of bfloat16 with 32 columns ptxas
-    12.8 makes wrong code in some kernels (tests/shmem_kernels/test_compile.py follows that of each)."""
+    """Return the fastest block sizes, warps and registers on a GPU. For bfloat16 products with 32 columns ptxas 12.8
+    generates wrong code in some kernels (tests/shmem_kernels/test_compile.py checks each)."""
     fine = dtype != torch.bfloat16
     both = dict(BJ=32 if fine else 64, BV=32 if fine else 64, num_warps=4, num_stages=1)
     few_columns = both | dict(BJ=32)
     wide = BK > 128 or fine
     columns = min(16 if fine else 32 if wide else 64, BV_max)
     output = dict(BV=columns, BJ=min(32, BK), num_warps=8 if wide else 4, num_stages=1 if wide else 2)
-    if not wide and BK == 128 and BV_max >= 128:  # of 64 columns, too, a multiprocessor has memory for one program
+    if not wide and BK == 128 and BV_max >= 128:  # 64 columns would also allow one program per multiprocessor only
         output |= dict(BV=128, num_warps=8)
-    # with more columns its code is wrong whatever num_stages is, where keys or values have no more
+    # if keys or values have at most 32 columns, a larger BV generates wrong code for every num_stages
     scalar_gradient = few_columns if fine else few_columns | dict(BV=32 if min(BK, BV_max) <= 32 else 128)
     if not fine and BK == 128 and BV_max >= 128:
         scalar_gradient = dict(BJ=128, BV=64, num_warps=8, num_stages=1)
-    few = {} if fine else dict(maxnreg=168)  # three programs on a multiprocessor
+    few = {} if fine else dict(maxnreg=168)  # three programs per multiprocessor
     return dict(
         operands=both,
         anchors=dict(num_warps=1),
@@ -52,15 +52,15 @@ def chunk_blocks(BK: int, BV_max: int, dtype: torch.dtype) -> dict[str, dict[str
 
 
 def chunk_blocks_of_cpus(BK: int, BV_max: int) -> dict[str, dict[str, int]]:
-    """The same for the interpreter, which pays by the operation."""
+    """Return the block sizes for the interpreter, whose time grows with the number of operations."""
     names = "operands", "solved", "output", "pairs", "gradient", "strong_gradient", "scalar_gradient"
     return dict.fromkeys(names, dict(BJ=BK, BV=BV_max)) | dict(anchors={})
 
 
 class ChunkPass(StatePass):
-    """A StatePass that forms what it passes on itself: forward and backward in one plan each.
+    """A StatePass that also computes inside the chunks: forward and backward are one plan each.
 
-    scalar: whether the rule has one gate a head; between the chunks each channel then has the same decay."""
+    scalar: whether the rule has one gate per head; between the chunks each channel then has the same decay."""
 
     def __init__(self, comm: Communicator, layout: Layout, shape: DeltaShape) -> None:
         _, _, HK, _, V, dtype, scalar, *_ = shape
@@ -74,19 +74,19 @@ class ChunkPass(StatePass):
         self.fine = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
 
     def whole_forward(self, x: Inputs, ends: Ends, saved_states: SavedStates, scale: float) -> list[Any]:
-        """(o, Aqk, T); ``saved_states`` and ``ends`` are filled as by forward."""
+        """Run the whole forward pass; return (o, Aqk, T). Fills ``saved_states`` and ``ends`` as ``forward`` does."""
         return self._run(self.record_forward, x, ends, saved_states, scale=scale)
 
     def whole_backward(
         self, x: Inputs, saved: Saved, outer: Outer, saved_states: SavedStates, scale: float
     ) -> list[Any]:
-        """(dq, dk of each head of v, dv, dg, dbeta); ``outer`` is filled."""
+        """Run the whole backward pass; return (dq, dk for each head of v, dv, dg, dbeta). Fills ``outer``."""
         return self._run(self.record_backward, x, saved, outer, saved_states, scale=scale)
 
     def record_forward(
         self, plan: Plan, x: Inputs, ends: Ends, saved_states: SavedStates, scale: float
     ) -> tuple[Buffer, ...]:
-        """whole_forward, into a plan."""
+        """Record whole_forward in a plan."""
         v, saved_states = x.v, _words(plan, saved_states)
         o = plan.output_like(v)
         scores, solved = (plan.output(*v.shape[:3], CHUNK_TOKENS, dtype=v.dtype) for _ in "as")
@@ -126,11 +126,11 @@ class ChunkPass(StatePass):
     def record_backward(
         self, plan: Plan, x: Inputs, saved: Saved, outer: Outer, saved_states: SavedStates, scale: float
     ) -> tuple[Buffer, ...]:
-        """whole_backward, into a plan."""
+        """Record whole_backward in a plan."""
         (q, k, v, g, beta), (scores, solved), (do, dfinal, dinitial) = x, saved, outer
         saved_states = _words(plan, saved_states)
         of_head = *v.shape[:3], self.K
-        whole = self.H == self.HK  # nothing is added up over heads
+        whole = self.H == self.HK  # no sum over value heads is needed
         dq, dk = (plan.output(*of_head, dtype=q.dtype if whole else torch.float32) for _ in "qk")
         dv, dg, dbeta = (plan.output_like(x) for x in (v, g, beta))
         strong = plan.scratch(self.layout.num_chunks, self.H, dtype=torch.int32)
@@ -141,7 +141,7 @@ class ChunkPass(StatePass):
         local = self._local_gradients(plan, between, d, dfinal, scale)
         with plan.side_stream(lambda carrier: carrier.stream()):
             self._carry(plan, saved_states._replace(incoming=incoming), local, dfinal, True, scratch)
-        h, dh = (plan.scratch(*self.of_chunks, dtype=self.fine) for _ in "hd")  # float16 would not hold large states
+        h, dh = (plan.scratch(*self.of_chunks, dtype=self.fine) for _ in "hd")  # large states overflow float16
         v_new, dv_new = (plan.scratch(*v.shape, dtype=self.fine) for _ in "vd")
         self._states(plan, between, IncomingStates(saved_states.incoming), None, (h, v_new))
         plan.join()
@@ -166,7 +166,7 @@ class ChunkPass(StatePass):
         return dq, dk, dv, dg, dbeta
 
     def _operands_memory(self, plan: Plan, v: Buffer) -> tuple:
-        """New qg, kg, w, u and the sums of each chunk's gates; one more, see delta.py's chunk_decay."""
+        """Allocate qg, kg, w, u and the sums of each chunk's gates, one row more: see chunk_decay of delta.py."""
         qg, kg, w = (plan.scratch(*v.shape[:3], self.K, dtype=v.dtype) for _ in range(3))
         sums = plan.scratch(self.layout.num_chunks + 1, self.H, self.K)
         return qg, kg, w, plan.scratch(*v.shape, dtype=v.dtype), sums
@@ -190,7 +190,7 @@ class ChunkPass(StatePass):
         )
 
     def _anchors(self, plan: Plan, g: Buffer, strong: Buffer) -> None:
-        """Of strong chunks, in place of what says that they are strong."""
+        """Record the kernel that overwrites the flags of strong chunks by their anchors."""
         sizes = dict(H=self.H, K=self.K, BT=CHUNK_TOKENS, BK=self.common["BK"])
         grid, chunks = (self.layout.num_chunks * self.H,), plan.constant(self.layout.chunks)
         plan.launch(anchors_kernel, grid, g, chunks, strong, **sizes, **self.blocks["anchors"])
@@ -206,7 +206,7 @@ class ChunkPass(StatePass):
 
 
 class OwnChunks:
-    """A rule whose chunks are our kernels'. scalar: one gate a head."""
+    """A rule whose chunks our own kernels compute. scalar: one gate per head."""
 
     own = True
 
@@ -216,12 +216,12 @@ class OwnChunks:
     def forward(
         self, call: ChunkCall, x: Inputs, ends: Ends, saved_states: SavedStates
     ) -> tuple[Tensor, Tensor, Saved]:
-        """(o, nothing, what else backward takes)."""
+        """Run forward; return (o, no sums of gates, the tensors saved for backward)."""
         o, *saved = call.states.whole_forward(x, ends, saved_states, call.scale)
         return o, x.g.new_empty(0, dtype=torch.float32), Saved(*saved)
 
     def backward(self, call: ChunkCall, x: Inputs, saved: Saved, outer: Outer, saved_states: SavedStates) -> Inputs:
-        """Gradients of the inputs; ``outer`` is filled."""
+        """Run backward; return the gradients of the inputs. Fills ``outer``."""
         dq, dk, *others = call.states.whole_backward(x, saved, outer, saved_states, call.scale)
         if (heads := x.q.shape[2]) != x.v.shape[2]:
             dq, dk = (d.unflatten(2, (heads, -1)).sum(3) for d in (dq, dk))

@@ -1,4 +1,4 @@
-"""What delta rules take of raw arguments: norms of q and k, gates and beta; by shmem_kernels/delta_inputs.py."""
+"""Preparation of raw arguments of delta rules: norms of q and k, gates, beta; by shmem_kernels/delta_inputs.py."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from ...shmem_kernels.delta_inputs import (
 )
 from ...tokens.packing import CACHE_SIZE
 
-BLOCK = 2048  # numbers of a program at a time
-PROGRAMS = 1024  # about as many as a GPU runs at once
+BLOCK = 2048  # elements that a program processes at a time
+PROGRAMS = 1024  # about the number of programs that are resident on a GPU
 MOST_KEYS = 256  # channels of q and k
 FLOATS = torch.float16, torch.bfloat16, torch.float32, torch.float64
 
 
 class Gate(NamedTuple):
-    """What raw gates go through; see ``zeco_kda``. Beta is one with a bound of 1 or 2."""
+    """Parameters of the function of raw gates: see ``zeco_kda``. Raw beta is a gate with the bound 1 or 2."""
 
     A_log: Tensor | None = None  # [HV]
     dt_bias: Tensor | None = None  # [HV] or [HV, K], in whatever shape
@@ -40,7 +40,8 @@ class Gate(NamedTuple):
 
 
 def normalized(q: Tensor, k: Tensor, handle: int) -> Sequence[Tensor]:
-    """Both, each over the root of its square and 1e-6, along the last dimension. ``handle``: of the communicator."""
+    """Return q and k, each divided by sqrt(sum of squares + 1e-6) along the last dimension. ``handle``: the
+    communicator's."""
     if _by_kernels(q, k, handle=handle) and q.shape == k.shape and 0 < q.shape[-1] <= MOST_KEYS:
         found: Sequence[Tensor] = _Normalized.apply(handle, q, k)
         return found
@@ -48,8 +49,8 @@ def normalized(q: Tensor, k: Tensor, handle: int) -> Sequence[Tensor]:
 
 
 def gate(x: Tensor, by: Gate, handle: int) -> Tensor:
-    """Of raw ones [B, T, HV, ...] float32: of each head -exp(A_log) softplus(x + dt_bias), or with a bound
-    bound sigmoid(exp(A_log) (x + dt_bias))."""
+    """Return the float32 gates of raw gates x [B, T, HV, ...]: -exp(A_log) softplus(x + dt_bias) for each head, or with
+    a bound: bound * sigmoid(exp(A_log) (x + dt_bias))."""
     A_log, dt_bias, bound = by
     if _by_kernels(x, A_log, dt_bias, handle=handle) and x.ndim in (3, 4):
         found: Tensor = _Gated.apply((handle, bound), x, A_log, dt_bias)
@@ -65,8 +66,8 @@ def gate(x: Tensor, by: Gate, handle: int) -> Tensor:
 
 
 def _by_kernels(*tensors: Tensor | None, handle: int) -> bool:
-    """Whether our kernels take these, that is eager and checked as far as they need it: torch takes what is rejected
-    afterwards, and what it traces."""
+    """Return whether our kernels can process these tensors: the call is eager and the tensors pass the checks that the
+    kernels need. Otherwise torch operators compute: under tracing, and for arguments that a later check rejects."""
     if watched(tensors):
         return False
     device = communicator_of(handle).device
@@ -110,7 +111,7 @@ def _save(ctx: Any, handle: int, *tensors: Tensor) -> None:
 
 
 def _restored(ctx: Any, what: str, names: str) -> Sequence[Tensor]:
-    """What autograd has saved, or an error of which the ranks hear that wait for this one's next call."""
+    """Return the tensors that autograd saved. An error also reaches the ranks that wait for this rank's next call."""
     comm = communicator_of(ctx.handle)
     saved = saved_tensors(ctx, lambda: comm, True)
     try:
@@ -121,7 +122,7 @@ def _restored(ctx: Any, what: str, names: str) -> Sequence[Tensor]:
 
 
 class RawInputs:
-    """Of a communicator: plans, recorded once for calls that differ in their tensors only."""
+    """Plans of a communicator. Each is recorded once and serves all calls that differ in their tensors only."""
 
     def __init__(self, comm: Communicator) -> None:
         self._graphs, self._cuda = comm.graphs, comm.device.type == "cuda"
@@ -133,7 +134,7 @@ class RawInputs:
         return attributes.get(RawInputs) or attributes.setdefault(RawInputs, RawInputs(communicator_of(handle)))
 
     def run(self, name: str, *tensors: Tensor | None, **fixed: Any) -> list[Any]:
-        """The tensors of the buffers that ``name`` of RECORDS makes of these, None for None."""
+        """Run the plan ``name`` of RECORDS on ``tensors``; return the tensors of its output buffers, None for None."""
         key = name, *fixed.values(), *[x if x is None else (x.shape, x.dtype) for x in tensors]
         found = self._plans.get(key)
         if found is None:
@@ -150,8 +151,8 @@ class RawInputs:
 
 
 def _rows(cuda: bool, rows: int, width: int) -> int:
-    """Of a block: on GPUs the same whatever ``rows`` is, or a row's sum had other bits; the interpreter pays by the
-    block."""
+    """Return the rows of a block. On GPUs the number does not depend on ``rows``: otherwise the bits of a row's sum
+    would. The interpreter's time grows with the number of blocks."""
     return max(1, BLOCK // width) if cuda else min(next_power_of_2(rows), max(1, 128 * BLOCK // width))
 
 
@@ -210,7 +211,7 @@ def _gate_back(
 
 
 def _blocks(cuda: bool, x: Buffer, bound: float | None) -> tuple[int, int, dict[str, Any]]:
-    """(rows of x, blocks of columns, what kernels of gates are told) of x [B, T, HV] or [B, T, HV, K]."""
+    """Return (rows of x, blocks of columns, parameters of the gate kernels) of x [B, T, HV] or [B, T, HV, K]."""
     rows, W, K = math.prod(x.shape[:2]), math.prod(x.shape[2:]), math.prod(x.shape[3:])
     BW = min(128 if cuda else 2 * BLOCK, next_power_of_2(W))
     bounded = dict(bound=0.0 if bound is None else float(bound), BOUNDED=bound is not None)

@@ -1,4 +1,4 @@
-"""What the parts of a delta rule hand to each other: tensors, or the buffers of a plan that stand for them."""
+"""Records that the parts of a delta rule exchange: tensors, or plan buffers in place of tensors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ...launch.plan import Buffer
 
 
 class Before(NamedTuple):
-    """What is done to the arguments before the rule; see ``zeco_kda``."""
+    """Preparation of the arguments before the rule: see ``zeco_kda``."""
 
     normalize: bool
     gate: bool
@@ -26,7 +26,7 @@ class Before(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """Options of a call as its caller passes them: see ``zeco_kda``."""
+    """Unchecked options of a call, as the caller passes them: see ``zeco_kda``."""
 
     scale: float | None
     initial_state: Tensor | None
@@ -39,8 +39,8 @@ class Asked(NamedTuple):
 
 
 class Options(NamedTuple):
-    """What is not in the tensors of a call, checked. fields, bound: of Before, what the ranks compare; zigzag: see
-    zigzag_of."""
+    """Checked options of a call, without its tensors. fields, bound: the values of Before that the ranks compare.
+    zigzag: see zigzag_of."""
 
     rule: str
     scale: float
@@ -52,7 +52,7 @@ class Options(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """Of a rule, [B, T, heads, ...]; or gradients of them. In backward of fla's rules g are the sums of the gates."""
+    """Inputs of a rule [B, T, heads, ...], or their gradients. In backward of fla's rules g has sums of the gates."""
 
     q: Any
     k: Any
@@ -62,15 +62,15 @@ class Inputs(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """What backward takes of the chunks, in a dtype of the size of q's."""
+    """Intermediates of the chunks that are saved for backward, in a dtype of the size of q's."""
 
-    scores: Any  # Aqk [B, T, heads of v, 64], or nothing
-    solved: Any  # Akk, the same
+    scores: Any  # Aqk [B, T, heads of v, 64], or empty
+    solved: Any  # Akk, of the same shape
 
 
 class Outer(NamedTuple):
-    """What comes to a backward pass from outside, the gradients of o and of the final states [N, H, K, V] or None; and
-    what it fills, unless that is None: those of the initial states."""
+    """Inputs of a backward pass, the gradients of o and of the final states ([N, H, K, V] or None), and an output: the
+    gradients of the initial states, filled unless None."""
 
     do: Any
     dfinal: Any
@@ -78,25 +78,25 @@ class Outer(NamedTuple):
 
 
 class SavedStates(NamedTuple):
-    """What backward takes from forward; of a scan in reverse, with gradients for states."""
+    """States that forward saves for backward. In a reverse scan: gradients in place of states."""
 
-    transitions: Any  # [segments, H, K, K], words of float32, of whatever dtype of 4 bytes
-    incoming: Any  # [segments, H, K, V], the same; what has entered each
-    fwd_epoch: Any  # number of the call
+    transitions: Any  # [segments, H, K, K], float32 bits in any 4-byte dtype
+    incoming: Any  # [segments, H, K, V], likewise: each segment's incoming state
+    fwd_epoch: Any  # forward epoch of the call
 
 
 class Between(NamedTuple):
-    """What the chunks hand to the passes between them, as shmem_kernels/delta.py says."""
+    """Operands of the chunks for the passes between the chunks: see shmem_kernels/delta.py."""
 
     k: Any  # kg
     w: Any
-    u: Any  # not in backward
+    u: Any  # None in backward
     g: Any  # sums of the gates
-    q: Any = None  # qg, in backward
+    q: Any = None  # qg, in backward only
 
 
 class OfOutput(NamedTuple):
-    """Gradients inside the chunks, of the output and, by way of it, of v_new; or scores Aqk to make the latter of."""
+    """Gradients inside the chunks: of the output, and of v_new through it, or the scores Aqk to compute the latter."""
 
     do: Any
     dv: Any
@@ -104,16 +104,16 @@ class OfOutput(NamedTuple):
 
 
 class Ends(NamedTuple):
-    """States of sequences [N, H, K, V] float32, or None: those where a pass begins, and those where it ends, which it
-    fills. Forward initial and final ones, backward gradients of the final and of the initial ones."""
+    """States of sequences [N, H, K, V] float32, or None: inputs, where a pass begins, and outputs, which the pass
+    fills. Forward: initial and final states. Backward: gradients of the final and of the initial states."""
 
     inputs: Any
     outputs: Any
 
 
 class IncomingStates(NamedTuple):
-    """Each segment's incoming state from this rank's tokens; if any comes from beyond it, the transition from the
-    rank's entry to each segment, and the rank's incoming state."""
+    """Each segment's incoming state from this rank's tokens and, if the rank has an incoming state, the transition from
+    the rank's entry to each segment and that incoming state."""
 
     states: Any
     through: Any = None
@@ -121,8 +121,8 @@ class IncomingStates(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """Of a rank: local state; transition from its entry to each segment; incoming state; by which matrix that leaves
-    it. None where there is no such thing."""
+    """Scratch of a rank: local state; transition from the rank's entry to each segment; incoming state; transition of
+    the whole rank. A field is None if it does not exist."""
 
     own: Buffer | None
     through: Buffer | None
@@ -134,9 +134,9 @@ class Scratch(NamedTuple):
 
 
 class DeltaShape(NamedTuple):
-    """B states of H heads are sent, with ``zigzag`` twice as many: of the first half of a batch entry's tokens, or of a
-    document's, and of the second. scalar: gates are one number a token and head, and k and q, of HK heads, come without
-    them. dtype: of k, w, u."""
+    """Shape of a StatePass. It sends B states of H heads; with ``zigzag`` 2 * B, for the first and for the second half
+    of the tokens of each batch entry or document. scalar: there is one gate per token and head, and k and q, of HK
+    heads, are not multiplied by gates. dtype: of k, w, u."""
 
     B: int
     H: int
@@ -146,4 +146,4 @@ class DeltaShape(NamedTuple):
     dtype: torch.dtype
     scalar: bool
     zigzag: bool = False
-    in_order: bool = False  # through all segments in the order of the sequence: see docs/invariant.md
+    in_order: bool = False  # scan all segments in sequence order: see docs/invariant.md

@@ -250,8 +250,8 @@ class Prepared:
     """State of one call signature: shape, token layout and launch plans. The first call with the signature makes it;
     later calls find it by their cache key and skip all other checks.
 
-    options: ``_find`` returns an equal object for them. saved: see ``_saved``. pending: registers an outstanding
-    backward pass with the communicator."""
+    options: ``_find`` returns an equal object for them. saved: see ``_saved``. pending: makes the communicator's
+    PendingBackward records of an outstanding backward pass."""
 
     def __init__(self, carrier: StateCarrier, shape: Shape, layout: Layout, options: Options, saved: list) -> None:
         self.carrier, self.shape, self.layout, self.options, self.saved = carrier, shape, layout, options, saved
@@ -424,7 +424,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
 def _pending(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None, *rest: Any
 ) -> list:
-    """Register the outstanding backward of a call of the custom operator."""
+    """Return the PendingBackward records of a call of the custom operator."""
     _, handle, _, _, zigzag, _, invariant, _ = rest
     carrier = carrier_of(handle, invariant)
     return carrier.pending(carrier.prepare(_carried_shape(q, v, cu_seqlens, zigzag)), bool(zigzag))
