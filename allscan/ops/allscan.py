@@ -55,57 +55,57 @@ def allscan(
     layout: str = "contiguous",
     async_op: bool = False,
 ) -> Any:
-    """Exclusive scan of a state over the ranks of ``comm``, in rank order, differentiable.
+    """Differentiable exclusive scan of a state over the ranks of ``comm``, in rank order.
 
         R_0 = initial_state (or 0),   R_{p+1} = decay_p * R_p + state_p,   rank p gets R_p
         with a transition:            R_{p+1} = transition_p R_p + state_p
 
-    With reverse=True the last rank is the first. With E_p = dL/dR_{p+1} the adjoint is the scan in the other direction:
-    E_{p-1} = decay_p * E_p + dL/d(out_p),  dstate_p = E_p,  ddecay_p = sum(E_p * R_p) over what it is broadcast along;
-    E_{p-1} = transition_p^T E_p + dL/d(out_p),  dtransition_p = E_p R_p^T.
+    With reverse=True the scan runs from the last rank to the first. With E_p = dL/dR_{p+1} the adjoint is the scan in
+    the other direction: E_{p-1} = decay_p * E_p + dL/d(out_p),  dstate_p = E_p,  ddecay_p = sum(E_p * R_p) over the
+    broadcast dimensions; E_{p-1} = transition_p^T E_p + dL/d(out_p),  dtransition_p = E_p R_p^T.
 
-    In a chain each rank receives one state and sends one; with several nodes ``comm.algorithm`` decides how they are
-    sent (docs/rails.md). The first call for a shape is collective on the host (it makes an ``AllScan``, which
-    ``comm`` keeps); later ones only launch one kernel on the current stream. torch.compile takes it as one operator,
-    also with fullgraph=True, but not the zigzag layout, out, async_op and other arrays.
+    In a chain each rank receives one state and sends one; with several nodes ``comm.algorithm`` selects the algorithm
+    (docs/rails.md). The first call for a shape is collective on the host: it creates an ``AllScan``, which ``comm``
+    caches. Later calls only launch one kernel on the current stream. torch.compile traces the call as one operator,
+    also with fullgraph=True, except for the zigzag layout, out, async_op and other kinds of array.
 
     Args:
         state: [..., K, V] float32; on the communicator's device. A torch tensor, or a CuPy or NumPy array.
-        decay: None (1), a number, or float32 [..., K], [...], or no dimension; in [0, 1]. 0 lets nothing pass; with the
-            number 0 in a chain this rank sends all tiles before it waits for any, so the next rank waits for this one
-            only.
+        decay: None (1), a number, or float32 [..., K], [...], or no dimension; in [0, 1]. 0 discards the incoming
+            state. With the number 0 in a chain this rank sends all tiles before it waits for any, so the next rank
+            waits for this rank only.
         transition: float32 [..., K, K] in place of a decay, for delta rules and other dense recurrences: the product of
-            the transitions of this rank's tokens. Stays where it is; products are as accurate as float32's.
-        initial_state: like state, the same on every rank or None on all; its gradient is non-zero on the first rank
+            the transitions of this rank's tokens. It is not sent; products have float32's accuracy.
+        initial_state: like state, equal on all ranks or None on all ranks; its gradient is non-zero on the first rank
             only.
-        reverse: whether the last rank is the first; the same on every rank.
-        comm: the ranks.
-        out: like state, to be written instead of a new array; not with gradients.
-        layout: "contiguous", or "zigzag" for ranks that hold chunks p and 2P - 1 - p of 2P: state, and decay and
-            transition where there are any, are pairs of tensors, of the former and of the latter. An ascending scan and
-            a descending one:
-            E_{P-1} = R_P, E_{p-1} = decay'_p * E_p + state'_p. Not with reverse or out. For gradients every rank uses a
-            result, or both in one backward pass.
-        async_op: return an ``allscan.Work`` at once, whose ``wait()`` returns R_p: the scan runs on the
-            communicator's own stream, overlapped with what is launched next on the current one. The scan of the
-            backward pass is not asynchronous. For torch tensors in the contiguous layout.
+        reverse: whether to scan from the last rank to the first; equal on all ranks.
+        comm: the communicator.
+        out: like state, receives the result in place of a new array; not with gradients.
+        layout: "contiguous", or "zigzag" for ranks that hold chunks p and 2P - 1 - p of 2P. In the zigzag layout state,
+            and decay and transition unless None, are pairs of tensors, for the first and for the second chunk. An
+            ascending scan is followed by a descending scan:
+            E_{P-1} = R_P, E_{p-1} = decay'_p * E_p + state'_p. Not with reverse or out. For gradients every rank must
+            use one of the results, or both in one backward pass.
+        async_op: return an ``allscan.Work`` at once, whose ``wait()`` returns R_p. The scan runs on the communicator's
+            own stream, overlapped with later kernels of the current stream. The scan of the backward pass is not
+            asynchronous. For torch tensors in the contiguous layout.
 
     Returns:
         R_p, like state and of the same kind of array; in the zigzag layout (R_p, E_p).
 
     Raises:
-        TypeError: dtype.
-        ValueError: shape, device, ranks that differ.
-        RuntimeError: closed, no transport, a first call in a CUDA graph's capture.
-        MemoryError: arena full.
+        TypeError: the dtype is not supported.
+        ValueError: shape or device are wrong, or arguments differ between ranks.
+        RuntimeError: the communicator is closed or has no transport, or a first call is in a CUDA graph's capture.
+        MemoryError: the arena is full.
         AllScanTimeout: an earlier call has timed out.
-        AllScanOutOfStep: the ranks have not made the same calls. Each before anything is launched.
+        AllScanOutOfStep: the ranks have not made the same calls. Each error is raised before anything is launched.
 
     Example:
         >>> comm = allscan.Communicator()
-        >>> prev = allscan.allscan(state, decay, comm=comm)         # rank p: what ranks 0 .. p-1 have left
+        >>> prev = allscan.allscan(state, decay, comm=comm)         # rank p: the scan of ranks 0 .. p-1
         >>> work = allscan.allscan(state, decay, comm=comm, async_op=True)
-        >>> prev = work.wait()                                      # after what does not need it
+        >>> prev = work.wait()                                      # after kernels that do not need prev
     """
     inputs = ScanInputs(state, decay, transition, initial_state, out)
     if torch.compiler.is_compiling():
@@ -125,7 +125,7 @@ _not_traced = dynamo_disabled(allscan)
 
 
 def _compiled(comm: Communicator, inputs: tuple[Any, ...], reverse: bool, layout: str, async_op: bool) -> Tensor:
-    """``allscan`` as torch.compile traces it."""
+    """Run ``allscan`` under torch.compile."""
     check_communicator(comm)
     state, decay, transition, initial_state, out = inputs
     if isinstance(state, Tensor) and layout == "contiguous" and out is None and not async_op:
@@ -138,8 +138,8 @@ def _compiled(comm: Communicator, inputs: tuple[Any, ...], reverse: bool, layout
 
 
 def scan_once(comm: Communicator, inputs: ScanInputs, reverse: bool, async_op: bool = False, part: str = "") -> Any:
-    """``allscan`` of tensors in the contiguous layout, in a call of ``comm``. part: "half" of the zigzag layout or
-    "hop" of halo(), whose ranks agree upon the whole; for a hop, a chain."""
+    """Run ``allscan`` on tensors in the contiguous layout, inside a call of ``comm``. part: "half" of the zigzag layout
+    or "hop" of halo(), whose callers compare the whole call's arguments between ranks; a hop uses a chain."""
     key = call_key(inputs)
     prepared = None if comm.debug else comm.calls.get((key, reverse, part))
     if prepared is None:
@@ -154,7 +154,7 @@ def scan_once(comm: Communicator, inputs: ScanInputs, reverse: bool, async_op: b
 
 
 def _prepare(comm: Communicator, key: tuple, inputs: ScanInputs, reverse: bool, part: str) -> PreparedScan:
-    """What runs the call, after all checks; wrong arguments are raised, at a first call on every rank."""
+    """Run all checks; return the PreparedScan of the call. Wrong arguments raise, at a first call on every rank."""
     state, _, transition, initial_state, out = inputs
     deferred = None
     try:
@@ -183,8 +183,8 @@ def _scan_of(
     deferred: DeferredError | None = None,
     part: str = "",
 ) -> AllScan:
-    """That for states of this shape, made at a first call. agreed: (layout, reverse, whether initial_state is None), as
-    on all ranks. deferred: what is wrong with this rank's arguments, the shape perhaps."""
+    """Return the AllScan for states of this shape; a first call creates it. agreed: (layout, reverse, whether
+    initial_state is None), equal on all ranks. deferred: the error in this rank's arguments, shape included."""
     agree = agreed and ("allscan", *zip(("layout", "reverse", "initial_state is None"), agreed, strict=True))
     variant = CHAIN
     if shape is not None and len(shape) > 1 and part != "hop":
@@ -206,7 +206,7 @@ def scan_zigzag(
     async_op: bool = False,
     part: str = "half",
 ) -> Any:
-    """The same of pairs in the zigzag layout."""
+    """Run ``allscan`` on pairs in the zigzag layout."""
     state, decay, transition, initial_state, out = inputs
     ascending: Any
     descending: Any
@@ -237,14 +237,14 @@ def scan_zigzag(
         deferred = DeferredError(error)
     if deferred is not None:
         get_or_create_scan(comm, None, deferred=deferred)
-    comm.order.stamp = comm.order.stamp or ZIGZAG  # of an operator, or this
+    comm.order.stamp = comm.order.stamp or ZIGZAG  # the calling operator's stamp, if any
     if first:
-        if part == "half":  # no rank does without the descending scan
+        if part == "half":  # every rank needs the descending scan
             _scan_of(comm, ascending.shape, transitions[0], ("zigzag", False, initial_state is None))
         comm.checked.remember(known)
     wanted = bool(key[-1])
     if wanted:
-        # both scans have a backward then, on every rank, also where one input alone is asked for its gradient
+        # both scans then have a backward on every rank, even if only one input requires a gradient
         taken = [x if i < 2 or (isinstance(x, Tensor) and x.requires_grad) else None for i, x in enumerate(operands)]
         found = Together.apply(None, *taken)
         ascending, descending, *rest = (x if t is None else t for x, t in zip(operands, found, strict=True))
@@ -254,17 +254,17 @@ def scan_zigzag(
     if comm.rank == comm.size - 1:  # where the ascending scan ends, and the descending one begins
         handed = outgoing(ScanInputs(ascending, decays[0], transitions[0]), prev)
     found = prev, scan_once(comm, ScanInputs(descending, decays[1], transitions[1], handed), True, part=part)
-    # the gradient of one result, or by one result, runs the same scans on the last rank as on the others
+    # the last rank then runs the same backward scans as the others, also if only one result is used
     return Together.apply(None, *found) if wanted else found
 
 
 class Together(Function):
-    """Tensors as they are, whose gradients are of one node: it runs behind all that uses any of them."""
+    """Identity with one autograd node for several tensors: its backward runs after the backward of all their users."""
 
     @staticmethod
     def forward(ctx: Any, _, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
         ctx.set_materialize_grads(False)
-        # views that such a function makes must not be written to: these are none, of the same memory
+        # detach() shares the memory; autograd forbids in-place writes to views that a multi-output function returns
         return tuple(x if x is None else x.detach() for x in tensors)
 
     @staticmethod
@@ -273,8 +273,8 @@ class Together(Function):
 
 
 class _AllScan(Function):
-    """Not by an ``Operator``, which takes two functions more a call: the forward epoch is borrowed until the node goes,
-    and async_op returns something else."""
+    """Autograd function of ``allscan``. It is no ``Operator``, because that needs two more calls per call: the forward
+    epoch is borrowed until the node is freed, and async_op returns a Work."""
 
     @staticmethod
     def forward(
@@ -294,8 +294,8 @@ class _AllScan(Function):
             works.append(prev)
             prev = prev.result
         _, _, of_decay, of_transition, _ = ctx.needs_input_grad
-        # two on every rank, whichever inputs it has: by what was saved, and unpacked, torch's activation checkpointing
-        # decides what it computes again, and when
+        # save two tensors on every rank, whichever inputs it has: torch's activation checkpointing decides by the saved
+        # and unpacked tensors what it recomputes, and when
         nothing, factor = comm.nothing, decay if transition is None else transition
         ctx.save_for_backward(nothing if factor is None else factor, prev if of_decay or of_transition else nothing)
         pending = (
@@ -308,7 +308,7 @@ class _AllScan(Function):
 
     @staticmethod
     def backward(ctx: Any, dprev: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.compiler.is_compiling():  # autograd's graph: nothing of this is for torch to trace
+        if torch.compiler.is_compiling():  # autograd's graph: torch must not trace this backward
             return _backward_not_traced(ctx, dprev)
         reference, (handle, stamp_of_call), fwd_epoch, number, pending, has_decay, shape = ctx.saved
         prepared = reference()
@@ -342,7 +342,7 @@ def _adjoint(launcher: Launcher, inputs: ScanInputs, reverse: bool) -> PreparedS
 
 
 def _restored(factor: Any, shape: Any, is_decay: bool, prev: Any, dprev: Tensor) -> Sequence[Any]:
-    """(factor, of that shape, and prev or None) as ``restored``; prev has the shape of ``dprev``."""
+    """Check saved tensors by ``restored``; return (factor of this shape, prev, of dprev's shape, or None)."""
     kinds, names = [(dprev.dtype, x, dprev.device) for x in (shape, dprev.shape)], "decay" if is_decay else "transition"
     if prev is None:
         return *restored("allscan()", names, (factor,), kinds[:1]), None
@@ -352,8 +352,8 @@ def _restored(factor: Any, shape: Any, is_decay: bool, prev: Any, dprev: Tensor)
 def _gradients(
     comm: Communicator, dstate: Tensor, inputs: ScanInputs, prev: Any, reverse: bool, wanted: Any
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Of decay, transition, initial_state, None where not ``wanted``. ``inputs``: of the scan that has given dstate;
-    ``prev`` is used for the first two of these."""
+    """Return the gradients of decay, transition and initial_state, None if not ``wanted``. ``inputs``: the inputs of
+    the scan that computed dstate. ``prev`` is used for the gradients of decay and transition."""
     _, decay, *_ = inputs
     ddecay = dtransition = dinitial = None
     if wanted[0]:
@@ -379,7 +379,7 @@ def _forward(
     reverse: bool,
     handle: int,
 ) -> tuple[Tensor, Tensor]:
-    """allscan() as torch.compile takes it: (R_p, the number of this call). number: a decay that is no tensor."""
+    """Custom operator of allscan() for torch.compile: (R_p, forward epoch). number: a decay that is no tensor."""
     comm = communicator_of(handle)
     with comm.call(reverse, "allscan()", (state, decay, transition, initial_state)):
         inputs = ScanInputs(state, number if decay is None else decay, transition, initial_state)
@@ -416,7 +416,7 @@ def _backward(
     of_transition: bool,
     of_initial: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Of state, decay, transition and initial_state; empty where not wanted."""
+    """Return the gradients of state, decay, transition and initial_state; empty tensors if not wanted."""
     comm = communicator_of(handle)
     with comm.call(not reverse, "the backward of allscan()", (dprev,)):
         if decay is not None:
@@ -432,7 +432,7 @@ def _backward(
         reject_second_derivative("allscan()")
         dstate, *rest = (
             dprev.new_empty(0) if x is None else x.clone() if x is dprev else x.contiguous() for x in grads
-        )  # an operator may not return what it is given
+        )  # a custom operator must not return its inputs
         return dstate, rest[0], rest[1], rest[2]
 
 
@@ -470,22 +470,22 @@ _traced = CustomOperator("allscan::scan", _passes, _save, _gradient)
 
 
 class Using(torch.autograd.Function):
-    """x; its backward runs that of the others too, as each rank's has to."""
+    """Identity of x. Its backward also runs the backward of the other tensors, as every rank must."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *others: Any) -> Tensor:
         ctx.kinds = [(other.shape, other.dtype) for other in others]
-        ctx.save_for_backward(*others)  # so that activation checkpointing computes again here, on every rank alike
-        return x.detach()  # no view, which must not be written to; of the same memory
+        ctx.save_for_backward(*others)  # so that activation checkpointing recomputes here, on every rank
+        return x.detach()  # the same memory, but no view for autograd: a caller may write to it in place
 
     @staticmethod
-    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, ...]:  # which may go to a kernel next
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, ...]:  # dx may go to a kernel next
         _ = ctx.saved_tensors
         return plain_or_traced(dx)[0], *(dx.new_zeros(shape, dtype=dtype) for shape, dtype in ctx.kinds)
 
 
 def check_final(word: str, comm: Communicator, name: str = "output_final_state") -> bool:
-    """True; ValueError, of which the other ranks hear, for another word than "all"."""
+    """Return True for "all". Another word raises ValueError and reports it to the other ranks."""
     if word == "all":
         return True
     what = f'{name} must be True, False or "all", got {word!r}'
@@ -496,8 +496,8 @@ def check_final(word: str, comm: Communicator, name: str = "output_final_state")
 
 
 def final_of_all(o: Tensor, final: Any, comm: Communicator, packed: bool, zigzag: bool) -> tuple[Tensor, Tensor]:
-    """(o, on every rank the states that one of them has and the others have as zeros). Without ``packed`` it is the
-    last rank, in the zigzag layout the first. Each rank's backward runs, if it uses any of both."""
+    """Send final states, which are non-zero on one rank, to all ranks; return (o, final states). Without ``packed``
+    that rank is the last, in the zigzag layout the first. A rank's backward runs if the rank uses either result."""
     if comm.size == 1:
         return o, final
     found = final
@@ -511,7 +511,7 @@ def final_of_all(o: Tensor, final: Any, comm: Communicator, packed: bool, zigzag
 
 
 def _foreign(comm: Communicator, inputs: ScanInputs, reverse: bool) -> Any:
-    """CuPy and NumPy arrays, through DLPack, without a copy."""
+    """Run ``allscan`` on CuPy or NumPy arrays, through DLPack, without a copy."""
     state, decay, transition, initial_state, out = inputs
     if not hasattr(state, "__dlpack__"):
         raise TypeError(f"state must be a torch tensor or a CuPy or NumPy array, got {type(state).__name__}")
@@ -538,6 +538,6 @@ def _foreign(comm: Communicator, inputs: ScanInputs, reverse: bool) -> Any:
     if type(state).__module__.partition(".")[0] == "cupy":
         import cupy
 
-        result = cupy.from_dlpack(result)  # puts CuPy's stream behind torch's
+        result = cupy.from_dlpack(result)  # makes CuPy's stream wait for torch's
         return result if out is None else out
     return result.numpy() if out is None else out

@@ -1,4 +1,4 @@
-"""allscan_segments(): the scan over segments, whose bits do not depend on where ranks end."""
+"""allscan_segments(): the scan over segments, whose results are bitwise equal for every partition over ranks."""
 
 from __future__ import annotations
 
@@ -36,44 +36,44 @@ def allscan_segments(
     reverse: bool = False,
     layout: str = "contiguous",
 ) -> tuple[Any, Any]:
-    """Exclusive scan over segments of a sequence, of which each rank has some: the incoming state of each, with the
-    same bits for every number of ranks. Differentiable.
+    """Differentiable exclusive scan over the segments of a sharded sequence. The incoming state of each segment is
+    bitwise equal for every number of ranks.
 
         R' = decay_s * R + state_s        with transitions:  R' = transition_s R + state_s
 
-    Segment by segment, in the order of the sequence: rank 0's first to the last rank's last. ``allscan`` adds up what a
-    rank has first, in an order that depends on where ranks end; here one function makes each step, with one rounding
-    for a decay, and no boundary of a rank is seen in the result or in the gradients of states, decays, transitions and
-    initial_state. -0.0 counts as +0.0 at the boundary of every segment. Gradients are the same scan from the last
-    segment to the first: with E_s = dL/d(the state behind segment s), dstate_s = E_s, ddecay_s = sum(E_s * R_s),
-    dtransition_s = E_s R_s^T.
+    The scan runs segment by segment in sequence order, from rank 0's first to the last rank's last. With ``allscan``
+    a rank's tokens are added up first, in an order that depends on the partition. Here one function computes each step,
+    with one rounding for a decay, so that the result and the gradients of states, decays, transitions and initial_state
+    do not depend on rank boundaries. -0.0 counts as +0.0 at the boundary of every segment. The gradients are the same
+    scan from the last segment to the first: with E_s = dL/d(outgoing state of segment s), dstate_s = E_s,
+    ddecay_s = sum(E_s * R_s), dtransition_s = E_s R_s^T.
 
-    All ranks make the call together, as they do ``allscan``, and use a result on every rank where gradients are wanted.
-    A chain over the ranks, whatever ``comm.algorithm`` "auto" would choose. torch.compile breaks its graph here.
+    The call is collective, like ``allscan``; for gradients every rank must use a result. The algorithm is a chain over
+    the ranks, also if ``comm.algorithm`` is "auto". torch.compile breaks its graph here.
 
     Args:
-        states: [n, ..., K, V] float32, what each of this rank's n segments leaves by itself. n may differ between ranks
-            and calls, and be 0: such a rank passes on what comes.
+        states: [n, ..., K, V] float32, the local state of each of this rank's n segments. n may differ between ranks
+            and calls, and may be 0: such a rank forwards the incoming state.
         decays: None (1), a number, or float32 [n, ..., K] or [n, ...], in [0, 1].
-        comm: the ranks.
-        transitions: float32 [n, ..., K, K] in place of decays, on every rank or on none.
-        initial_state: [..., K, V] float32, before the first segment of all; the same on every rank or None on all. Its
-            gradient is non-zero on the first rank only.
-        reverse: whether the last rank's last segment is the first; the same on every rank.
-        layout: "contiguous", or "zigzag" for ranks that hold chunks p and 2P - 1 - p of 2P: states, and decays and
-            transitions where there are any, are pairs, of the segments of the former and of the latter chunk. Not with
-            reverse.
+        comm: the communicator.
+        transitions: float32 [n, ..., K, K] in place of decays, on all ranks or on none.
+        initial_state: [..., K, V] float32, the state before the global first segment; equal on all ranks or None on all
+            ranks. Its gradient is non-zero on the first rank only.
+        reverse: whether to scan from the last rank's last segment to the first; equal on all ranks.
+        layout: "contiguous", or "zigzag" for ranks that hold chunks p and 2P - 1 - p of 2P. In the zigzag layout
+            states, and decays and transitions unless None, are pairs, for the segments of the first and of the second
+            chunk. Not with reverse.
 
     Returns:
-        (incoming, outgoing): incoming [n, ..., K, V], the state before each segment; outgoing [..., K, V], that behind
-        this rank's last one, on the last rank the final state. In the zigzag layout a pair of each; the final state is
-        rank 0's second.
+        (incoming, outgoing): incoming [n, ..., K, V] is the incoming state of each segment; outgoing [..., K, V] is the
+        outgoing state of this rank's last segment, on the last rank the final state. In the zigzag layout each is a
+        pair; rank 0's second outgoing state is the final state.
 
     Raises:
-        TypeError: dtype.
-        ValueError: shape, device, ranks that differ; a communicator with algorithm="rails" or "recursive_doubling",
-            which add in another order.
-        RuntimeError: and whatever else ``allscan`` raises, before anything is launched.
+        TypeError: the dtype is not supported.
+        ValueError: shape or device are wrong, arguments differ between ranks, or the communicator has
+            algorithm="rails" or "recursive_doubling", which add in another order.
+        RuntimeError: as ``allscan``, whose other errors are raised too; each before anything is launched.
 
     Example:
         >>> incoming, outgoing = allscan.allscan_segments(states, decays, comm=comm)
@@ -140,19 +140,19 @@ def _check_factor(states: Tensor, decays: Any, transitions: Any, device: torch.d
     elif decays is not None and not isinstance(decays, numbers.Real):
         raise TypeError(f"decays must be a number or a tensor, got {type(decays).__name__}")
     else:
-        check_decay(decays, states.shape, device)  # whether a number is a float
+        check_decay(decays, states.shape, device)  # raises for a number that is not a float
 
 
 def _scans(
     comm: Communicator, parts: list[Segments], deferred: DeferredError | None, agreed: tuple[str, bool, bool]
 ) -> SegmentScans:
-    """After the checks; raises what is ``deferred``."""
+    """Return the SegmentScans of a checked call; raise ``deferred`` if there is an error."""
     if deferred is not None:
         get_or_create_scan(comm, None, deferred=deferred)
     shape, dense = parts[0].states.shape[1:], parts[0].transitions is not None
     fields = zip(("layout", "reverse", "initial_state is None"), agreed, strict=True)
     agree = "allscan_segments", *fields, ("transitions is None", not dense)
-    comm.order.stamp = comm.order.stamp or stamp(*agree)  # of an operator, or this
+    comm.order.stamp = comm.order.stamp or stamp(*agree)  # the calling operator's stamp, if any
     tile = transition_tile(shape[-2]) if dense else None
     return SegmentScans.of(get_or_create_scan(comm, shape, agree, variant=ScanVariant(tile)))
 
@@ -170,11 +170,11 @@ def _scan(scans: SegmentScans, part: Segments, initial_state: Any, direction: Di
 
 
 def _scan_zigzag(scans: SegmentScans, parts: list[Segments], initial_state: Any) -> tuple[Any, Any]:
-    """Over the ranks, then back from the last one, which begins with what its first chunk leaves: ranks in descending,
-    segments in ascending order."""
+    """Run the ascending scan over the ranks, then the descending scan. The latter begins on the last rank with the
+    outgoing state of its first chunk; within a rank, segments are in ascending order in both."""
     inputs = [*(x for part in parts for x in part), initial_state]
     wanted = wants_gradient(inputs)
-    if wanted:  # both scans have a backward then, on every rank, whichever inputs are asked for a gradient
+    if wanted:  # both scans then have a backward on every rank, whichever inputs require gradients
         taken = [x if i % 3 == 0 or (isinstance(x, Tensor) and x.requires_grad) else None for i, x in enumerate(inputs)]
         taken[-1] = initial_state if isinstance(initial_state, Tensor) and initial_state.requires_grad else None
         found = Together.apply(None, *taken)
@@ -203,7 +203,7 @@ class _AllScanSegments(Function):
                 free.append(fwd_epoch)
             raise
         factor, uses = decays if transitions is None else transitions, any(ctx.needs_input_grad[2:4])
-        # two on every rank, whichever inputs it has: see ops/allscan.py
+        # save two tensors on every rank, whichever inputs it has: see ops/allscan.py
         ctx.save_for_backward(comm.nothing if factor is None else factor, incoming if uses else comm.nothing)
         ctx.set_materialize_grads(False)
         pending = None if again else PendingBackward(scans.launcher.backwards, direction.reverse, fwd_epoch, free)

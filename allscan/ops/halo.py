@@ -1,5 +1,5 @@
-"""halo(): the tokens next to a shard boundary, for short convolutions, token shifts and labels; a neighbour shift of
-AllScan."""
+"""halo(): exchange of tokens next to a shard boundary, for short convolutions, token shifts and labels, by a neighbour
+shift of AllScan."""
 
 from __future__ import annotations
 
@@ -48,40 +48,41 @@ def halo(
     layout: str = "contiguous",
     per_document: bool = False,
 ) -> Xs:
-    """The n tokens that precede this rank's part of the sequence: the last n of the ranks before. Differentiable.
+    """Get the n tokens that precede this rank's part of the sequence, from the preceding ranks. Differentiable.
 
         out[:, i] = whole[:, first - n + i],   i = 0 .. n - 1, where this rank has whole[:, first : first + T]
 
-    With reverse=True those that follow it: out[:, i] = whole[:, first + T + i]. Zeros where there are none.
+    With reverse=True, get the n following tokens: out[:, i] = whole[:, first + T + i]. Missing tokens are zeros.
 
-    A neighbour shift, by ``allscan.allscan`` with the decay 0: a rank waits for its neighbours only; one with fewer
-    than n tokens passes on those of ranks before it, and waits for them first. The first call for a shape is collective
-    on the host. For gradients every rank uses the result, the first one too, which has zeros: else its own backward
-    does not run, and the next call raises (in a compiled function the others time out instead). torch.compile takes it
-    with fullgraph=True, but not the zigzag layout, nor cu_seqlens that is no tensor.
+    The exchange is a neighbour shift, by ``allscan.allscan`` with the decay 0: a rank waits for its neighbours only. A
+    rank with fewer than n tokens also forwards tokens of the ranks before it, and waits for these first. The first call
+    for a shape is collective on the host. For gradients every rank must use the result, also the first rank, whose
+    result is zeros: otherwise its backward does not run, and its next call raises (in a compiled function the other
+    ranks time out instead). torch.compile traces the call with fullgraph=True, except for the zigzag layout and for
+    cu_seqlens that is no tensor.
 
     Args:
-        x: [B, T, ...], this rank's T tokens; T may differ between ranks, and be less than n or 0, other dimensions may
-            not. Floats of at most 32 bits, which are sent as float32 (-0.0 may arrive as +0.0), or integers, which are
-            sent 16 bits a word and arrive as they are. Or a tuple of such tensors, alike in B and T, which are sent
-            together.
-        n: how many tokens, at least 1; the same on every rank.
-        comm: the ranks.
-        reverse: whether the tokens that follow are wanted; the same on every rank.
-        cu_seqlens, first_token: packed sequences, B = 1, as for ``allscan.zeco_gla``: tokens of another sequence
-            than the one at the cut count as none.
+        x: [B, T, ...], this rank's T tokens. T may differ between ranks, may be less than n and may be 0; other
+            dimensions must be equal on all ranks. Floats of at most 32 bits are sent as float32 (-0.0 may arrive as
+            +0.0); integers are sent as 16 bits per word and arrive unchanged. Or a tuple of such tensors with the same
+            B and T, which are sent together.
+        n: number of tokens, at least 1; equal on all ranks.
+        comm: the communicator.
+        reverse: whether to get the following tokens; equal on all ranks.
+        cu_seqlens, first_token: packed sequences, B = 1, as for ``allscan.zeco_gla``. Tokens of another sequence than
+            the one at the shard boundary count as missing.
         layout: "zigzag" as for zeco_gla: out is [B, 2n, ...], n tokens for the first half of x and n for the second.
-        per_document: as for zeco_gla: out is [1, N * 2n, ...], n tokens for each piece of x, empty ones too, in their
-            order. One message each way has those of all sequences; of pieces shorter than n there is one for each
-            length.
+        per_document: as for zeco_gla: out is [1, N * 2n, ...], n tokens for each piece of x in order, empty pieces
+            included. One message in each direction has the tokens of all sequences; pieces shorter than n need one
+            message for each length.
 
     Returns:
-        [B, n, ...] like x, a tuple for a tuple.
+        [B, n, ...] like x; a tuple if x is a tuple.
 
     Raises:
-        ValueError: n, an odd T in zigzag, shapes that differ, cu_seqlens.
-        TypeError: dtype.
-        RuntimeError: and whatever else ``allscan.allscan`` raises.
+        ValueError: n or cu_seqlens are wrong, T is odd in the zigzag layout, or shapes differ between ranks.
+        TypeError: the dtype is not supported.
+        RuntimeError: as ``allscan.allscan``, whose other errors are raised too.
 
     Example:
         >>> before = allscan.halo(x, 3, comm=comm)                       # a causal convolution over 4 tokens:
@@ -103,7 +104,7 @@ def halo(
 
 
 class Options(NamedTuple):
-    """Of a call: see ``halo``. T: the rank's tokens, where x has the ends alone."""
+    """Options of a call: see ``halo``. T: the rank's number of tokens, if x has only the edges."""
 
     n: Any
     reverse: bool = False
@@ -114,7 +115,7 @@ class Options(NamedTuple):
     T: int | None = None
 
     def alike(self, dtypes: str, widths: Sequence[int]) -> tuple:
-        """What is the same on all ranks besides (B, n, words of a token)."""
+        """Return the arguments that must be equal on all ranks, except (B, n, words of a token)."""
         kinds = ("dtypes", dtypes), ("words of a token in each x", tuple(widths))
         n, reverse, cu_seqlens, first_token, layout, per_document, _ = self
         are_none = ("cu_seqlens is None", cu_seqlens is None), ("first_token is None", first_token is None)
@@ -125,7 +126,7 @@ class Options(NamedTuple):
 def _traceable(
     xs: tuple[Tensor, ...], n: int, comm: Communicator, cu_seqlens: Tensor | Sequence[int] | None, layout: str
 ) -> bool:
-    """Whether nothing has to be rejected, and the layout is contiguous."""
+    """Return whether the arguments are valid and the layout is contiguous."""
     alike = (
         len(xs) > 0
         and all(  # torch 2.11 does not trace bool() of a tuple
@@ -158,8 +159,8 @@ _not_traced = dynamo_disabled(_eager_halo)
 
 
 def halo_of_ends(x: Xs, T: int, n: int, *, comm: Communicator, layout: str, **where: Any) -> Xs:
-    """``halo`` of this rank's ``T`` tokens, of which x has the ends alone: the last n, or all, of each half, or of
-    each document's pieces. where: cu_seqlens, first_token, per_document."""
+    """Run ``halo`` for this rank's ``T`` tokens; x has only their edges: the last n tokens, or all if fewer, of each
+    half or of each document's pieces. where: cu_seqlens, first_token, per_document."""
     with comm.call(False, "halo()", x):
         return _halo(x, comm, Options(n, layout=layout, T=T, **where))
 
@@ -187,7 +188,7 @@ def _halo(x: Xs, comm: Communicator, options: Options) -> Any:
     inside = _inside(comm, tokens if T is None else T, n, reverse, cu_seqlens, first_token, zigzag)
     if not zigzag:
         found = scan_once(comm, ScanInputs(edges[0], decay), reverse, part="hop")
-    else:  # reverse: what goes from the first rank to the last are beginnings of second halves
+    else:  # reverse: the ascending scan sends the first tokens of second halves
         ascending, descending = edges[::-1] if reverse else edges
         pair = scan_zigzag(comm, ScanInputs((ascending, descending), (decay, decay)), part="hop")
         found = torch.cat(pair[::-1] if reverse else pair, 1)
@@ -198,7 +199,7 @@ def _halo(x: Xs, comm: Communicator, options: Options) -> Any:
 
 
 def _check_halo(xs: Sequence[Tensor], comm: Communicator, options: Options) -> tuple[int, Any, int | None, int]:
-    """(n, cu_seqlens, first_token, the call's stamp), after all checks; a first call for a shape is collective."""
+    """Run all checks; return (n, cu_seqlens, first_token, the call's stamp). A first call for a shape is collective."""
     n, _, cu_seqlens, first_token, layout, per_document, tokens = options
     shape = deferred = None
     agree: Any = None
@@ -245,18 +246,19 @@ def _stamp_of(cu_seqlens: Any, agree: tuple) -> int:
 
 
 def _decay(T: int, n: int, reverse: bool) -> Any:  # float | Shift
-    """0: nothing comes from beyond a rank that has n tokens; of one that has fewer what they leave room for."""
+    """Return 0 for a rank with at least n tokens, which forwards no tokens of other ranks. A rank with fewer forwards
+    as many as fit beside its own: a Shift."""
     return 0.0 if T >= n else Shift(-T if reverse else T)
 
 
 def _tokens_of_pieces(lengths: Sequence[int], T: int) -> list[int]:
-    """Of each document, those of either piece of a rank with T tokens."""
+    """Return, for each document, the number of tokens in each of its two pieces on a rank with T tokens."""
     return [(b - a) * (T // 2) // max(lengths[-1], 1) for a, b in itertools.pairwise(lengths)]
 
 
 def _groups(lengths: Sequence[int], n: int, T: int) -> list[tuple[int, list[int], int]]:
-    """(tokens of a piece, at most n; the documents with such pieces; how many are sent together), alike on all ranks.
-    Empty documents, of which nobody has a token, are with the longest."""
+    """Group documents by piece length. Returns (tokens of a piece, at most n; the documents with such pieces; the
+    number of states sent together), equal on all ranks. Empty documents are in the group of the longest."""
     counts = _tokens_of_pieces(lengths, T)
     most = min(n, max(counts))
     by_tokens: dict[int, list[int]] = {most: []}
@@ -266,11 +268,12 @@ def _groups(lengths: Sequence[int], n: int, T: int) -> list[tuple[int, list[int]
 
 
 class _Documents(Tables):
-    """Which tokens of x are sent, [2, states that are sent, n] of the second pieces and of the first, in the order in
-    which they do; which of these there are none of; and where each piece of each document lies among them."""
+    """Tables of a call with per_document: the indices of the tokens that are sent, [2, states that are sent, n] for the
+    first and for the second pieces in the order of the scans; flags of missing tokens; the place of each document's
+    pieces among the states."""
 
     def __init__(self, groups: Any, counts: list[int], n: int, reverse: bool, device: torch.device) -> None:
-        starts = [*itertools.accumulate(counts, initial=0)]  # of the pieces in x
+        starts = [*itertools.accumulate(counts, initial=0)]  # start of each piece in x
         rows = [i for _, some, size in groups for i in (*some, *[None] * (size - len(some)))]
         order = (1, 0) if reverse else (0, 1)
         tokens = []
@@ -296,11 +299,11 @@ def _of_documents(
     first_token: int | None,
     T: int | None,
 ) -> tuple[Tensor, ...]:
-    """halo() of cut documents; T: of this rank, where x has ends alone."""
+    """Run halo() with per_document. T: the rank's number of tokens, if x has only the edges."""
     tokens, ends = xs[0].shape[1] if T is None else T, T is not None
     partition_start(comm, lengths, tokens, first_token, PER_DOCUMENT)
     N, widths = len(lengths) - 1, sum(_widths(xs))
-    if not tokens:  # nor on any rank
+    if not tokens:  # then no rank has tokens
         return tuple(F.pad(x, (0, 0) * (x.ndim - 2) + (0, 2 * N * n)) for x in xs)
     groups = _groups(lengths, n, tokens)
 
@@ -326,8 +329,8 @@ def _of_documents(
 
 
 def _edges(xs: Sequence[Tensor], n: int, halves: int, reverse: bool) -> list[Tensor]:
-    """The last n tokens of each half as float32 [B, n, words], of all ``xs`` side by side; with ``reverse`` the first.
-    Zeros for those that a half does not have."""
+    """Return the last n tokens of each half, with ``reverse`` the first n, as float32 [B, n, words], concatenated over
+    ``xs``. Missing tokens are zeros."""
     half = xs[0].shape[1] // halves
     if half < n:
         missing = (0, 0, 0, n - half) if reverse else (0, 0, n - half, 0)
@@ -340,12 +343,12 @@ def _edges(xs: Sequence[Tensor], n: int, halves: int, reverse: bool) -> list[Ten
 
 
 def _from_edges(words: Tensor, xs: Sequence[Tensor], n: int) -> tuple[Tensor, ...]:
-    """Of words [B, n, all] tensors [B, n, ...] like each of ``xs``."""
+    """Convert words [B, n, all] to tensors [B, n, ...] like each of ``xs``."""
     if len(xs) == 1 and xs[0].ndim == 3 and xs[0].dtype == torch.float32:
         return (words,)
     if len(xs) == 1:
         parts = [_from_words(words, xs[0].dtype)]
-    else:  # float32 too has memory of its own
+    else:  # float32 results also need memory of their own
         split = zip(words.split(_widths(xs), -1), xs, strict=True)
         parts = [part.clone() if x.dtype == torch.float32 else _from_words(part, x.dtype) for part, x in split]
     return tuple(part.reshape(x.shape[0], n, *x.shape[2:]) for part, x in zip(parts, xs, strict=True))
@@ -362,8 +365,8 @@ def _widths(xs: Sequence[Tensor]) -> list[int]:
 def _inside(
     comm: Communicator, T: int, n: int, reverse: bool, cu_seqlens: Tensor | None, first_token: int | None, zigzag: int
 ) -> Tensor | None:
-    """Which of the tokens beyond the cut belong to the sequence on this rank's side, [n, 1], with zigzag [2n, 1]; None
-    without cu_seqlens. The first call with these is collective."""
+    """Return the mask of tokens beyond the shard boundary that belong to the same sequence as this rank's token there,
+    [n, 1], with zigzag [2n, 1]; None without cu_seqlens. The first call with these arguments is collective."""
     if cu_seqlens is None:
         return None
     lengths, half = boundaries_on_host(cu_seqlens), T // (1 + zigzag)
@@ -388,7 +391,7 @@ def _forward(
     dtypes: str,
     widths: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
-    """halo() as torch.compile takes it: the neighbour's edge [B, n, words], and the number of this call."""
+    """Custom operator of halo() for torch.compile; returns (the neighbour's edge [B, n, words], forward epoch)."""
     comm, n = communicator_of(handle), edge.shape[1]
     with comm.call(reverse, "halo()", edge):
         agree = Options(n, reverse, cu_seqlens, first_token).alike(dtypes, widths)
@@ -478,12 +481,12 @@ _traced = CustomOperator("allscan::hop", _passes, _save, _gradient)
 
 
 def _words(dtype: torch.dtype) -> int:
-    """Words of float32 for an element: 16 bits of an integer each, since a float32 must not be -0.0 on its way."""
+    """Return the float32 words of an element. A word has 16 bits of an integer, because no word may be -0.0."""
     return 1 if dtype.is_floating_point else max(1, dtype.itemsize // 2)
 
 
 def _to_words(x: Tensor) -> Tensor:
-    """float32 [B, n, words] of [B, n, elements]; whole numbers below 2 ** 16 for integers."""
+    """Convert [B, n, elements] to float32 [B, n, words]; integers become whole numbers below 2 ** 16."""
     if x.dtype.is_floating_point:
         return x.float()
     x = x.to(torch.int16) if x.dtype.itemsize == 1 else _bits(x, torch.int16)
@@ -498,8 +501,8 @@ def _from_words(words: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _bits(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """The bits of [B, n, words] as words of another size."""
-    # contiguous() copies nothing where sizes are 1, and may leave strides that view() does not take
+    """Reinterpret the bits of [B, n, words] as words of another size."""
+    # contiguous() does not copy if sizes are 1, and may leave strides that view() rejects
     return x.clone(memory_format=torch.contiguous_format).view(dtype)
 
 
@@ -508,11 +511,12 @@ def _shapes(xs: Sequence[Tensor]) -> str:
 
 
 def _same_sequence(tokens: Any, n: int, reverse: bool, lengths: Sequence[int]) -> Tensor:
-    """[n, 1] for each (first, end) of the ranges of this rank's tokens: whether the token beyond the cut is of the
-    sequence on this rank's side. Where it has no tokens, that which goes on over the cut."""
+    """Return [n, 1] for each (first, end) of this rank's token ranges: whether a token beyond the shard boundary
+    belongs to the sequence of this rank's token there. A rank without tokens uses the sequence that spans the
+    boundary."""
     table = []
     for first, end in tokens:
-        here = end - 1 if reverse else first  # the token next to the cut
+        here = end - 1 if reverse else first  # the token next to the boundary
         found = ((a, b) for a, b in zip(lengths, lengths[1:]) if (a <= here < b if first < end else a < first < b))
         begin, finish = next(found, (0, 0))
         places = range(end, end + n) if reverse else range(first - n, first)

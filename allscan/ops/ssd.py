@@ -1,4 +1,4 @@
-"""zeco_ssd: the state space duality of Mamba2 over a sequence that is cut over the ranks of a communicator."""
+"""zeco_ssd: the state space duality of Mamba2 over a sequence that is sharded across the ranks of a communicator."""
 
 from __future__ import annotations
 
@@ -59,54 +59,55 @@ def zeco_ssd(
     chunk_scan: Callable | None = None,
     invariant: int | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Mamba2's scan (SSD) with the sequence cut over the ranks; each rank holds consecutive tokens, in rank order.
+    """Mamba2's scan (SSD) over a sharded sequence; each rank holds consecutive tokens, in rank order.
 
-        d_t = clamp(dt_t + dt_bias, *dt_limit), of the softplus with dt_softplus
-        S_t = exp(d_t A) S_{t-1} + d_t x_t^T B_t,     y_t = S_t C_t + D x_t,  times silu(z_t) where there is a z
+        d_t = clamp(dt_t + dt_bias, *dt_limit), or clamp(softplus(dt_t + dt_bias), *dt_limit) with dt_softplus
+        S_t = exp(d_t A) S_{t-1} + d_t x_t^T B_t,     y_t = S_t C_t + D x_t,  times silu(z_t) if z is given
 
-    The arguments are those of ``mamba_ssm``'s ``mamba_chunk_scan_combined``, and comm=.
+    The arguments are those of ``mamba_ssm``'s ``mamba_chunk_scan_combined``, with comm= in addition.
 
-    Differentiable in all tensors; gradients of A, D and dt_bias are this rank's share. The operator runs once, from
-    zero: what the state before this rank's tokens adds to outputs is linear in it, one product. One scan forward and
-    one in reverse in backward, each moving one state of B * H * P * N float32 words from a rank to the next. Products
-    here, and those of torch's chunk scan, are float64's, rounded to float32, under torch.autocast too and whatever
-    torch.set_float32_matmul_precision says; a ``chunk_scan`` is called with what the caller has set.
+    The function is differentiable in all tensors; the gradients of A, D and dt_bias are this rank's contribution. The
+    chunk scan runs once, from a zero state; the outputs are linear in the incoming state, so one product adds its
+    contribution. Forward runs one scan over the ranks; backward runs one scan in reverse. Each scan sends one state of
+    B * H * P * N float32 words from each rank to the next. Products here and in torch's chunk scan are computed in
+    float64 and rounded to float32; torch.autocast and torch.set_float32_matmul_precision do not change that. A
+    ``chunk_scan`` runs under the caller's settings.
 
     Args:
-        x: [B, T, H, P], this rank's T tokens; bfloat16, float16 or float32. T may differ between ranks and be 0,
-            nothing else may differ but what is said to.
+        x: [B, T, H, P], this rank's T tokens; bfloat16, float16 or float32. T may differ between ranks and may be 0;
+            all other dimensions and options must be equal on all ranks unless stated otherwise.
         dt: [B, T, H].
-        A: [H], at most 0. Neither A nor the sum of d_t A over chunk_size tokens may be below -1,048,576. That is
-            checked at the first call for a shape only, and in debug mode: looking waits for the GPU.
-        B, C: [B, T, G, N], of groups of H / G heads.
+        A: [H], at most 0. Neither A nor the sum of d_t A over chunk_size tokens may be below -1,048,576. This is
+            checked at the first call for a shape and in debug mode only, because the check synchronizes with the GPU.
+        B, C: [B, T, G, N], one for each group of H / G heads.
         D: [H] or [H, P].
         z: like x.
-        dt_bias: [H]. Any float types.
-        chunk_size: tokens that are computed at once; results do not depend on it, and ranks may differ in it.
-        dt_softplus, dt_limit: the same on every rank.
-        dt_limit: bounds of d_t, the lower one at least 0.
-        initial_states: [B or number of sequences, H, P, N] float32, the same on every rank. Its gradient is non-zero on
-            the rank that has a sequence's first token, without cu_seqlens on the first rank.
+        dt_bias: [H]. dt, A, B, C, D, z and dt_bias may have any float dtypes of at most 32 bits.
+        chunk_size: tokens of a chunk; results do not depend on it, and it may differ between ranks.
+        dt_softplus, dt_limit: equal on all ranks.
+        dt_limit: lower and upper bound of d_t, the lower one at least 0.
+        initial_states: [B or number of sequences, H, P, N] float32, equal on all ranks. Its gradient is non-zero only
+            on the rank with a sequence's first token; without cu_seqlens, on the first rank.
         return_final_states: whether to return each sequence's state after its last token. Each rank may choose for
-            itself, but for "all": on every rank, see output_final_state of ``allscan.zeco_gla``.
+            itself, except that "all" is for all ranks or none: see output_final_state of ``allscan.zeco_gla``.
         cu_seqlens, first_token, layout, per_document, comm: as in ``allscan.zeco_gla``; in place of ``seq_idx``.
-        chunk_scan: what computes this rank's tokens alone, called with x, dt, A, B, C, chunk_size=, D=, seq_idx=,
-            return_final_states=True as ``mamba_chunk_scan_combined`` is, with d_t for dt; seq_idx is int32 [B, T], or
-            None where the rank has tokens of one sequence; on a rank without tokens with one of zeros. Default: that of
-            mamba_ssm on GPUs, if it is installed, else torch.
-        invariant: as in ``allscan.zeco_gla``: the same bits for every number of ranks, of all that is returned and of
-            gradients but those of A, D and dt_bias. Here it costs calls: one of the chunk scan for each segment and
-            batch entry.
+        chunk_scan: function that computes this rank's tokens from a zero state. It is called like
+            ``mamba_chunk_scan_combined``, with x, dt, A, B, C, chunk_size=, D=, seq_idx=, return_final_states=True,
+            where dt is d_t; seq_idx is int32 [B, T], or None if all tokens of the rank are of one sequence. A rank
+            without tokens calls it with one token of zeros. Default: on GPUs that of mamba_ssm, if installed,
+            otherwise a torch implementation.
+        invariant: as in ``allscan.zeco_gla``: results, and gradients except those of A, D and dt_bias, are bitwise
+            equal for every number of ranks. Cost: one call of the chunk scan for each segment and batch entry.
 
     Returns:
-        y [B, T, H, P] like x, with return_final_states (y, final_states): [B or number of sequences, H, P, N] float32,
-        true on the rank that has the sequence's last token, without cu_seqlens on the last rank, and zeros on the
-        others.
+        y [B, T, H, P] like x; with return_final_states (y, final_states). final_states [B or number of sequences, H, P,
+        N] float32 is valid on the rank with the sequence's last token, without cu_seqlens on the last rank; it is zero
+        on the other ranks.
 
     Raises:
-        TypeError: dtypes.
-        ValueError: shapes, device, cu_seqlens, a positive A.
-        RuntimeError: and whatever else ``allscan.allscan`` raises, before anything is launched.
+        TypeError: a dtype is not supported.
+        ValueError: shapes, device or cu_seqlens are wrong, or A is positive.
+        RuntimeError: as ``allscan.allscan``, whose other errors are raised too; each before anything is launched.
 
     Example:
         >>> y = allscan.zeco_ssd(x, dt, A, B, C, 256, D=D, dt_bias=bias, dt_softplus=True, comm=comm)
@@ -125,7 +126,7 @@ def zeco_ssd(
         where = cu_seqlens, first_token, layout, per_document
         asked = _Asked(chunk_size, initial_states, *where, chunk_scan, invariant, of_all)
         zigzag, cu_seqlens, first_token = _prepare(comm, inputs, steps, asked)
-        # a chunk scan's kernels see the memory alone
+        # kernels of a chunk scan read memory and ignore the negative bit
         x, A, B, C = (t.resolve_neg() for t in (x, A, B, C))
         D = None if D is None else D.resolve_neg()
         spans, seq_idx = _spans(comm, x, cu_seqlens, first_token, zigzag)
@@ -141,10 +142,10 @@ def zeco_ssd(
         y, last = scan(*taken, chunk_size=chunk_size, D=D, seq_idx=seq_idx, return_final_states=True)
         tokens = _Tokens(x, d, d * A, B, C)
         per_document = zigzag == PER_DOCUMENT
-        # the spans of each state that is sent
+        # runs[i]: the spans that contribute to the i-th state that is sent
         runs = [[s] for s in spans] if per_document else [_of_half(spans, half) for half in range(1 + zigzag)]
         leave = [run[-1] for run in runs]
-        states = {([s for s in leave if s.tokens] or leave)[-1]: last.float()}  # of spans' tokens alone
+        states = {([s for s in leave if s.tokens] or leave)[-1]: last.float()}  # local states of spans
         for span in (*spans, *leave):
             if span not in states and (span in leave or (return_final_states and span.ends)):
                 states[span] = tokens.state(span)
@@ -154,7 +155,7 @@ def zeco_ssd(
             return states[span] if span not in incoming else states[span] + tokens.decay(span) * incoming[span]
 
         outgoing = [after(span) for span in leave]
-        # the incoming state passes the rank if it has no end of a sequence in between
+        # the incoming state contributes to the outgoing state if no sequence begins or ends in between
         passing = [len(run) == 1 and not run[0].begins for run in runs]
         decays = [
             tokens.decay(run[0])[..., 0, 0] if p else torch.zeros_like(last[..., 0, 0], dtype=torch.float32)
@@ -162,7 +163,7 @@ def zeco_ssd(
         ]
         if per_document:
             outgoing, decays = ([together(some[half::2]) for half in range(2)] for some in (outgoing, decays))
-        if wants_gradient((*inputs.values(), initial_states)):  # on all ranks then
+        if wants_gradient((*inputs.values(), initial_states)):  # equal on all ranks
             outgoing = [t if t.requires_grad else t.detach().requires_grad_() for t in outgoing]
             if initial_states is not None and initial_states.requires_grad:  # its gradient needs all scans on all ranks
                 outgoing = [Using.apply(t, initial_states) for t in outgoing]
@@ -199,25 +200,25 @@ def zeco_ssd(
 
 
 def _rows(span: TokenRange) -> slice:
-    """Of the states: those of its sequence."""
+    """Return the index of the states of the span's sequence."""
     return slice(None) if span.sequence == EACH else slice(span.sequence, span.sequence + 1)
 
 
 def _of_half(spans: list[TokenRange], half: int) -> list[TokenRange]:
-    """The spans that have tokens of a half. If there are none: that through which the state passes."""
+    """Return the spans with tokens in a half, or, if there are none, the span that forwards the incoming state."""
     own, through = [s for s in spans if s.state_index == half], TokenRange(0, 0, half, EACH, 0)
     return [s for s in own if s.tokens] or [
-        next((s for s in own if s.sequence == EACH or not s.ends), through)  # others are empty sequences
+        next((s for s in own if s.sequence == EACH or not s.ends), through)  # the other spans are empty sequences
     ]
 
 
 def _one_token(x: Tensor) -> Tensor:
-    """Zeros for a token, which leave a state as it is, of no tokens [B, 0, ...]."""
+    """Pad [B, 0, ...] to one token of zeros, which does not change a state."""
     return F.pad(x, (0, 0) * (x.ndim - 2) + (0, 1))
 
 
 class _Tokens(NamedTuple):
-    """This rank's tokens; dt as it is used, and g = dt A."""
+    """This rank's tokens. dt is d_t of ``zeco_ssd``, g is d_t A."""
 
     x: Tensor
     dt: Tensor
@@ -226,11 +227,11 @@ class _Tokens(NamedTuple):
     C: Tensor
 
     def decay(self, span: TokenRange) -> Tensor:
-        """[B, H, 1, 1]: what is left of a state behind a span's tokens."""
+        """Return the decay of a state over a span's tokens [B, H, 1, 1]."""
         return self.g[:, span.start : span.end].sum(1).exp()[..., None, None]
 
     def state(self, span: TokenRange) -> Tensor:
-        """[B, H, P, N] that a span's tokens leave."""
+        """Return the local state of a span's tokens [B, H, P, N]."""
         x, dt, g, B = (t[:, span.start : span.end].float() for t in (self.x, self.dt, self.g, self.B))
         behind = F.pad(g[:, 1:], (0, 0, 0, 1)) if g.shape[1] else g
         weights = dt * behind.flip(1).cumsum(1).flip(1).exp()
@@ -238,7 +239,7 @@ class _Tokens(NamedTuple):
         return product(inputs, B.transpose(1, 2)[:, :, None]).flatten(1, 2)
 
     def read(self, span: TokenRange, state: Tensor) -> Tensor:
-        """[B, tokens, H, P]: what a state before a span adds to its outputs."""
+        """Return the contribution of a span's incoming state to its outputs [B, tokens, H, P]."""
         C = self.C[:, span.start : span.end].float()
         state = state.unflatten(1, (C.shape[2], -1)).mT  # [B, G, heads of a group, N, P]
         read = product(C.transpose(1, 2)[:, :, None], state).flatten(1, 2).transpose(1, 2)
@@ -246,12 +247,12 @@ class _Tokens(NamedTuple):
 
 
 def _grouped(x: Tensor, B: Tensor) -> Tensor:
-    """[B, T, H, ...] as [B, T, G, heads of a group, ...]."""
+    """View [B, T, H, ...] as [B, T, G, heads of a group, ...]."""
     return x.unflatten(2, (B.shape[2], -1))
 
 
 class _Steps(NamedTuple):
-    """How d_t of ``zeco_ssd`` is made."""
+    """Options that determine d_t of ``zeco_ssd``."""
 
     softplus: bool
     limit: Any
@@ -262,7 +263,7 @@ class _Steps(NamedTuple):
 
 
 class _Asked(NamedTuple):
-    """Options of a call as they are given: see ``zeco_ssd``."""
+    """Unchecked options of a call, as the caller passes them: see ``zeco_ssd``."""
 
     chunk_size: Any
     initial_states: Tensor | None
@@ -278,7 +279,7 @@ class _Asked(NamedTuple):
 def _prepare(
     comm: Communicator, inputs: dict[str, Any], steps: _Steps, asked: _Asked
 ) -> tuple[int, tuple[int, ...] | None, int | None]:
-    """(zigzag, cu_seqlens on the host, first_token), after all checks. Asks the other ranks at a first call."""
+    """Run all checks; return (zigzag, cu_seqlens on the host, first_token). A first call is collective on the host."""
     deferred = shape = None
     agree: Any = None
     chunk_size, initial_states, cu_seqlens, first_token, layout, per_document, chunk_scan, invariant, of_all = asked
@@ -331,7 +332,8 @@ def _prepare(
 def _in_order(
     comm: Communicator, inputs: dict[str, Any], spans: list[TokenRange], zigzag: int, steps: _Steps, asked: _Asked
 ) -> tuple[Tensor, Tensor]:
-    """(y, final_states) with ``invariant``. Every function of tokens gets those of a segment of one batch entry."""
+    """Compute (y, final_states) with ``invariant``. Every function of tokens is called for one segment of one batch
+    entry."""
     x, A, D, initial = inputs["x"], inputs["A"].float(), inputs["D"], asked.initial_states
     (batch, _, H, P), N = x.shape, inputs["B"].shape[3]
     scan = asked.chunk_scan or _installed(x.device)
@@ -362,7 +364,7 @@ def _in_order(
     placed = [(s, [next(segments) for _ in of_span]) for s, of_span in zip(spans, sizes, strict=True)]
     found = scan_in_order(comm, placed, 1 + bool(zigzag), before, wanted)
     used = found.scanned if initial is None else (*found.scanned, initial)
-    if not found.outputs:  # gradients of no tokens are zeros, not None
+    if not found.outputs:  # without tokens the gradients are zeros, not None
         used = *used, *(t for t in inputs.values() if t is not None)
     y = Using.apply(torch.cat(found.outputs or [x[:, :0]], 1), *used)
     none = before(None)
@@ -375,7 +377,7 @@ def _in_order(
 
 
 def _check(comm: Communicator, inputs: dict[str, Any]) -> tuple[int, int, int, int]:
-    """The shape of the state. Raises TypeError or ValueError."""
+    """Check dtypes, devices and shapes; return the shape of the state. Raises TypeError or ValueError."""
     x, B, D = (inputs[name] for name in "xBD")
     for name, t in inputs.items():
         if t is None and name in ("D", "z", "dt_bias"):
@@ -403,7 +405,7 @@ def _check(comm: Communicator, inputs: dict[str, Any]) -> tuple[int, int, int, i
 def _spans(
     comm: Communicator, x: Tensor, lengths: tuple[int, ...] | None, first_token: int | None, zigzag: int
 ) -> tuple[list[TokenRange], Tensor | None]:
-    """(this rank's spans, seq_idx or None)."""
+    """Return (this rank's spans, seq_idx or None)."""
     batch, T = x.shape[:2]
     if lengths is None:
         begins, ends = comm.rank == 0, comm.rank == (0 if zigzag else comm.size - 1)
@@ -425,11 +427,11 @@ def _spans(
 
 
 def _installed(device: torch.device) -> Callable:
-    """The chunk scan of this device."""
+    """Return the default chunk scan of this device."""
     if device.type == "cuda":
         try:
             from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
-        except Exception:  # a package that is there in part raises anything
+        except Exception:  # an incomplete installation can raise any exception
             return torch_chunk_scan
         return mamba_chunk_scan_combined
     return torch_chunk_scan
@@ -446,7 +448,8 @@ def torch_chunk_scan(
     seq_idx: Tensor | None = None,
     return_final_states: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """(y, states after the last token) of mamba_chunk_scan_combined, from zero: float32, in torch's operators."""
+    """Compute mamba_chunk_scan_combined from a zero state in torch operators; return (y, states after the last token),
+    both float32."""
     T, G, L = x.shape[1], B.shape[2], min(chunk_size, x.shape[1])
 
     def chunked(t: Tensor) -> Tensor:  # [B, chunks, G, heads of a group or 1, L, ...]
@@ -456,10 +459,10 @@ def torch_chunk_scan(
     numbers = torch.zeros(1, T, dtype=torch.int32, device=x.device) if seq_idx is None else seq_idx
     numbers = F.pad(numbers[:, None].float(), (0, -T % L), mode="replicate")[:, 0].unflatten(1, (-1, L))
     numbers = numbers[:, :, None, None]  # [B or 1, chunks, 1, 1, L]
-    last = numbers[..., -1:]  # of the state that leaves a chunk
+    last = numbers[..., -1:]  # the sequence of each chunk's outgoing state
     entered = torch.cat([last[:, :1] * 0 - 1, last[:, :-1]], 1)
     b, c = chunked(B), chunked(C)
-    # differences of sums are taken in float64, where a chunk that decays by much leaves its neighbours' as they are
+    # differences of sums are computed in float64, so that a strong decay in a chunk does not round away the others
     sums = chunked(dt * A).double().cumsum(-1)
     inputs = chunked(x * dt[..., None])
     seen = torch.ones(L, L, dtype=torch.bool, device=x.device).tril() & (numbers[..., None] == numbers[..., None, :])
@@ -469,7 +472,7 @@ def torch_chunk_scan(
     left = product((inputs * decay_to_end[..., None]).mT, b)
     passed = torch.where(last == entered, sums[..., -1:].float().exp(), 0.0)[..., None]
     states = [torch.zeros_like(left[:, 0])]
-    for chunk_decay, added in zip(passed.unbind(1), left.unbind(1), strict=True):  # whose backward is one tensor
+    for chunk_decay, added in zip(passed.unbind(1), left.unbind(1), strict=True):  # unbind's backward makes one tensor
         states.append(chunk_decay * states[-1] + added)
     reached = torch.where(numbers == entered, sums.float().exp(), 0.0)[..., None]
     y = y + product(c, torch.stack(states[:-1], 1).mT) * reached

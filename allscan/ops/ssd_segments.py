@@ -1,7 +1,7 @@
-"""zeco_ssd with the same bits for every number of ranks: segment by segment, see docs/invariant.md.
+"""zeco_ssd with bitwise equal results for every number of ranks, segment by segment: see docs/invariant.md.
 
-Nothing here adds gradients of parts of a tensor, whose order would depend on where ranks end: tensors are split, which
-is undone by putting the parts side by side.
+No backward here adds up gradients of parts of a tensor, because the order of the sum would depend on the partition.
+Tensors are split instead; the backward of a split concatenates.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ from .allscan_segments import allscan_segments
 
 
 class Segment(NamedTuple):
-    """Of one batch entry, made by calls of the same shapes wherever it lies."""
+    """A segment of one batch entry. The shapes of the calls that compute it do not depend on the partition."""
 
-    state: Tensor  # [1, H, P, N] float32, from zero
-    decay: Tensor  # [1, H]: what is left of a state behind it
-    outputs: Callable[[Tensor], Tensor]  # of its incoming state
+    state: Tensor  # [1, H, P, N] float32, local state
+    decay: Tensor  # [1, H]: decay of a state over the segment
+    outputs: Callable[[Tensor], Tensor]  # computes the outputs from the incoming state
 
 
 class Ordered(NamedTuple):
-    """What ``scan_in_order`` has found."""
+    """Results of ``scan_in_order``."""
 
     outputs: list[Tensor]  # of each segment
-    final: dict[int, Tensor]  # [B, H, P, N], by sequence, of those that end here
-    scanned: tuple[Tensor, ...]  # whose backward each rank has to run
+    final: dict[int, Tensor]  # final states [B, H, P, N] by sequence, for sequences that end on this rank
+    scanned: tuple[Tensor, ...]  # results of the scans; each rank must run their backward
 
 
 def segments_of(span: TokenRange, tokens: int) -> list[int]:
-    """The sizes of the parts of a span that is cut at multiples of ``tokens`` of this rank's."""
+    """Return the sizes of a span's parts after a split at multiples of ``tokens``, counted from the rank's first."""
     cuts = [span.start, *range((span.start // tokens + 1) * tokens, span.end, tokens), span.end]
     return [b - a for a, b in zip(cuts, cuts[1:]) if b > a]
 
 
 def by_segments(tensors: dict[str, Tensor | None], sizes: list[int]) -> list[list[dict[str, Any]]]:
-    """[segment][batch entry]: these tensors [B, T, ...]."""
+    """Split tensors [B, T, ...]; return them as [segment][batch entry]."""
     parts: list[list[dict[str, Any]]] = [[] for _ in sizes]
     for name, x in tensors.items():
         if x is None:
@@ -59,8 +59,8 @@ def scan_in_order(
     before: Callable[[TokenRange | None], Tensor],
     differentiable: bool,
 ) -> Ordered:
-    """Over this rank's spans, each with its segments by batch entry, and over the ranks. before(span): the state [B, H,
-    P, N] before a sequence, of None zeros. A sequence begins with a segment of its own, of the decay 0."""
+    """Scan over this rank's spans, each with its segments by batch entry, and over the ranks. before(span): the initial
+    state of the span's sequence [B, H, P, N]; zeros for None. An extra segment with the decay 0 begins a sequence."""
     entries: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(halves)]
     places, ends = [], {}
     for span, segments in spans:
@@ -80,7 +80,7 @@ def scan_in_order(
             torch.stack(x) if x else like.new_zeros(0, *shape)
             for x, shape in ((states, like.shape), (decays, like.shape[:2]))
         ]
-        # on all ranks alike, also where no segment is
+        # equal on all ranks, also on a rank without segments
         inputs.append([x.detach().requires_grad_() if differentiable and not x.requires_grad else x for x in pair])
     if halves == 1:
         incoming, outgoing = ((x,) for x in allscan_segments(*inputs[0], comm=comm))
