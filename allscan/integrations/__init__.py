@@ -1,5 +1,5 @@
-"""All-Scan inside other people's models; each module needs the package that it is named after, and is imported when it
-is asked for: ``allscan.integrations.fla.sequence_parallel(model, comm=comm)``."""
+"""All-Scan inside models of other packages. Each module needs the package of its name and is imported at its first use:
+``allscan.integrations.fla.sequence_parallel(model, comm=comm)``."""
 
 import contextlib
 import importlib
@@ -14,8 +14,10 @@ if rejected := versions.rejection(*versions.ALL):
 
 @contextlib.contextmanager
 def needing(module: str, *packages: str) -> Iterator[None]:
-    """Around the imports of ``module`` from ``packages`` of versions.PACKAGES: an ImportError that names what is
-    missing or too old, and a warning of what is newer than known."""
+    """Context for the imports of ``module`` from ``packages`` (names of versions.PACKAGES).
+
+    A missing or too old package raises ImportError with its name; a package newer than tested gives a warning.
+    """
     if rejected := versions.rejection(*packages):
         raise ImportError(f"{module}: {rejected}")
     versions.warn_of_newer(*packages)

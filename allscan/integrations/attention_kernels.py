@@ -1,4 +1,4 @@
-"""Attention of one block by kernels of PyTorch's, with log-sum-exps: cuDNN, FlashAttention 2, and those for CPUs."""
+"""Attention of one block by PyTorch's kernels with log-sum-exps: cuDNN, FlashAttention 2, and a CPU kernel."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from .triangles import by_triangles, tokens_first
 
 
 class Kernel(NamedTuple):
-    """Attention kernels that give and take log-sum-exps.
+    """A pair of attention kernels whose forward returns, and whose backward takes, log-sum-exps.
 
-    forward: (q [B, H, T, D], k [B, G, S, D], v [B, G, S, V], causal, scale) -> (o [B, H, T, V], lse [B, H, T], what
-        backward is to get); H is a multiple of G; causal where T = S only. o has its tokens before its heads in memory.
-    backward: (do, q, k, v, o, lse, that, causal, scale) -> (dq, dk, dv). o and lse may be those over more keys: these
-        get what is theirs. lse is contiguous.
+    forward: (q [B, H, T, D], k [B, G, S, D], v [B, G, S, V], causal, scale) -> (o [B, H, T, V], lse [B, H, T], saved
+        values for backward); H is a multiple of G; causal only for T = S. o has tokens before heads in memory.
+    backward: (do, q, k, v, o, lse, saved values, causal, scale) -> (dq, dk, dv). o and lse may cover more keys than k;
+        the gradients are then this block's share. lse is contiguous.
     """
 
     name: str
@@ -29,7 +29,7 @@ class Kernel(NamedTuple):
 
 
 def kernel_for(q: Tensor, k: Tensor, v: Tensor) -> Kernel | None:
-    """The fastest for tensors like these, None without one. Ask again where torch's switches may have changed."""
+    """The fastest kernel for these tensors, or None. The result depends on torch's current backend switches."""
     return next((kernel for kernel in KERNELS if kernel.fits(q, k, v)), None)
 
 
@@ -39,14 +39,14 @@ def strided_like(x: Tensor, other: Tensor) -> torch.Tensor:
 
 
 def _aligned(x: Tensor) -> torch.Tensor:
-    """x as kernels for GPUs read it: words of 16 bytes."""
+    """x, aligned to 16 bytes as the GPU kernels require; copied if necessary."""
     words = 16 // x.element_size()
     fits = x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and not any(s % words for s in x.stride()[:-1])
     return x if fits else x.contiguous()
 
 
-# cuDNN. Its graphs for backward are cached by the layouts of q, k and v only, while they hold those of o, its gradient
-# and the log-sum-exp: these always follow from q's here, as where PyTorch calls it.
+# cuDNN. PyTorch caches its backward graphs by the layouts of q, k and v only, but a graph also depends on the layouts
+# of o, its gradient and the log-sum-exp: here they always follow from q's, as in PyTorch's own calls.
 
 
 def _cudnn_forward(
@@ -97,7 +97,7 @@ def _triangles_fit(q: Tensor, k: Tensor, v: Tensor) -> bool:
 # passed: other GPUs and older versions were not tested.
 CUDNN_GPU, CUDNN_LEAST = (9, 0), 91900
 CUDNN_WIDTHS = {(64, 64), (128, 96), (128, 128), (192, 128), (256, 256)}
-CUDNN_TOKENS = 256  # where fewer, flash: a plan for each new length costs the host more than the kernel saves
+CUDNN_TOKENS = 256  # below this flash runs: a plan for each new length costs the host more than the kernel saves
 cudnn = operator(
     "_scaled_dot_product_cudnn_attention",
     "query key value attn_bias compute_log_sumexp dropout_p is_causal return_debug_mask scale",
@@ -118,7 +118,7 @@ def _capability(x: Tensor) -> tuple[int, int]:
     return torch.cuda.get_device_capability(x.device) if half and torch.version.hip is None else (0, 0)
 
 
-# FlashAttention 2 as PyTorch has it
+# FlashAttention 2 of PyTorch
 
 
 def _flash_forward(
@@ -139,7 +139,7 @@ def _flash_backward(
 
 
 def flash_fits(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether FlashAttention 2 takes tensors like these."""
+    """Whether FlashAttention 2 supports these tensors."""
     width = max(q.shape[-1], v.shape[-1])
     return FLASH_IS_KNOWN and _capability(q) >= (8, 0) and width <= 256 and torch.backends.cuda.flash_sdp_enabled()
 
@@ -153,7 +153,7 @@ flash_backward = operator(
 FLASH_IS_KNOWN = None not in (flash, flash_backward)
 
 
-# PyTorch's on CPUs
+# PyTorch's CPU kernel
 
 
 on_cpu = operator("_scaled_dot_product_flash_attention_for_cpu", "query key value dropout_p is_causal attn_mask scale")
@@ -186,14 +186,14 @@ def _cpu_fits(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 def widened(*tensors: Tensor) -> list[torch.Tensor]:
-    """The same of one width, a multiple of 8."""
+    """The tensors padded with zeros to one width (last dimension), a multiple of 8."""
     width = max(x.shape[-1] for x in tensors)
     width += -width % 8
     return [F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x for x in tensors]
 
 
 def _of_one_width(forward: Callable[..., Any], backward: Callable[..., Any]) -> tuple[Callable, Callable]:
-    """The same where the kernels want q, k and v of one width, a multiple of 8."""
+    """Wrap kernels that require q, k and v of one width, a multiple of 8."""
 
     def forward_of_any(
         q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float

@@ -1,5 +1,5 @@
-"""All-Scan in Megatron-core's context parallelism (tested with 0.19.2): Gated DeltaNet and Mamba2 mixers whose state
-is sent, where Megatron's own turn heads into tokens by all-to-all."""
+"""All-Scan in Megatron-core's context parallelism (tested with 0.19.2): Gated DeltaNet and Mamba2 mixers that send
+their state between ranks. Megatron's own mixers exchange heads for tokens by all-to-all."""
 
 from __future__ import annotations
 
@@ -38,38 +38,38 @@ _communicators: dict[object, Communicator] = {}  # by process group
 def sequence_parallel(
     spec: Any, *, layout: str = "zigzag", per_document: bool = True, comm: Communicator | None = None
 ) -> Any:
-    """A copy of a spec of Megatron-core in which Gated DeltaNet and Mamba2 mixers pass their state by All-Scan.
+    """Copy a Megatron-core spec with Gated DeltaNet and Mamba2 mixers that pass their state by All-Scan.
 
     Parameters, their names and checkpoints are those of Megatron's mixers. With one rank of context parallelism the
-    mixers are Megatron's own. With more, each rank has all heads: their number, and that of groups, does not bound the
-    number of ranks. Gradients of parameters are of this rank's tokens, for Megatron to add up.
+    mixers are Megatron's own. With more ranks, each rank has all heads, so that the numbers of heads and groups do not
+    limit the number of ranks. Parameter gradients cover this rank's tokens; Megatron sums them over the ranks.
 
-    Operators are those that Megatron looks up: fla's gated delta rule as ``allscan.zeco_gated_delta_rule``, and any
-    other one around ``self.gated_delta_rule``; mamba_ssm's chunk scan in ``allscan.zeco_ssd``; short convolutions
-    of fla, causal_conv1d or torch, with the tokens before a cut by ``allscan.halo``.
+    The mixers call Megatron's operators: ``allscan.zeco_gated_delta_rule`` replaces fla's gated delta rule; other delta
+    rules (``self.gated_delta_rule``) are called for each piece; ``allscan.zeco_ssd`` calls mamba_ssm's chunk scan;
+    short convolutions of fla, causal_conv1d or torch get the tokens before a shard boundary by ``allscan.halo``.
 
-    Packed sequences (``packed_seq_params``, format "thd") have one scan for all. Where each is cut, each is a multiple
-    of 2P tokens, and the states of all are sent in it. Sequences of a row may have any length. As for Megatron,
-    packed_seq_params of another format and without boundaries are none.
+    Packed sequences (``packed_seq_params``, format "thd") share one scan. If each sequence is cut, its length must be a
+    multiple of 2P tokens, and the scan sends the states of all sequences. If the row is cut as a whole, sequences may
+    have any length. As in Megatron, packed_seq_params of another format and without boundaries are ignored.
 
     Args:
         spec: a ModuleSpec, or submodules, with GatedDeltaNet or MambaMixer anywhere in it. It is not changed.
-        layout: where a rank's tokens lie. "zigzag" is Megatron's own: chunks p and 2P - 1 - p of 2P, as its
-            get_batch_on_this_cp_rank cuts them. "contiguous" is for models without softmax attention: consecutive
-            tokens in rank order, their number may differ between ranks.
-        per_document: of packed sequences in the zigzag layout: whether each of them is cut, as Megatron does by default
-            and its attention wants it, or the row of all (its use_per_sequence_balancing).
-        comm: the ranks of context parallelism in their order; by default one for each process group, made with the
-            first mixer of it and kept to the end of the process; making it is collective on the host, the first of a
-            job over all of its ranks (``allscan.init``).
+        layout: the distribution of tokens over ranks. "zigzag" is Megatron's own: rank p has chunks p and 2P - 1 - p of
+            2P, as from its get_batch_on_this_cp_rank. "contiguous" is for models without softmax attention: consecutive
+            tokens in rank order; their number may differ between ranks.
+        per_document: for packed sequences in the zigzag layout. True: each sequence is cut, as in Megatron by default
+            and as its attention requires. False: the row is cut as a whole (its use_per_sequence_balancing).
+        comm: the Communicator of the ranks of context parallelism, in their order. By default the first mixer of a
+            process group creates one, which lives until the process ends. Creation is collective on the host; the first
+            one of a job is collective over all ranks of the job (``allscan.init``).
 
     Returns:
         The copy; ``spec`` stays as it is.
 
     Raises:
-        ValueError: for a spec without such mixers. The mixers raise ValueError, on every rank, when they are made with
-            CUDA graphs or hybrid context parallelism; when called for inference, for a batch with a group of its own,
-            or with packed sequences that do not fit.
+        ValueError: for a spec without such mixers. The mixers raise ValueError on every rank: in their constructor for
+            CUDA graphs or hybrid context parallelism; in calls for inference, for a batch with its own context parallel
+            group, and for packed sequences that do not fit the tokens.
 
     Example:
         >>> spec = sequence_parallel(hybrid_stack_spec)                # megatron.core.models.hybrid.hybrid_layer_specs
@@ -104,7 +104,7 @@ def sequence_parallel(
 
 
 class _Alone:
-    """The group of one rank for Megatron's constructors: each rank has all heads."""
+    """A group of one rank for Megatron's constructors, so that each rank has all heads."""
 
     def size(self) -> int:
         return 1
@@ -114,19 +114,19 @@ class _Alone:
 
 
 class _Tokens(NamedTuple):
-    """Where this rank's tokens lie."""
+    """The layout of this rank's tokens."""
 
     pieces: list[TokenRange]
-    where: Mapping[str, Any]  # what operators are told
+    where: Mapping[str, Any]  # layout arguments of the operators
 
 
 class _Mixer:
-    """What both have in common: which tokens they have, and rejections."""
+    """Base of both mixers: determines the layout of the tokens and rejects unsupported input."""
 
     comm: Communicator | None
     zigzag: bool
     per_document: bool
-    gathered: int  # over how many ranks of tensor parallelism the projection gathers tokens
+    gathered: int  # number of tensor-parallel ranks over which the projection gathers tokens
 
     def __init__(
         self,
@@ -149,7 +149,7 @@ class _Mixer:
         self.comm = None if group.size() == 1 else comm or _communicator(group)
 
     def _tokens(self, hidden_states: Tensor, context: Any, packed: Any) -> _Tokens:
-        """Of [T, B, ...]."""
+        """The layout of this rank's tokens, for hidden_states [T, B, ...]."""
         comm, batch, T = self.comm, hidden_states.shape[1], hidden_states.shape[0] * self.gathered
         assert comm is not None
         where: dict[str, Any] = dict(comm=comm, layout="zigzag" if self.zigzag else "contiguous")
@@ -160,7 +160,7 @@ class _Mixer:
             if packed.cp_group is not None or packed.local_cp_size is not None:
                 reject(comm, "packed_seq_params with a context parallel group of their own are not covered")
             lengths = packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded
-        # of a format such as "bshd" and without boundaries it says what there is without it
+        # packed_seq_params of a format such as "bshd" and without boundaries carries no information
         if packed is None or (packed.qkv_format != "thd" and lengths is None and packed.seq_idx is None):
             n, begins = T - T // 2 if self.zigzag else T, comm.rank == 0
             pieces = [TokenRange.of(0, n, begins=begins), *([TokenRange.of(n, T, 1)] if self.zigzag else [])]
@@ -169,7 +169,7 @@ class _Mixer:
             reject(comm, f"packed_seq_params must be of the format 'thd' with cu_seqlens, got {packed.qkv_format!r}")
         if batch != 1:
             reject(comm, f"packed sequences must be in a batch of one, got {batch}")
-        with comm.call():  # so that a rank that rejects them is not waited for
+        with comm.call():  # reports a rejection to the other ranks, which would otherwise wait
             numbers = boundaries_on_host(lengths)
             zigzag = PER_DOCUMENT if self.zigzag and self.per_document else int(self.zigzag)
             first = partition_start(comm, numbers, T, zigzag=zigzag)
@@ -199,7 +199,7 @@ def _communicator(group: Any) -> Communicator:
 
 
 def _rule(operator: Callable[..., Any], tokens: _Tokens, *tensors: Tensor) -> torch.Tensor:
-    """The gated delta rule ``operator`` over the ranks."""
+    """Run the gated delta rule ``operator`` over the sequence of all ranks."""
     invariant = tokens.where["comm"].invariant and operator is gdn.torch_chunk_gated_delta_rule
     if operator is chunk_gated_delta_rule or invariant:
         return zeco_gated_delta_rule(*tensors, **tokens.where)[0]
@@ -236,7 +236,7 @@ class AllScanGatedDeltaNet(_Mixer, GatedDeltaNet):
         q, k, v, gate, beta, alpha = self._prepare_input_for_gated_delta_rule(qkv, gate, batch, T, beta, alpha)
         g, beta = self._compute_g_and_beta(self.A_log, self.dt_bias, alpha, beta)
         o = _rule(self.gated_delta_rule, tokens, q, k, v, g, beta)
-        norm = functools.partial(self._gated_norm_and_a2a, thd_cp_a2a_inv=None, batch=batch, seq_len=T)  # of one rank
+        norm = functools.partial(self._gated_norm_and_a2a, thd_cp_a2a_inv=None, batch=batch, seq_len=T)  # one rank's
         if not self.recompute_norm_out:
             return self.out_proj(norm(o, gate))
         self.norm_out_checkpoint = CheckpointWithoutOutput()

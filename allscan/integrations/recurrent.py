@@ -1,5 +1,5 @@
-"""Recurrent layers of other packages over a split sequence, around functions that know nothing of it: delta rules by
-one call for each piece of a sequence, and short convolutions."""
+"""Recurrent layers of other packages over a sharded sequence, around single-device functions: delta rules, with one
+call for each piece of a sequence, and short convolutions."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from .softmax import reject
 def convolved(
     conv: Callable, n: int, x: Tensor, pieces: list[TokenRange], *, comm: Communicator, **where: Any
 ) -> torch.Tensor:
-    """conv over x [B, T, C] with the n tokens before each cut, and zeros where a sequence begins.
+    """conv over x [B, T, C], with the n tokens before each shard boundary, and zeros before a sequence's first token.
 
-    The row is convolved as it lies. The first n outputs of each piece, which have not seen what is before it, are made
-    again of 2n tokens, and put in place in the memory of conv's result; see ``taken`` for the backward.
+    conv first runs over the whole row. The first n outputs of each piece lack the tokens before it: conv computes them
+    again from 2n tokens, and they overwrite those in conv's result, in place; see ``taken`` for the backward.
     """
     if not x.shape[1]:
         before = halo(x, n, comm=comm, **where)
@@ -39,7 +39,7 @@ def convolved(
     B, T = x.shape[:2]
     x, tokens = taken(x, cuts, comm)
     ends, windows = tokens.split([cuts.ends, tokens.shape[1] - cuts.ends], 1)
-    windows = windows.unflatten(1, (-1, 2 * n))  # of each piece the n tokens before it in the row, and its first n
+    windows = windows.unflatten(1, (-1, 2 * n))  # each piece: n tokens before its start, n after
     before = halo_of_ends(ends, T, n, comm=comm, **where).unflatten(1, (-1, n))
     if before.shape[1] < len(pieces):
         before = torch.zeros_like(windows[:, :, :n]).index_copy(1, cuts.first, before)
@@ -47,22 +47,25 @@ def convolved(
     if y.requires_grad:
         rows.append(windows)
     replacements = conv(torch.stack(rows).flatten(0, 2))[:, n:].unflatten(0, (len(rows), B, -1)).flatten(2, 3)
-    if len(cuts.valid) < replacements.shape[2]:  # of pieces with fewer than n tokens
+    if len(cuts.valid) < replacements.shape[2]:  # drop outputs beyond pieces of fewer than n tokens
         replacements = replacements.index_select(2, cuts.valid)
     return _Replaced.apply(y, cuts.outputs, *replacements.unbind(0))
 
 
 def taken(x: Tensor, tokens: Tokens, comm: Communicator, alone: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
-    """(x, these tokens of it [B, numbers, ...], zeros beyond it). In backward theirs is added to the gradient of x, in
-    its memory if nobody else has it, ``alone``: a whole tensor of zeros and a sum are what autograd makes of it."""
+    """(x, selected tokens of x [B, numbers, ...], with zeros for token numbers outside the row).
+
+    The backward adds the tokens' gradient to the gradient of x, in place if no other node holds that (``alone``).
+    Autograd's own indexing would allocate a full tensor of zeros and a sum.
+    """
     if has_tangents((x,)):
-        with comm.call(False, "halo()", (x,)):  # which rejects them
+        with comm.call(False, "halo()", (x,)):  # comm.call rejects tangents
             pass
     return _Taken.apply(x, tokens, alone)
 
 
 class Tokens(Tables):
-    """Numbers of tokens of a row of T, some perhaps beyond it, and ``more`` tables."""
+    """Tables for ``taken``: token numbers in a row of T tokens, possibly outside it, and ``more`` tables."""
 
     def __init__(self, numbers: Sequence[int], T: int, device: torch.device, *more: Sequence[int]) -> None:
         places: dict[int, list[int]] = {}
@@ -82,7 +85,7 @@ class Tokens(Tables):
 
 
 class _Cuts(Tokens):
-    """What ``convolved`` takes of a row: the last n tokens of each half, and for each piece 2n."""
+    """Token numbers for ``convolved``: the last n tokens of each half, and a window of 2n for each piece."""
 
     def __init__(self, pieces: list[TokenRange], n: int, device: torch.device) -> None:
         starts, halves = [*itertools.accumulate((p.tokens for p in pieces), initial=0)], _halves(pieces)
@@ -103,11 +106,11 @@ class _Taken(torch.autograd.Function):
         found = x.index_select(1, tokens.numbers)
         if not tokens.inside:
             found.masked_fill_(tokens.beyond.view(-1, *(1,) * (x.ndim - 2)), 0)
-        return x.detach(), found  # no view, which must not be written to; of the same memory
+        return x.detach(), found  # shares x's memory, but is no autograd view: those reject in-place writes
 
     @staticmethod
     def backward(ctx: Any, dx: Tensor, dtokens: Tensor) -> tuple[torch.Tensor, None, None]:
-        # each token once, in a fixed order: atomic additions to the same place give other bits each time
+        # each token once, in a fixed order: atomic additions to one address are not deterministic
         places = ctx.tokens.places
         padded = F.pad(dtokens, (0, 0) * (dtokens.ndim - 2) + (0, 1))
         sums = padded.index_select(1, places.flatten()).unflatten(1, places.shape).sum(1)
@@ -117,8 +120,11 @@ class _Taken(torch.autograd.Function):
 
 
 class _Replaced(torch.autograd.Function):
-    """y with ``replacements`` at these ``outputs``, in place. ``lost``: what is there now, made of the same tokens. The
-    gradient of y stays as it is, whole; what comes of it at these outputs is taken away again by that of ``lost``."""
+    """Write ``replacements`` into y at the indices ``outputs``, in place. ``lost``: the overwritten values, recomputed.
+
+    The backward passes the gradient of y on unchanged; the negative gradient of ``lost`` cancels its part at
+    ``outputs``.
+    """
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, outputs: Tensor, replacements: Tensor, lost: Tensor | None = None) -> torch.Tensor:
@@ -138,7 +144,7 @@ _VIEWS = ("Transpose", "Slice", "View", "UnsafeView", "Permute", "Squeeze", "Uns
 
 
 def _is_saved(y: Tensor) -> bool:
-    """Whether the function that has made y has kept it for backward, as that of relu does, and not its argument."""
+    """Whether the node that computed y has saved its result for backward (as relu does), not its argument."""
     node = y.grad_fn
     while node is not None and type(node).__name__.partition("Backward")[0] in _VIEWS:
         node = node.next_functions[0][0]
@@ -148,15 +154,16 @@ def _is_saved(y: Tensor) -> bool:
 def delta_rule(
     operator: Callable, tensors: Sequence[Any], pieces: list[TokenRange], *, comm: Communicator, final: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(o, with ``final`` the state after the tokens of all ranks, on every rank) of Gated DeltaNet and KDA.
+    """Gated DeltaNet or KDA over the ranks: (o, with ``final`` the final state of the row on every rank, else None).
 
-    Of cut documents, see TokenRange.state_index, the states of all are sent in one scan each way, and there is no final
-    state. tensors: q, k, v, g, beta. operator: called as fla's are, with initial_state and output_final_state, for each
-    piece. Outputs and last states are linear in values and first states together: K columns of zeros behind the values,
-    with the unit matrix for their first state, give how both depend on it.
+    For sharded documents (see TokenRange.state_index) one ascending and one descending scan send all states, and there
+    is no final state. tensors: q, k, v, g, beta. operator: is called for each piece with fla's signature, with
+    initial_state and output_final_state. Outputs and last states are jointly linear in values and initial states: K
+    columns of zeros behind the values, with the unit matrix as their initial state, yield the dependence on the initial
+    state.
     """
     if has_tangents(tensors):
-        with comm.call(False, "a delta rule", tensors):  # which rejects them
+        with comm.call(False, "a delta rule", tensors):  # comm.call rejects tangents
             pass
     if comm.invariant:
         name = getattr(getattr(operator, "func", operator), "__name__", "a function of its own")
@@ -165,7 +172,7 @@ def delta_rule(
             f"invariant={comm.invariant} of the communicator is of zeco_kda and zeco_gated_delta_rule: neither takes "
             f"the place of {name}, whose results depend on where the ranks cut the sequence",
         )
-    q, k, v, g, beta = (t.resolve_neg() for t in tensors)  # whose kernels see the memory alone
+    q, k, v, g, beta = (t.resolve_neg() for t in tensors)  # kernels ignore the negative bit
     (batch, _, HV, V), K, halves = v.shape, k.shape[-1], _halves(pieces)
     zeros = torch.zeros(batch, HV, K, V + K, dtype=torch.float32, device=v.device)
     identity = torch.eye(K, dtype=torch.float32, device=v.device)
@@ -177,13 +184,13 @@ def delta_rule(
         v = F.pad(v, (0, K)) if more else v
         if v.shape[1]:
             o, state = operator(q, k, v, g=g, beta=beta, initial_state=unit if more else None, output_final_state=True)
-        else:  # what comes goes on; with a gradient where the other ranks' have one
+        else:  # the incoming state passes through, with a gradient as on the other ranks
             o, state = v, (unit if more else zeros[..., :V]) + sum(t.sum() for t in of_piece)
         outputs.append(o)
         states.append(state.float())
-    documents = len(halves) // 2 if len(halves) > 2 else 0  # that are cut: their states are sent together
+    documents = len(halves) // 2 if len(halves) > 2 else 0  # sharded documents: one scan sends all their states
     left = [states[some[-1]][..., :V] for some in halves]
-    passes = [len(some) == 1 and wide[some[0]] for some in halves]  # no incoming state passes an end
+    passes = [len(some) == 1 and wide[some[0]] for some in halves]  # the end of a sequence stops the incoming state
     through = [(states[some[0]] if p else zeros)[..., V:] for some, p in zip(halves, passes, strict=True)]
     prevs: Any
     if documents:
@@ -211,7 +218,7 @@ def delta_rule(
 
 @torch.no_grad()
 def of_last_tokens(states: Any, comm: Communicator, zigzag: bool) -> tuple[torch.Tensor, ...]:
-    """Convolutions' states [B, C, W] on every rank, of the one that has the last tokens of all."""
+    """Broadcast convolution states [B, C, W] from the rank with the last tokens of the row."""
     together = torch.cat([x.float() for x in states], 1)
     if comm.rank != (0 if zigzag else comm.size - 1):
         together = torch.zeros_like(together)
@@ -220,7 +227,7 @@ def of_last_tokens(states: Any, comm: Communicator, zigzag: bool) -> tuple[torch
 
 
 def joined(parts: Any) -> torch.Tensor:
-    """[B, T, ...] one after the other."""
+    """Concatenate tensors [B, T, ...] along the tokens."""
     return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
 
@@ -229,6 +236,6 @@ def _split(x: Tensor, pieces: Any) -> Sequence[torch.Tensor]:
 
 
 def _halves(pieces: Any) -> list[list[int]]:
-    """The numbers of the pieces of each half, of all in the contiguous layout."""
+    """Indices of the pieces of each half; one list of all pieces in the contiguous layout."""
     numbers = range(pieces[-1].state_index + 1)
     return [[i for i, piece in enumerate(pieces) if piece.state_index == half] for half in numbers]

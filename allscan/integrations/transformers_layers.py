@@ -1,4 +1,4 @@
-"""What the layers of transformers' models call in place of their own functions, where their model is split."""
+"""Replacements of the functions that the layers of transformers' models call, for split models."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ with needing(f"{__package__}.transformers", "transformers"):
     from transformers import AttentionInterface
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-NAME = "allscan"  # of the attention function
-SEQUENCE = "allscan_sequence"  # the argument by which the model's forward tells its layers
-CACHES = ("cache", "past_key_values")  # what forwards call their cache: from transformers 5.24 on, and before
+NAME = "allscan"  # name of the attention function
+SEQUENCE = "allscan_sequence"  # keyword argument from the model's forward to its layers
+CACHES = ("cache", "past_key_values")  # the cache argument's name: from transformers 5.24 on, and before
 
 
 @functools.cache
 def name_of_cache(kind: Any) -> str | None:
-    """What the forward of a class of models or softmax layers calls its cache."""
+    """Name of the cache argument in the forward of a class of models or softmax layers."""
     parameters = inspect.signature(kind.forward).parameters
     return next((name for name in CACHES if name in parameters), None)
 
 
 class SplitOperator:
-    """A function that a model's file calls by its name, in place of it: over the ranks where it is told so."""
+    """Replaces a function of a model's file by name; runs over the ranks if called with a SplitSequence."""
 
     def __init__(self, original: Any, split: Any) -> None:
         self.original, self.split = original, split
@@ -64,7 +64,7 @@ def _convolution(
     activation: Any = None,
     **_,
 ) -> torch.Tensor:
-    """x [B, channels, tokens], the last of which are this rank's."""
+    """Short convolution over x [B, channels, tokens]; the last tokens are this rank's."""
     n, x = weight.shape[-1] - 1, x if x.shape[2] == sequence.own else x[:, :, x.shape[2] - sequence.own :]
     if not n:
         return original(x, weight, bias, activation=activation)
@@ -77,17 +77,17 @@ def _convolution(
 
 
 def _own(sequence: SplitSequence, *tensors: Tensor | None) -> Sequence[torch.Tensor | None]:
-    """[B, T, ...] of this rank's tokens, without one of padding."""
+    """Tensors [B, T, ...] of this rank's tokens, without the padding token."""
     return tensors if sequence.own else [x if x is None else x[:, :0] for x in tensors]
 
 
 def _padded(x: Tensor, sequence: SplitSequence) -> torch.Tensor:
-    """x [B, T, ...] with what the model's layers go on with: on a rank without tokens zeros of one."""
+    """x [B, T, ...]; on a rank without tokens, one padding token of zeros for the following layers."""
     return x if sequence.own else F.pad(x, (0, 0) * (x.ndim - 2) + (0, 1))
 
 
 def _fused(original: Any, sequence: SplitSequence, *_, **__) -> None:
-    """mamba_ssm's kernel of a whole layer: not over ranks; the layer goes on with its parts."""
+    """Disables mamba_ssm's fused kernel of a whole layer, which cannot be split; the layer runs unfused."""
 
 
 def _state_space(
@@ -124,7 +124,7 @@ def _state_space(
         if seq_idx is None or of_package(original) is not None:
             return original(x, dt, A, B, C, seq_idx=seq_idx, **options)
         outputs, state = [], None
-        for start, end, *_ in sequence.parts():  # torch's own function takes one sequence
+        for start, end, *_ in sequence.parts():  # transformers' torch function takes one sequence
             y, state = original(*(t[:, start:end] for t in (x, dt)), A, *(t[:, start:end] for t in (B, C)), **options)
             outputs.append(y)
         return torch.cat(outputs, 1), state
@@ -152,15 +152,17 @@ def _state_space(
 
 
 def of_package(function: Callable[..., Any]) -> Callable | None:
-    """fla's or mamba_ssm's function that one of a model's file calls, None where that is transformers' own, in torch:
-    only the former take packed sequences in one call."""
+    """The function of fla or mamba_ssm behind a function of a model's file, or None for transformers' own in torch.
+
+    Only functions of packages take packed sequences in one call.
+    """
     inside = inspect.getclosurevars(function).nonlocals if inspect.isfunction(function) else {}
     found = inside.get("implementation")  # of use_kernel_func_from_hub_with_fallback
     return None if found is inside.get("torch_function") else found
 
 
 def in_torch(function: Callable[..., Any]) -> Callable:
-    """transformers' own function in place of a package's, whose kernels need a GPU."""
+    """transformers' torch function in place of a package's function, whose kernels need a GPU."""
     own = getattr(function, "__wrapped__", None)
     if own is None or of_package(function) is None:
         return function
@@ -174,8 +176,11 @@ def in_torch(function: Callable[..., Any]) -> Callable:
 
 
 def ours(function: Callable[..., Any], device: torch.device, options: Any, anywhere: bool = False) -> Callable | None:
-    """All-Scan's operator in place of a model's delta rule on a GPU, or ``anywhere``; None where it is not the same: it
-    is where that is fla's, or transformers' own in torch, and ours knows all options that it would be given."""
+    """All-Scan's operator for a model's delta rule, on a GPU or with ``anywhere``; None without an equivalent one.
+
+    It is equivalent if the model's function is fla's, or transformers' own in torch, and All-Scan's operator supports
+    all ``options`` of the call.
+    """
     theirs: Any = of_package(function) or inspect.unwrap(function)
     found: Any = OURS.get(getattr(theirs, "__name__", ""))
     if found is None or not theirs.__module__.startswith(("fla.", "transformers.")):
@@ -187,12 +192,12 @@ def ours(function: Callable[..., Any], device: torch.device, options: Any, anywh
 
 
 def on_gpu(device: torch.device) -> bool:
-    """Whether tensors there are in the memory of a GPU; the tests replace it."""
+    """Whether ``device`` is a GPU; the tests replace this function."""
     return device.type == "cuda"
 
 
 def _fit(query: Tensor, key: Tensor, value: Tensor, g: Tensor) -> bool:
-    """Whether All-Scan's operators take what transformers' functions in torch, which cast it, take of any kind."""
+    """Whether All-Scan's operators support these dtypes and sizes; transformers' torch functions cast any dtype."""
     alike = query.dtype == key.dtype == value.dtype and query.dtype in (torch.bfloat16, torch.float16, torch.float32)
     return alike and key.shape[-1] <= 256 and g.dtype in (torch.float32, query.dtype)
 
@@ -243,8 +248,11 @@ OPERATORS = {
 
 
 class _Keys:
-    """In place of a softmax layer's cache: what the layer appends its keys and values, or latents, to. It gets those of
-    all ranks back; or where ``attend`` can do with them its own, and those of the others are under way."""
+    """Replaces a softmax layer's cache: the layer appends its keys and values, or latents.
+
+    ``update`` returns those of all ranks. If ``attend`` can run in merged blocks, ``update`` starts the all-gather and
+    returns this rank's own.
+    """
 
     def __init__(self, sequence: SplitSequence, cache: Any) -> None:
         self.sequence, self.cache = sequence, cache
@@ -271,10 +279,10 @@ class _Keys:
     def attend(
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, dropout: float
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-        """(o, None, None), or None and the keys and values of all ranks where there is no kernel."""
+        """(o, None, None); without a kernel (None, keys of all ranks, values of all ranks)."""
         sequence, expand = self.sequence, None
         if [key.shape, value.shape] != [x.shape for x in self.appended]:
-            expand = getattr(module, "expand_kv", None)  # which makes them of latents
+            expand = getattr(module, "expand_kv", None)  # projects latents to keys and values
             if expand is None:
                 reject(sequence.comm, f"a {type(module).__name__} changes the keys that it keeps: {OTHER_VERSION}")
         if not sequence.own:
@@ -292,7 +300,7 @@ OTHER_VERSION = "this version of transformers is not covered"
 
 
 def in_order(gather: Any, documents: Any = None) -> Iterator[torch.Tensor]:
-    """[B, H, T, D] of all ranks' tokens. documents: cu_seqlens of sequences that are each cut."""
+    """Gathered tensors [B, H, T, D] in sequence order. documents: cu_seqlens of sequences that are each cut."""
     found = gather.read(gather.in_order())
     if documents is not None:
         found = documents_in_order(gather.comm, documents, *found)
@@ -300,7 +308,7 @@ def in_order(gather: Any, documents: Any = None) -> Iterator[torch.Tensor]:
 
 
 def softmax_forward(layer: Any, *arguments: Any, past_key_values: Any = None, cache: Any = None, **options: Any) -> Any:
-    """The forward of a softmax layer, with the keys and values of all ranks."""
+    """Forward of a softmax layer with the keys and values of all ranks."""
     sequence = options.get(SEQUENCE)
     if sequence is None:
         raise ValueError(f"a {type(layer).__name__} of a split model is called through the model")
@@ -310,7 +318,7 @@ def softmax_forward(layer: Any, *arguments: Any, past_key_values: Any = None, ca
 
 
 class _Layer:
-    """A softmax layer as its former attention function is to see it: with that function's name in its config."""
+    """Proxy of a softmax layer for its original attention function: the config names that function."""
 
     def __init__(self, layer: Any, inner: Any) -> None:
         self._layer, self._inner = layer, inner
@@ -341,7 +349,7 @@ def _attention(
     dropout: float = 0.0,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention function: this rank's queries [B, H, T, D] to the row's keys up to each."""
+    """transformers' attention interface: causal attention of this rank's queries [B, H, T, D] over the row."""
     sequence = options.get(SEQUENCE)
     if sequence is None:
         raise ValueError(
@@ -352,7 +360,7 @@ def _attention(
     function = ALL_ATTENTION_FUNCTIONS.get_interface(inner, home.eager_attention_forward)
     device, outputs, found = query.device.type, [], None
 
-    def cast(*tensors: Tensor) -> Sequence[torch.Tensor]:  # autocast does not reach through causal_lower_right
+    def cast(*tensors: Tensor) -> Sequence[torch.Tensor]:  # causal_lower_right bypasses autocast
         if inner != "sdpa" or not torch.is_autocast_enabled(device):
             return tensors
         return [t.to(torch.get_autocast_dtype(device)) for t in tensors]
@@ -369,7 +377,7 @@ def _attention(
             f"a {type(module).__name__} has the keys of {key.shape[2]} tokens, not of the "
             f"{sum(sequence.tokens)} of all ranks: {OTHER_VERSION}",
         )
-    if not sequence.own:  # takes part in the others' backward
+    if not sequence.own:  # this rank must join the backward's collectives
         o = query.new_zeros(query.shape[0], 0, query.shape[1], value.shape[-1])
         return _padded(Using.apply(o, key, value), sequence), None
     if inner == "sdpa" and sequence.lengths is not None and not dropout and takes_packed(query, key, value):
@@ -382,8 +390,8 @@ def _attention(
         T, before, mask = part.end - part.start, part.before, None
         if inner == "eager" and T > 1:
             mask = query.new_full((T, T + before), torch.finfo(query.dtype).min).triu(before + 1)[None, None]
-        elif inner == "sdpa" and T > 1 and before:  # whose own mask begins at token 0
-            mask = causal_lower_right(T, T + before)  # its kernels go on without a mask in memory
+        elif inner == "sdpa" and T > 1 and before:  # sdpa's own mask begins at token 0
+            mask = causal_lower_right(T, T + before)  # lets kernels run without a mask in memory
         here, keys = query[:, :, part.start : part.end], (t[:, :, part.begin : part.last] for t in (key, value))
         outputs.append(function(_Layer(module, inner), here, *keys, mask, scaling=scaling, dropout=dropout)[0])
     return torch.cat(outputs, 1), None

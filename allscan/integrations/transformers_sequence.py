@@ -1,4 +1,4 @@
-"""Where a rank's tokens of transformers' models lie in the row: asked of all ranks at each forward pass."""
+"""Positions of a rank's tokens in the row, for transformers' models; exchanged at each forward pass."""
 
 from __future__ import annotations
 
@@ -19,8 +19,11 @@ from .softmax import chunks
 
 
 class Part(NamedTuple):
-    """Tokens start .. end - 1 of this rank, consecutive ones of a sequence: in the global sequence that begins with the
-    token ``begin``, and they end before ``last``. half: see TokenRange.state_index."""
+    """Consecutive tokens of one sequence: start .. end - 1 of this rank.
+
+    In the row the sequence begins at token ``begin``, and the part ends before token ``last``. half: see
+    TokenRange.state_index.
+    """
 
     start: int
     end: int
@@ -30,27 +33,27 @@ class Part(NamedTuple):
 
     @property
     def before(self) -> int:
-        """Tokens of the sequence before these."""
+        """Number of tokens of the sequence before this part."""
         return self.last - self.begin - (self.end - self.start)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SplitSequence:
-    """What the layers are told: where this rank's tokens lie."""
+    """Token layout that the model passes to its layers."""
 
     comm: Communicator
-    tokens: list[int]  # of each rank
+    tokens: list[int]  # number of tokens of each rank
     lengths: torch.Tensor | None  # cu_seqlens of the row, on the CPU
     inner: str  # the attention function that the model had
     zigzag: bool = False
-    per_document: bool = False  # each of packed sequences, of which none is empty, is cut
+    per_document: bool = False  # each packed sequence is cut; none is empty
     attention: Attention = WHOLE
     home: str = ""  # the module of the model's classes
-    keys: Any = None  # of the softmax layer that is told
+    keys: Any = None  # the _Keys of a softmax layer
 
     @property
     def first(self) -> int:
-        """Where in the global sequence this rank's tokens begin."""
+        """Index of this rank's first token in the global sequence."""
         return sum(self.tokens[: self.comm.rank]) // (1 + self.zigzag)
 
     @property
@@ -58,11 +61,11 @@ class SplitSequence:
         return self.tokens[self.comm.rank]
 
     def chunks(self) -> list[tuple[int, int, int]]:
-        """(rank, first token, end) of the ranks' parts, in the order of the row."""
+        """(rank, first token, end) of each part, in the order of the row."""
         return chunks(self.tokens, self.zigzag)
 
     def parts(self) -> list[Part]:
-        """Of the sequences on this rank that are not empty."""
+        """The parts of nonempty sequences on this rank."""
         own, parts, start = [(a, b) for rank, a, b in self.chunks() if rank == self.comm.rank], [], 0
         lengths = None if self.lengths is None else boundaries_on_host(self.lengths)
         if lengths is not None and self.per_document and self.own:
@@ -72,7 +75,7 @@ class SplitSequence:
             return parts
         for half, (first, end) in enumerate(own):
             if lengths is None or not self.own:
-                parts.append(Part(start, start + end - first, half, 0, end))  # what comes goes on
+                parts.append(Part(start, start + end - first, half, 0, end))  # the incoming state passes through
             else:
                 parts += [
                     Part(start + p.start, start + p.end, half, lengths[p.sequence], first + p.end)
@@ -95,7 +98,7 @@ class SplitSequence:
 
 
 class Asked(NamedTuple):
-    """What a rank says of its tokens and of how they are cut."""
+    """A rank's tokens and options, before the exchange with the other ranks."""
 
     B: int
     T: int
@@ -110,13 +113,15 @@ class Asked(NamedTuple):
 def agree_sequence(
     comm: Communicator, asked: Asked, position_ids: Tensor | None, wanted: Any, stamp: Any, kernel: int
 ) -> tuple[SplitSequence, bool]:
-    """(The sequence, whether any rank's embeddings want a gradient), by asking; ``wanted``: this one's do; ``stamp``:
-    of the batch, what it says and what is seen of it (batches.py); ``kernel``: tokens that the convolutions' states
-    have, 0 without a cache."""
+    """Exchange the ranks' tokens and check them: (the sequence, whether any rank's embeddings need a gradient).
+
+    ``wanted``: whether this rank's embeddings need a gradient; ``stamp``: (the batch's stamp, result of ``looked_at``),
+    see batches.py; ``kernel``: number of tokens in the convolutions' states, 0 without a cache.
+    """
     B, T, cu_seqlens, zigzag, per_document, attention, inner, home = asked
     with comm.call():
         lengths = None if cu_seqlens is None else boundaries_on_host(boundaries(cu_seqlens))
-        rises, begun = None, []  # with which position_ids sequences begin
+        rises, begun = None, []  # position_ids at the beginnings of sequences
         if lengths is None and position_ids is not None:
             rises = [_rises(half) for half in position_ids.chunk(1 + zigzag, -1)] if T else []
         layout = DOCUMENTS if per_document else "zigzag" if zigzag else "contiguous"
@@ -127,7 +132,7 @@ def agree_sequence(
             why = f"use_cache differs between ranks: {by_rank(bool(kernel) for kernel in kernels)}"
             raise comm.order.raised_everywhere(ValueError(why))
         last = tokens[0] // 2 if zigzag else tokens[-1]
-        if last < kernel:  # the layers make the state of these tokens alone
+        if last < kernel:  # the layers compute the convolution's state from these tokens alone
             where = "half of the first rank's tokens" if zigzag else "the last rank"
             why = f"with a cache {where} must have as many tokens as a convolution's kernel, got {last}"
             raise comm.order.raised_everywhere(ValueError(why))
@@ -137,7 +142,7 @@ def agree_sequence(
         if any(kind != kinds[0] for kind in kinds):
             different = by_rank(Attention(*kind) for kind in kinds)
             raise comm.order.raised_everywhere(ValueError(f"attention differs between ranks: {different}"))
-        cut_row = per_document and lengths is None  # of one sequence
+        cut_row = per_document and lengths is None  # the row is one sequence
         problem = misfit(comm, rows, tokens, "zigzag" if cut_row else layout, stamps, contents)
         if problem is not None:
             raise comm.order.raised_everywhere(ValueError(problem))
@@ -150,7 +155,7 @@ def agree_sequence(
         if len({answer[3] is None for answer in answers}) > 1:
             raise comm.order.raised_everywhere(ValueError("position_ids must be given on every rank or on none"))
         if rises is not None:
-            found, before = [], None  # where position_ids do not rise by 1
+            found, before = [], None  # row indices where position_ids do not rise by 1
             halves = [iter(answer[3]) for answer in answers]
             for rank, first, last in chunks(tokens, zigzag):
                 if first == last:
@@ -165,7 +170,7 @@ def agree_sequence(
             lengths = (*found, sum(tokens)) if len(found) > 1 else None
         if lengths is not None and cut_row:
             problem = f"with per_document=True packed sequences are told by cu_seq_lens_q, got position_ids {begun}"
-        elif lengths is not None and zigzag and any(begun):  # as where they are those of another layout
+        elif lengths is not None and zigzag and any(begun):  # e.g. position_ids of another layout
             problem = f"in the zigzag layout position_ids of packed sequences begin with 0, got {lengths[:-1]}"
             problem = f"{problem} of the row at positions {begun}: see allscan.zigzag.zigzag_positions"
         elif lengths is not None and (lengths[0] != 0 or any(a > b for a, b in zip(lengths, lengths[1:]))):
@@ -175,7 +180,7 @@ def agree_sequence(
         elif lengths is not None and B != 1:
             problem = f"packed sequences must be in a batch of one, got {B}"
         elif per_document and not cut_row:
-            assert lengths is not None  # else an earlier one is true
+            assert lengths is not None  # follows from the branches above
             problem = documents_misfit(lengths, comm.size, sum(tokens))
         if problem is not None:
             raise comm.order.raised_everywhere(ValueError(problem))
@@ -188,6 +193,6 @@ def agree_sequence(
 
 
 def _rises(position_ids: Any) -> tuple[list[int], list, list]:
-    """(where they do not rise by 1, what each row has there, (the first of each row, the last)); waits for the GPU."""
+    """(indices where they do not rise by 1, each row's values there, each row's first and last); synchronizes."""
     breaks = (position_ids.diff(dim=-1) != 1).any(0).nonzero()[:, 0] + 1
     return breaks.tolist(), position_ids[:, breaks].mT.tolist(), position_ids[:, [0, -1]].mT.tolist()

@@ -20,7 +20,7 @@ with needing(__name__, "accelerate", "transformers"):
     from accelerate.utils import recursively_apply
     from transformers import Trainer
 
-# what all ranks have alike, since it says how many steps are made of which rows, and with which numbers
+# arguments that must be equal on all ranks: they determine the steps, their rows and their numerical results
 ALIKE = (
     "per_device_train_batch_size",
     "per_device_eval_batch_size",
@@ -56,7 +56,7 @@ ALIKE = (
     "fp16",
     "include_num_input_tokens_seen",
 )
-# arguments that are not covered, unless they are one of these
+# arguments that are supported with these values only
 REJECTED: dict[str, tuple] = {
     "label_smoothing_factor": (0, 0.0),
     "neftune_noise_alpha": (None,),
@@ -79,27 +79,27 @@ class SequenceParallelTrainer(Trainer):
     """transformers' ``Trainer`` for a model of ``sequence_parallel``: losses, gradients, metrics and predictions
     are those of the ordinary Trainer with the ordinary model in one process.
 
-    Arguments are Trainer's; comm and layout are the model's. Started as Trainer is on several GPUs (torchrun), with
-    every process in the comm of one model, all of the same size P. N processes are N / P groups, in the order of their
-    first ranks, which each take some rows of a batch; the ranks of a group each take their part of every row
-    (``cut_batch``). So ``per_device_train_batch_size`` and ``per_device_eval_batch_size`` are the rows of a group:
-    with N / P times as many one process does the same. Every rank reads every row of a batch, and the ranks compare
-    their checksums: rows that differ, as of a dataset that is random or sharded over processes, are a ValueError on
-    every rank. A last batch of fewer rows is divided as evenly as may be, and rows are neither repeated nor dropped.
+    The arguments are Trainer's; comm and layout are the model's. Start the processes as for Trainer on several GPUs
+    (torchrun). Each process belongs to the comm of one model, and all comms have the same size P. N processes form
+    N / P groups, in the order of their first ranks. Each group takes some rows of a batch, and each rank of the group
+    takes its part of every row (``cut_batch``). ``per_device_train_batch_size`` and ``per_device_eval_batch_size`` are
+    thus the rows of a group; one process needs N / P times as many for the same result. Every rank reads every row of a
+    batch, and the ranks compare checksums: if rows differ (a dataset that is random, or sharded over processes), every
+    rank raises ValueError. A last batch of fewer rows is divided as evenly as possible; no row is repeated or dropped.
 
-    Datasets have ``input_ids``, with ``labels`` where a loss is wanted, rows of a batch of the same length (or packed,
-    in one group), P tokens or more, in the zigzag layout a multiple of 2P. ``compute_loss`` is called with this rank's
-    part. ``compute_metrics`` and ``preprocess_logits_for_metrics`` get whole rows, on every rank, and so does
-    ``predict``: every rank holds the logits of a whole batch. Rank 0 saves, and a checkpoint is the ordinary model's.
-    Dropout draws other numbers than in one process.
+    Datasets have ``input_ids``, and ``labels`` for a loss. The rows of a batch have equal lengths (or are packed, with
+    one group) of at least P tokens, in the zigzag layout a multiple of 2P. ``compute_loss`` gets this rank's part.
+    ``compute_metrics``, ``preprocess_logits_for_metrics`` and ``predict`` get whole rows on every rank: every rank
+    holds the logits of a whole batch. Rank 0 saves; a checkpoint is the ordinary model's. Dropout draws other random
+    numbers than in one process.
 
     Raises:
-        ValueError: on every rank, when made: for a model that is not split, ranks whose comms do not divide the
-            processes into groups of one size, processes that were not started as Trainer wants them, arguments that
-            differ between ranks, and what is not covered: ``model_init``, ``compute_loss_func``, label smoothing,
+        ValueError: in the constructor, on every rank: for a model that is not split, comms that do not divide the
+            processes into groups of one size, processes that were not started as Trainer requires, arguments that
+            differ between ranks, and unsupported features: ``model_init``, ``compute_loss_func``, label smoothing,
             NEFTune, Liger kernels, torch_compile, auto_find_batch_size, grouping by length, FSDP, DeepSpeed, a
             ``parallelism_config``, batches that accelerate splits or dispatches. Later for batches that cut_batch
-            rejects, padded ones above all.
+            rejects, such as padded ones.
 
     Example:
         >>> model = sequence_parallel(Qwen3NextForCausalLM(config), comm=allscan.Communicator(mesh["sp"]))
@@ -157,7 +157,7 @@ class SequenceParallelTrainer(Trainer):
         for name, wanted in (("split_batches", (False, None)), ("dispatch_batches", (False, None))):
             if getattr(self.args.accelerator_config, name, None) not in wanted:
                 return f"accelerator_config's {name} is not covered by SequenceParallelTrainer"
-        accelerator = self.accelerator  # which the environment configures, too
+        accelerator = self.accelerator  # environment variables configure it, too
         for name, enabled in (
             ("FSDP", self.is_fsdp_enabled),
             ("DeepSpeed", self.is_deepspeed_enabled),
@@ -170,17 +170,17 @@ class SequenceParallelTrainer(Trainer):
             return "one process with several GPUs is not covered: start one for each"
         return None
 
-    # Every rank has every row, as one process has them
+    # Every rank reads every row, like a single process
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
         self.accelerator.prepare_data_loader = self._prepare_loader
 
     def _prepare_loader(self, loader: Any, device_placement: Any = None, slice_fn_for_dispatch: Any = None) -> Any:
-        """In place of Accelerator.prepare_data_loader, which deals batches to the processes."""
+        """Replaces Accelerator.prepare_data_loader, which would distribute batches over the processes."""
         accelerator = self.accelerator
         if isinstance(loader.worker_init_fn, functools.partial) and "rank" in loader.worker_init_fn.keywords:
-            loader.worker_init_fn = functools.partial(loader.worker_init_fn, rank=0)  # workers draw alike on all ranks
+            loader.worker_init_fn = functools.partial(loader.worker_init_fn, rank=0)  # workers draw equal numbers
         prepared = prepare_data_loader(
             loader,
             num_processes=1,
@@ -202,7 +202,7 @@ class SequenceParallelTrainer(Trainer):
         return self._train_batch_size * args.gradient_accumulation_steps * self._groups
 
     def _get_num_items_in_batch(self, batch_samples: Any, device: torch.device) -> Any:
-        """Of whole batches, after the ranks have compared them; every rank has all that Trainer would add up."""
+        """Compare the ranks' batches, then count in whole batches; every rank has all items that Trainer would sum."""
         self._compare(batch_samples)
         count = super()._get_num_items_in_batch(batch_samples, device)
         processes = self.accelerator.num_processes
@@ -210,7 +210,7 @@ class SequenceParallelTrainer(Trainer):
 
     def _compare(self, batches: Sequence[Any]) -> None:
         items = [item for batch in batches for name in sorted(batch) for item in (name, batch[name])]
-        steps = self.state.max_steps  # which a data set of another length changes
+        steps = self.state.max_steps  # depends on the data set's length
         mine = torch.tensor([[len(batches), checksum(steps, *items)]], device=self.accelerator.device)
         found = self.accelerator.gather(mine).tolist()
         if any(other != found[0] for other in found):
@@ -227,12 +227,12 @@ class SequenceParallelTrainer(Trainer):
         self.state.num_input_tokens_seen = before + added // self.accelerator.num_processes
 
     def floating_point_ops(self, inputs: Any) -> float:  # type: ignore[override]
-        return super().floating_point_ops(inputs) / self.accelerator.num_processes  # of whole batches
+        return super().floating_point_ops(inputs) / self.accelerator.num_processes  # super() counts whole batches
 
-    # Each rank computes its part
+    # Each rank processes its part
 
     def _rows(self, batch: Mapping[str, Any], group: Any) -> tuple[int, int]:
-        """(first, end) of a group's rows."""
+        """(first row, end) of a group."""
         rows = _tokens_of(batch).shape[0]
         return rows * group // self._groups, rows * (group + 1) // self._groups
 
@@ -247,7 +247,7 @@ class SequenceParallelTrainer(Trainer):
         if self._groups > 1 and ("cu_seq_lens_q" in batch or x.shape[0] == 1 and "position_ids" in batch):
             raise ValueError("packed sequences, in one row, are covered in one group of ranks only")
         first, end = self._rows(batch, self._group)
-        nothing = first == end  # fewer rows than groups: one that counts for nothing
+        nothing = first == end  # fewer rows than groups: run one row without labels
         for name in (*CUT, "attention_mask"):
             value = batch.get(name)
             if isinstance(value, torch.Tensor) and value.shape[0] == x.shape[0]:
@@ -259,12 +259,12 @@ class SequenceParallelTrainer(Trainer):
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         loss = super().training_step(model, self._part(inputs), num_items_in_batch)
-        return self.accelerator.reduce(loss, "mean")  # what is logged, and looked at for NaN, is alike on all ranks
+        return self.accelerator.reduce(loss, "mean")  # the logged loss, and its NaN check, are equal on all ranks
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """``inputs``: this rank's part. Its share of the loss, times the ranks that gradients are averaged over."""
+        """This rank's share of the loss of its part ``inputs``, times the ranks over which gradients are averaged."""
         if self.model_accepts_loss_kwargs and num_items_in_batch is not None:
             inputs = {**inputs, "num_items_in_batch": num_items_in_batch}
         outputs = model(**inputs)
@@ -273,17 +273,20 @@ class SequenceParallelTrainer(Trainer):
         loss = (outputs["loss"] if isinstance(outputs, dict) else outputs[0]) * self.accelerator.num_processes
         return (loss, outputs) if return_outputs else loss
 
-    # Whole rows again
+    # Evaluation on whole rows
 
     def evaluation_loop(self, *arguments: Any, **options: Any) -> Any:
         self.gather_function = self._gathered_already
         output = super().evaluation_loop(*arguments, **options)
-        self._compare([])  # with a rank that has another batch
+        self._compare([])  # detects a rank that has a further batch
         return output
 
     def _gathered_already(self, data: Any, **_) -> Any:
-        """In place of Accelerator.gather_for_metrics, which also cuts the loss, repeated for each row of a full batch,
-        to the rows of the last one; of a data set without a length only where accelerate dispatches its batches."""
+        """Replaces Accelerator.gather_for_metrics: the data is gathered already.
+
+        Like it, truncates the loss, which is repeated for each row of a full batch, to the rows of the last batch; for
+        a data set without a length only if accelerate dispatches the batches.
+        """
         state = self.accelerator.gradient_state
         rows = state.remainder
         if isinstance(state.active_dataloader.dataset, torch.utils.data.IterableDataset):
@@ -306,7 +309,7 @@ class SequenceParallelTrainer(Trainer):
         with torch.no_grad(), self.compute_loss_context_manager():
             if labelled:
                 loss, outputs = self.compute_loss(model, part, return_outputs=True, num_items_in_batch=count)
-                # evaluation_loop repeats it for the rows of one group
+                # evaluation_loop repeats the loss for the rows of one group
                 loss = self.accelerator.reduce(loss.detach().mean(), "mean").expand(self._groups)
                 loss = loss[0] if self._groups == 1 else loss
             else:
@@ -324,7 +327,7 @@ class SequenceParallelTrainer(Trainer):
         return loss, logits[0] if len(logits) == 1 else logits, labels
 
     def _whole(self, value: Tensor, batch: Mapping[str, Any]) -> Any:
-        """``value`` [rows, tokens, ...] of all ranks, a tuple of such one by one."""
+        """Gather ``value`` [rows, tokens, ...], or each element of a tuple, from all ranks into whole rows."""
         if isinstance(value, (tuple, list)):
             return type(value)(self._whole(x, batch) for x in value)
         (B, T), size = _tokens_of(batch).shape[:2], self._comm.size

@@ -1,8 +1,9 @@
-"""The gradients of attention without a mask by kernels for causal attention, where these are faster.
+"""Gradients of unmasked attention by kernels for causal attention, where these are faster.
 
-A square of n queries and n keys is two triangles: the keys up to each query, and those behind it. In reverse order the
-latter are the keys before each query, and with the queries moved up by one place, those up to it: the last place has a
-query without gradient. So both are causal, of the same size, and what they give is added in float32.
+A square of n queries and n keys splits into two triangles: the keys up to each query, and the keys behind it. In
+reverse order the keys behind a query precede it; with the queries shifted by one place they are the keys up to it, and
+the last place has a query without gradient. Both triangles are thus causal and of equal size, and their gradients are
+added in float32.
 """
 
 from __future__ import annotations
@@ -22,18 +23,19 @@ from ..shmem_kernels.fold import fold_kernel, reverse_kernel
 
 
 def tokens_first(x: Tensor) -> torch.Tensor:
-    """x [B, H, T, D] with tokens before heads in memory; its rows in the batch may be one."""
+    """x [B, H, T, D] with tokens before heads in memory; a batch stride of 0 is kept."""
     if x.shape[0] > 1 and not x.stride(0):
         return tokens_first(x[:1]).expand(x.shape)
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def by_triangles(backward: Callable, least: int) -> Callable:
-    """``attention_kernels.Kernel.backward`` of a kernel: of squares of ``least`` tokens and more by what it does if
-    causal, for which it is given tensors whose rows in the batch may be one in memory.
+    """Wrap an ``attention_kernels.Kernel.backward``: squares of ``least`` tokens or more use its causal backward.
 
-    At the first call for a shape the kernel's own gradients are made, too: they are taken, with a warning, and ever
-    after, where the others differ by more than rounding, as a whole or in a row."""
+    The causal backward gets tensors whose batch stride may be 0. The first call for a shape also computes the kernel's
+    unmasked gradients. If the two differ by more than rounding, in total or in a row, this and all later calls for the
+    shape use the unmasked gradients, with a warning.
+    """
     right: dict[tuple, bool] = {}
 
     def backward_of_any(
@@ -50,13 +52,13 @@ def by_triangles(backward: Callable, least: int) -> Callable:
         plain = backward(*inputs, False, scale)
         size = sum(x.float().norm().item() for x in plain)
         if not math.isfinite(size) or size == 0.0:
-            return plain  # of which nothing can be learned
+            return plain  # nothing to compare
         try:
             found = _in_triangles(backward, n, inputs, scale)
             problem = _difference(found, plain)
         except torch.OutOfMemoryError:
             return plain
-        except RuntimeError as error:  # what the kernel does not take
+        except RuntimeError as error:  # the kernel does not support these inputs
             problem = str(error)
         right[key] = not problem
         if right[key]:
@@ -68,17 +70,17 @@ def by_triangles(backward: Callable, least: int) -> Callable:
 
 
 ROUNDING = 2e-2  # relative; bfloat16's is 3e-3 where nothing cancels
-OF_A_ROW = 1e-1  # of a token and head, whose terms may cancel more than those of others
+OF_A_ROW = 1e-1  # relative, for one token and head: its terms may cancel more than those of others
 
 
 def _difference(found: Sequence[Tensor], plain: Sequence[Tensor]) -> str:
-    """What is not rounding between gradients, "" if all is."""
+    """Description of a difference beyond rounding between gradients, or ""."""
     for name, x, y in zip(("queries", "keys", "values"), found, plain, strict=True):
         sizes, apart = (some.norm(dim=-1) for some in (_exact(y), _exact(x) - y))
         whole = (apart.norm() / sizes.norm().clamp_min(1e-30)).item()
         if not whole < ROUNDING:
             return f"those of {name} differ by {whole:.1e}"
-        # a row that is small beside most others may be rounding alone
+        # a row much smaller than most others may consist of rounding errors
         least = sizes[sizes > 0].median() if whole else 1.0
         row = (apart / sizes.clamp_min(least)).max().item()
         if not row < OF_A_ROW:
@@ -89,7 +91,7 @@ def _difference(found: Sequence[Tensor], plain: Sequence[Tensor]) -> str:
 def _in_triangles(
     backward: Callable[..., Any], n: int, inputs: Sequence[Any], scale: float
 ) -> tuple[torch.Tensor, ...]:
-    """[dq, dk, dv] by squares of n, of which there are at most AT_ONCE in a call."""
+    """[dq, dk, dv] by squares of n tokens, at most AT_ONCE squares in a call."""
     do, q, k, v, o, lse, more = inputs
 
     def call(*some: Any) -> tuple[torch.Tensor, ...]:
@@ -109,18 +111,18 @@ def _in_triangles(
     return tuple((torch.cat(x, 2) if len(x) > 1 else x[0]).to(q.dtype) for x in columns)
 
 
-AT_ONCE = 4  # which the GPU is filled by, and what is made of them for a moment is 20 times the keys of one
+AT_ONCE = 4  # enough to fill the GPU; their temporary tensors take 20 times the keys of one square
 
 
 def _added(sums: Any, more: Any) -> list[torch.Tensor]:
     return [_exact(a).add_(b) for a, b in zip(sums, more, strict=True)] if sums else more
 
 
-HIDDEN = 1e30  # log-sum-exp of the query that is to give its keys no weight
+HIDDEN = 1e30  # log-sum-exp of the query without gradient: its keys get weight 0
 
 
 def _triangles(backward: Callable[..., Any], n: int, inputs: Sequence[Any]) -> list[torch.Tensor]:
-    """[dq, dk, dv] where there are n queries or n keys. inputs: do, q, k, v, o, lse."""
+    """[dq, dk, dv] for n queries or n keys. inputs: do, q, k, v, o, lse."""
     *_, lse = inputs
     B, many = lse.shape[0], max(x.shape[2] for x in inputs[:3]) // n
     shifts = n - 2, n - 2, n - 1, n - 1, n - 2
@@ -147,8 +149,10 @@ def _squares(x: Tensor, n: int, many: int) -> torch.Tensor:
 
 
 def reverse(x: Tensor, n: int, shift: int, without_last: int = False) -> torch.Tensor:
-    """x [B, H, tokens, W] with each n tokens in reverse order, tokens before heads in memory: row t of them is what was
-    row (shift - t) mod n. without_last: but for the last one, which is 0."""
+    """Reverse each block of n tokens of x [B, H, tokens, W]: row t becomes row (shift - t) mod n of the block.
+
+    The result has tokens before heads in memory. without_last: the last row of each block is 0.
+    """
     if x.is_cuda and x.stride(3) == 1:
         return launch_reverse(x, n, shift, without_last)
     places = (shift - torch.arange(n, device=x.device)) % n
@@ -159,7 +163,7 @@ def reverse(x: Tensor, n: int, shift: int, without_last: int = False) -> torch.T
 
 
 def launch_reverse(x: Tensor, n: int, shift: int, without_last: int) -> torch.Tensor:
-    """The same by a kernel."""
+    """``reverse`` by a Triton kernel."""
     B, H, T, W = x.shape
     out = x.new_empty(B, T, H, W)
     strides = x.stride(0), x.stride(2), x.stride(1)
@@ -169,8 +173,11 @@ def launch_reverse(x: Tensor, n: int, shift: int, without_last: int) -> torch.Te
 
 
 def fold(x: Tensor, behind: Tensor, n: int, shift: int, size: tuple[int, int]) -> torch.Tensor:
-    """x, behind [B * many, H, n, W] -> [B, H, blocks * n, W], size = (B, blocks), tokens before heads in memory: row t
-    of a block is the sum of the rows t of many / blocks of x and of the rows (shift - t) mod n of as many behind."""
+    """Sum x and the reversed ``behind``, both [B * many, H, n, W], into [B, H, blocks * n, W]; size = (B, blocks).
+
+    Row t of a block is the sum of the rows t of many / blocks squares of x and of the rows (shift - t) mod n of as many
+    squares of ``behind``. The result has tokens before heads in memory.
+    """
     if x.is_cuda and x.stride(3) == behind.stride(3) == 1:
         return launch_fold(x, behind, n, shift, size)
     total = _exact(x) + behind[:, :, (shift - torch.arange(n, device=x.device)) % n]
@@ -178,7 +185,7 @@ def fold(x: Tensor, behind: Tensor, n: int, shift: int, size: tuple[int, int]) -
 
 
 def launch_fold(x: Tensor, behind: Tensor, n: int, shift: int, size: tuple[int, int]) -> torch.Tensor:
-    """The same by a kernel."""
+    """``fold`` by a Triton kernel."""
     (many, H, _, W), (B, blocks) = x.shape, size
     out = x.new_empty(B, blocks * n, H, W)
     strides = (some.stride(i) for some in (x, behind) for i in (0, 2, 1))
@@ -193,4 +200,4 @@ def _tiles(rows: int, W: int, blocks: int) -> tuple[tuple[int, int], dict]:
     return (triton.cdiv(rows, tile), blocks), dict(W=W, BW=width, ROWS=tile, num_warps=4)
 
 
-TILE = 4096  # elements that a program has
+TILE = 4096  # elements per Triton program
