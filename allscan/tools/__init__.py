@@ -1,8 +1,8 @@
-"""For people who try, test and measure.
+"""Tools for trying, testing and measuring.
 
-``doctor``      ``allscan doctor``: what this machine has, and a self-test.
+``doctor``      ``allscan doctor``: a report on this machine, and a self-test.
 ``ranks``       ranks on this machine without torchrun.
 ``timing``      times on a GPU.
-``compiled``    registers, spills and PTX of a kernel, without a GPU.
-``provenance``  which software and which sources a result is of.
+``compiled``    registers, spills and PTX of a kernel, compiled without a GPU.
+``provenance``  the software versions and sources of a result.
 """

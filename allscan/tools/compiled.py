@@ -1,4 +1,4 @@
-"""A kernel compiled for a GPU, without one: its registers, spills, PTX and machine code.
+"""Compiles a kernel without a GPU, and reports its registers, spills, PTX and machine code.
 
     from allscan.tools.compiled import Compiled, channel_type
 
@@ -6,7 +6,7 @@
     found = Compiled(my_kernel, {"p_x": "*fp32", "channel": channel, "T": "i32"}, {"channel": fixed}, num_warps=8)
     print(found.registers, found.spilled_bytes)
 
-Of an own kernel with a channel and any other. Not in Triton's interpreter: TRITON_INTERPRET must not be set.
+It takes any kernel, with or without a channel. TRITON_INTERPRET must not be set.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def channel_type(
     DEPTH: int = 3,
     ADJOINT: bool = False,
 ) -> tuple[Channel, dict[str, int]]:
-    """(type of a Channel argument, its constants by field). recv, send: links, by default of a rank with two mapped
-    neighbours; for put links ``Compiled`` needs NVSHMEM's library as ``extern_libs``."""
+    """(type of a Channel argument, its constants by field). recv, send: links; the default is a rank with two mapped
+    neighbours. For put links ``Compiled`` needs NVSHMEM's library as ``extern_libs``."""
     constants = dict(num_tiles=num_tiles, BK=BK, BV=BV, DEPTH=DEPTH, RECV=recv, SEND=send, ADJOINT=ADJOINT)
     types = {name: "constexpr" for name in constants}
     types |= {name: "*fp32" for name in ("inbox", "next_inbox", "outbox")}
@@ -42,7 +42,7 @@ def channel_type(
 
 
 class Compiled:
-    """One kernel. ``registers`` of a thread, ``spilled_bytes`` of a thread, ``shared`` memory of a block in bytes,
+    """A compiled kernel: ``registers`` per thread, ``spilled_bytes`` per thread, ``shared`` memory per block in bytes,
     ``tensor_memory`` (columns, of 512), ``ptx``, ``cubin``, ``instructions``."""
 
     def __init__(
@@ -52,14 +52,14 @@ class Compiled:
 
         Args:
             kernel: a ``triton.jit`` function.
-            arguments: name -> Triton type ("*fp32", "i32", "fp32"), or a named tuple of them, as of a Channel.
-            constants: name -> value of the other arguments; a tuple's in a dict.
-            capability: of the GPU: 90 is H100's and H200's, 80 A100's.
+            arguments: name -> Triton type ("*fp32", "i32", "fp32"), or a named tuple of types, e.g. for a Channel.
+            constants: name -> value of each other argument; a dict for a tuple.
+            capability: the GPU's compute capability: 90 for H100 and H200, 80 for A100.
             **options: Triton's launch options: num_warps, 4 by default; num_stages, extern_libs ...
 
         Raises:
-            TypeError: for another kind of kernel.
-            ValueError: for arguments of the kernel that are not given; others than its own are ignored.
+            TypeError: if ``kernel`` is no ``triton.jit`` function.
+            ValueError: if an argument of the kernel is missing; unknown arguments are ignored.
         """
         if not isinstance(kernel, triton.JITFunction):
             raise TypeError(f"a triton.jit function, with TRITON_INTERPRET unset, got {type(kernel).__name__}")
@@ -94,10 +94,10 @@ class Compiled:
 
     @functools.cached_property
     def instructions(self) -> list[str]:
-        """Of the machine code, and labels."""
+        """The instructions and labels of the machine code."""
         return disassembled(self.cubin)
 
     def count(self, pattern: str) -> int:
-        """How many instructions of the PTX match the regular expression."""
+        """The number of PTX instructions that match the regular expression."""
         lines = [line for line in self.ptx.splitlines() if not line.lstrip().startswith("//")]
         return sum(bool(re.search(pattern, line)) for line in lines)

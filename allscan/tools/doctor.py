@@ -1,4 +1,4 @@
-"""``allscan doctor``: what this machine has, which transport is used and why, what is missing, and a self-test."""
+"""``allscan doctor``: reports hardware, software, the chosen transport and missing parts, and runs a self-test."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import time
 from .. import __version__
 from ..bindings import versions
 
-# what is imported in functions may fail where something is missing or too old, which is what this is to tell
+# imports inside functions may fail if a package is missing or too old: the report says so
 
 STATE = (32, 128, 128)  # 2 MiB: the state of 32 heads with K = V = 128
 
@@ -43,7 +43,7 @@ def main() -> int:
     try:
         needs += report()
         ok = self_test()
-    except Exception as error:  # whatever a broken installation raises
+    except Exception as error:  # a broken installation may raise anything
         print(f"failed      {type(error).__name__}: {error}")
         again = [f"{name.lower()}=={(versions.version_of(name) or '').partition('+')[0]}" for name in versions.ALL[1:]]
         needs, ok = [*needs, f"pip install --force-reinstall {' '.join(again)}      # if one is there in part"], False
@@ -53,7 +53,7 @@ def main() -> int:
 
 
 def report_versions() -> list[str]:
-    """Print what is installed beside what was tested. What to do about packages that nothing works without."""
+    """Print installed and tested versions; returns advice for required packages."""
     needs = []
     for known in versions.PACKAGES:
         kind, version, advice = versions.state_of(known.name)
@@ -66,7 +66,7 @@ def report_versions() -> list[str]:
 
 
 def report() -> list[str]:
-    """Print what this machine has. What it needs and is missing."""
+    """Print the parts of this machine; returns those that are required and missing."""
     import torch
 
     from ..base.checks import switch
@@ -119,7 +119,7 @@ def _transport(gpus: int) -> str:
 
 
 def _network() -> str:
-    """Of this node: what NVSHMEM would find, and what it was told."""
+    """This node's network as NVSHMEM would find it, and NVSHMEM's environment variables."""
     folder = "/sys/class/infiniband"
     devices = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
     found = "InfiniBand devices " + ", ".join(devices) if devices else "no InfiniBand devices"

@@ -1,7 +1,7 @@
-"""``allscan estimate``: what a model's layers take over a sharded sequence, from its config, without a GPU.
+"""``allscan estimate``: memory and traffic of a model's layers over a sharded sequence, from its config, without a GPU.
 
-Memory of an operator is that of its plans, which are made here as for a GPU, bfloat16. tests/tools/test_estimate.py and
-tests/gpu/test_estimate_gpu.py compare it with peaks that were measured.
+An operator's memory is the memory of its launch plans, which are recorded here as for a GPU, in bfloat16.
+tests/tools/test_estimate.py and tests/gpu/test_estimate_gpu.py compare it with measured peaks.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ FLA = {"gla": "gla", "kda": "kda", "gated_deltanet": "gated_delta_rule"}
 
 
 class Recurrent(NamedTuple):
-    """Layers of one shape."""
+    """Recurrent layers of one shape."""
 
-    rule: str  # of OPERATORS
+    rule: str  # key of OPERATORS
     layers: int
     heads: int
     K: int
@@ -39,16 +39,16 @@ class Recurrent(NamedTuple):
 
 
 class Softmax(NamedTuple):
-    """Layers of one shape; numbers: what a token has of keys and values, or of latents, that is gathered."""
+    """Softmax layers of one shape; numbers: gathered elements per token, of keys and values or of latents."""
 
     layers: int
     numbers: int
 
 
 class Cut(NamedTuple):
-    """How the sequence lies on the ranks."""
+    """Distribution of the sequence over the ranks."""
 
-    tokens: int  # of all ranks
+    tokens: int  # number of tokens of all ranks
     ranks: int
     batch: int = 1
     zigzag: bool = False
@@ -58,11 +58,11 @@ class Cut(NamedTuple):
 
     @property
     def own(self) -> int:
-        """Tokens of a rank."""
+        """Number of tokens of a rank."""
         return self.tokens // self.ranks
 
     def layout(self, segment: int) -> Layout:
-        """Of the tokens of a rank between others, where there are some."""
+        """Layout of the tokens of a middle rank, if there is one."""
         T, whole = self.own // (1 + self.zigzag), self.ranks == 1
         halves = ((whole, False), (False, whole)) if self.zigzag else ((whole, whole),)
         places = [(b, *half) for b in range(self.batch) for half in halves]
@@ -74,8 +74,8 @@ class Cut(NamedTuple):
 
 
 class Peak(NamedTuple):
-    """Bytes beside an operator's inputs: of a forward pass without gradients, of both passes; and what stays between
-    them, the output included."""
+    """Bytes besides an operator's inputs: of a forward pass without gradients, of both passes, and of the tensors saved
+    between the passes, including the output."""
 
     forward: int
     both: int
@@ -83,7 +83,7 @@ class Peak(NamedTuple):
 
 
 class _Apart:
-    """In place of All-Scan where a plan is made for its memory: of a rank between others."""
+    """Stand-in for the AllScan of a middle rank, to record a plan for its memory only."""
 
     handle = 0
 
@@ -93,34 +93,34 @@ class _Apart:
         self.comm: Any = types.SimpleNamespace(size=ranks, attributes=attributes, **of_gpu)
 
     def prepare(self, *_: Any, **__: Any) -> None:
-        """Nothing is agreed upon."""
+        """No agreement with other ranks."""
 
     def stream(self, *_: Any) -> contextlib.nullcontext:
-        """None: the plan is not run."""
+        """No stream: the plan does not run."""
         return contextlib.nullcontext(lambda: None)
 
     def carry(self, *_: Any) -> None:
         """Never called."""
 
     def pending(self, *_: Any) -> list:
-        """No backward is waited for."""
+        """No pending backward."""
         return []
 
     def neighbours(self, *_: Any) -> tuple[bool, bool]:
-        """On both sides."""
+        """Both neighbours exist."""
         return True, True
 
     def record(self, plan: Plan, carried: Carried, reverse: bool, zigzag: bool) -> None:
-        """A step with the scan's buffers."""
+        """Record a step with the scan's buffers."""
         record_call(plan, carried, reverse, zigzag)
 
     def expected_us(self, words: int, zigzag: bool) -> float:
-        """Forward has its keys in one kernel."""
+        """A fixed time, so that forward processes its keys in one kernel."""
         return 0.0
 
 
 def gla_peak(layer: Recurrent, cut: Cut, recompute: bool = True) -> Peak:
-    """Of zeco_gla."""
+    """Peak of zeco_gla."""
     B, T, H, K, V = cut.batch, cut.own, layer.heads, layer.K, layer.V
     of_gates, dtype = torch.float32, torch.bfloat16
     how = int(cut.zigzag), cut.multiprocessors, not recompute
@@ -136,14 +136,14 @@ def gla_peak(layer: Recurrent, cut: Cut, recompute: bool = True) -> Peak:
 
 
 def delta_peak(layer: Recurrent, cut: Cut) -> Peak:
-    """Of zeco_kda or zeco_gated_delta_rule by our chunk kernels, as many heads of keys as of values."""
+    """Peak of zeco_kda or zeco_gated_delta_rule with allscan's chunk kernels and as many key heads as value heads."""
     B, T, H, K, V = cut.batch, cut.own, layer.heads, layer.K, layer.V
     segment = delta_segment_length(B * T, H, cut.multiprocessors)
     segments = most_segments(B, T, B, segment, int(cut.zigzag))
     scalar, dtype = layer.rule == "gated_delta_rule", torch.bfloat16
     shape = DeltaShape(B, H, H, K, V, dtype, scalar, cut.zigzag)
     states = ChunkPass(_Apart(cut.ranks).comm, cut.layout(segment), shape)
-    rows = [1, B * T, H] if cut.zigzag else [B, T, H]  # both halves are packed
+    rows = [1, B * T, H] if cut.zigzag else [B, T, H]  # zigzag packs both halves
     q, v, scores = _of_meta(rows, [K, V, CHUNK_TOKENS])
     g, beta = (_of_meta(rows, [K], torch.float32)[0], torch.empty(rows, dtype=dtype, device="meta"))
     x = Inputs(q, q, v, g[..., 0] if scalar else g, beta)
@@ -162,27 +162,27 @@ def _of_meta(rows: list[int], widths: list[int], dtype: torch.dtype = torch.bflo
 
 
 def peak(layer: Recurrent, cut: Cut) -> Peak:
-    """Of one call of the layer's operator."""
+    """Peak of one call of the layer's operator."""
     return gla_peak(layer, cut) if layer.rule == "gla" else delta_peak(layer, cut)
 
 
 def inputs(layer: Recurrent, cut: Cut) -> int:
-    """Bytes of q, k, v, gates and beta, which stay until backward: the activations that grow with the layers."""
+    """Bytes of q, k, v, gates and beta, which every layer saves for backward."""
     gates = 4 * (1 if layer.rule == "gated_delta_rule" else layer.K) + (0 if layer.rule == "gla" else 2)
     return cut.batch * cut.own * layer.heads * (2 * (2 * layer.K + layer.V) + gates)
 
 
 def state(layer: Recurrent, cut: Cut) -> int:
-    """Bytes that a rank sends to the next, forward, and as many in backward."""
+    """Bytes that a rank sends to its neighbour in forward; backward sends as many."""
     return 4 * cut.batch * layer.heads * layer.K * layer.V
 
 
 def workspace(layer: Recurrent, cut: Cut) -> int:
-    """Symmetric memory, once for all layers of the shape; see AllScan.size_hint."""
+    """Bytes of symmetric memory, shared by all layers of the shape; see AllScan.size_hint."""
     if cut.ranks == 1:
         return 0
     G = cut.batch * layer.heads
-    if layer.rule == "gla":  # see AllScanCarrier.prepare: half of the programs that may wait
+    if layer.rule == "gla":  # half of the programs that may wait, see AllScanCarrier.prepare
         device = torch.device("cuda")
         tile = scan_tile((G, layer.K, layer.V), max(1, cut.multiprocessors // 4), not cut.puts, device)
     else:
@@ -192,13 +192,15 @@ def workspace(layer: Recurrent, cut: Cut) -> int:
 
 
 def gathered(layer: Softmax, cut: Cut) -> int:
-    """Bytes of the keys and values of all ranks in one layer, kept for backward; those of the others are received."""
+    """Bytes of all ranks' keys and values in one layer, saved for backward; the other ranks' are received."""
     return 2 * cut.batch * cut.tokens * layer.numbers
 
 
 def layers_of(config: dict[str, Any]) -> list[Recurrent | Softmax]:
-    """Of a config.json, of a model of text and images that of its text. Raises ValueError for models that are not
-    known, and where something is missing."""
+    """The layers of a model from its config.json; a model of text and images counts by its text model.
+
+    Raises ValueError for unknown models and missing fields.
+    """
     config = config.get("text_config") or config
     kind = config.get("model_type")
     try:
@@ -255,7 +257,7 @@ def _present(rule: tuple[str, int, int, int], layers: int, softmax: Softmax) -> 
 
 
 def report(layers: Sequence[Recurrent | Softmax], cut: Cut) -> str:
-    """The table that is printed."""
+    """The printed table."""
     lines = [f"{cut.ranks} ranks, {cut.own:,} tokens on each, batch {cut.batch}, bfloat16; MiB of one rank"]
     traffic = workspaces = stays = most = 0
     for layer in layers:
@@ -295,5 +297,5 @@ def report(layers: Sequence[Recurrent | Softmax], cut: Cut) -> str:
 
 
 def line_of(told: str, nbytes: float) -> str:
-    """Of the table."""
+    """A line of the table."""
     return f"  {told:<48} {nbytes / (1 << 20):12,.1f}"

@@ -1,4 +1,4 @@
-"""The command ``allscan estimate``: what its arguments are, and its report."""
+"""The command ``allscan estimate``: parses its arguments and prints its report."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ a training step of the whole model, one of transformers', which it needs."""
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Prints the report; returns the exit status."""
+    """Print the report; returns the exit status."""
     parser = argparse.ArgumentParser(prog="allscan estimate", usage=USAGE.removeprefix("usage: "))
     parser.add_argument("config")
     parser.add_argument("--layout", choices=["contiguous", "zigzag"], default="contiguous")
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str]) -> int:
             config = json.load(file)
         lines = [report(layers_of(config), cut)]
         if options.step:
-            from .estimate_step import report_of_step  # which needs transformers
+            from .estimate_step import report_of_step  # needs transformers
 
             lines.append(report_of_step(config, cut))
         print(*lines, sep="\n")

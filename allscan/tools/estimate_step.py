@@ -1,8 +1,8 @@
 """``allscan estimate --step``: memory of a whole training step of a model of transformers', without a GPU.
 
-The model's own code runs on torch's meta device, where tensors have shapes and no numbers, forward and backward, while
-the bytes of all living tensors are counted. Delta rules hold there what allscan.tools.estimate says of them, softmax
-layers what blocks of keys hold. tests/tools/test_estimate.py compares it with measured peaks of whole models.
+The model's own code runs forward and backward on torch's meta device, where tensors have shapes but no data, and a
+dispatch mode counts the bytes of all live tensors. Delta rules count with the memory from allscan.tools.estimate,
+softmax layers with the memory of their blocks. tests/tools/test_estimate.py compares it with measured peaks of models.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ with needing(__name__, "transformers"):
     from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
 RULES = {"torch_chunk_gated_delta_rule": "gated_delta_rule", "chunk_kimi_delta_attention": "kda"}
-ATTENTION = "allscan_estimate"  # the name of the attention function
-ALIGNED = 512  # of which torch's allocator hands out multiples
+ATTENTION = "allscan_estimate"  # name of the attention function
+ALIGNED = 512  # bytes; torch's allocator rounds sizes up to a multiple
 
 
 class Step(NamedTuple):
-    """Bytes of one rank, of a step after the first. The parameters are bfloat16, as are their gradients, which stay
-    from step to step, and both moments of AdamW."""
+    """Bytes of one rank, in a step after the first. Parameters, their gradients (kept from step to step) and both
+    moments of AdamW are bfloat16."""
 
     parameters: int
     gradients: int
     optimizer: int
-    saved: int  # between forward and backward, the loss included
-    peak: int  # of all of it
+    saved: int  # between forward and backward, including the loss
+    peak: int  # maximum over the step
 
 
 class Living(TorchDispatchMode):
-    """Counts the bytes of the tensors that operators return, as long as they live."""
+    """Counts the bytes of operators' results while these are alive."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Living(TorchDispatchMode):
         self._known: set[int] = set()
 
     def add(self, tensor: Tensor) -> None:
-        """From now on."""
+        """Count ``tensor`` from now on."""
         storage = tensor.untyped_storage()
         key: int = storage._cdata
         if key not in self._known:
@@ -76,7 +76,7 @@ def _held(nbytes: int) -> Tensor:
 
 
 class _Normalized(torch.autograd.Function):
-    """q and k over their norms: see ops/delta/raw_inputs.py."""
+    """q and k divided by their norms, see ops/delta/raw_inputs.py."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
@@ -105,7 +105,7 @@ class _DeltaRule(torch.autograd.Function):
 
 
 class _Received(torch.autograd.Function):
-    """What comes from other ranks, to which its gradients go."""
+    """Tensors received from other ranks; backward sends their gradients back."""
 
     @staticmethod
     def forward(ctx: Any, own: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -117,7 +117,7 @@ class _Received(torch.autograd.Function):
 
 
 class _Softmax(torch.autograd.Function):
-    """[B, H, T, V] of queries, own keys and values, and those of other ranks; tokens before heads in memory."""
+    """Attention output [B, H, T, V] over own and received keys and values; tokens before heads in memory."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> Tensor:
@@ -140,7 +140,7 @@ def _contiguous_like(x: Tensor) -> Tensor:
 def _delta_rule(
     rule: str, cut: Cut, q: Tensor, k: Tensor, *rest: Tensor, use_qk_l2norm_in_kernel: bool = False, **named: Any
 ) -> tuple[Tensor, None]:
-    """In place of the function of a model's file."""
+    """Replaces the delta rule of a model's file."""
     if use_qk_l2norm_in_kernel:
         q, k = _Normalized.apply(q, k)
     gates = [named[name] for name in ("g", "beta") if name in named]
@@ -154,8 +154,11 @@ def _delta_rule(
 def _attention(
     cut: Cut, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **_: Any
 ) -> tuple[Tensor, None]:
-    """In place of transformers' attention function. The keys of other ranks are those that the rank that sees most of
-    them keeps: the last one's, in zigzag the first one's; made of latents where the layer does that."""
+    """Replaces transformers' attention function.
+
+    The received keys are those of the rank that needs most of them: the last one, in zigzag the first one. They are
+    projected from latents if the layer does so.
+    """
     others, tokens, batch = [], (cut.ranks - 1) * cut.own, query.shape[0]
     if tokens and hasattr(module, "expand_kv"):
         widths = module.kv_lora_rank, module.qk_rope_head_dim
@@ -169,7 +172,7 @@ def _attention(
 
 @contextlib.contextmanager
 def _counted(model: Any, cut: Cut) -> Iterator[None]:
-    """The model's file with these functions."""
+    """Context in which the model's file calls these functions."""
     home = sys.modules[type(model).__module__]
     found = {name: vars(home)[name] for name in RULES if name in vars(home)}
     if not found:
@@ -185,7 +188,7 @@ def _counted(model: Any, cut: Cut) -> Iterator[None]:
 
 
 def model_of(config: dict[str, Any]) -> Any:
-    """Of a config.json, of a model of text and images that of its text, without memory. Raises ValueError."""
+    """Model of a config.json on the meta device; the text model of one of text and images. Raises ValueError."""
     config = dict(config.get("text_config") or config)
     kind = config.pop("model_type", None)
     try:
@@ -197,8 +200,10 @@ def model_of(config: dict[str, Any]) -> Any:
 
 
 def step_of(model: Any, cut: Cut) -> Step:
-    """Of a model on the meta device, called as it is trained: logits of all tokens, the loss of transformers'. Raises
-    ValueError for a model whose memory depends on numbers, as that of experts one after the other does."""
+    """Step of a model on the meta device, called as in training: logits of all tokens, transformers' loss.
+
+    Raises ValueError if the model's memory depends on data, e.g. for experts that run one after the other.
+    """
     model.config._attn_implementation = ATTENTION
     model.config.use_cache = False
     parameters, counter = [*model.parameters()], Living()
@@ -227,7 +232,7 @@ def step_of(model: Any, cut: Cut) -> Step:
 
 
 def report_of_step(config: dict[str, Any], cut: Cut) -> str:
-    """What is printed behind the table of operators."""
+    """The report that follows the table of operators."""
     found = step_of(model_of(config), cut)
     lines = [
         "a training step of the whole model",

@@ -1,6 +1,6 @@
-"""``python -m allscan.tools.network_check``: whether scans over the nodes of a cluster are right, and what they take.
+"""``python -m allscan.tools.network_check``: checks results and measures latency of scans over the nodes of a cluster.
 
-One process a GPU, started by the cluster's launcher (torchrun, or srun with MASTER_ADDR and MASTER_PORT set). The first
+Run one process per GPU with the cluster's launcher (torchrun, or srun with MASTER_ADDR and MASTER_PORT set). The first
 rank prints a report, which can be attached to an issue. Without GPUs, with TRITON_INTERPRET=1, it runs on CPUs.
 """
 
@@ -25,17 +25,17 @@ from ..comm.host_exchange import StoreExchange
 from .ranks import take_local_gpu
 from .timing import replay_us
 
-Check = Callable[[Communicator, int], str]  # of a Communicator and a number of epochs: what it has found to say
+Check = Callable[[Communicator, int], str]  # (communicator, number of epochs) -> remark for the report
 SHAPE = (2, 8, 16)
 TOLERANCE = 1e-5
 
 
 class WrongResultError(Exception):
-    """A check has found one."""
+    """A check found a wrong result."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0 if all is right on this rank's job, alike on all ranks."""
+    """Run all checks; returns the exit status, equal on all ranks: 0 if all passed."""
     parser = argparse.ArgumentParser(prog="python -m allscan.tools.network_check", description=__doc__)
     parser.add_argument("--epochs", type=int, default=2000, help="of the longest check (default 2000)")
     parser.add_argument("--sizes", type=float, nargs="*", default=[0.25, 2, 8], help="MiB of the states that are timed")
@@ -52,15 +52,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
             allscan.finalize()
     finally:
         report.close()
-    if not right:  # ranks may hang in what they share, and must not keep the job
+    if not right:  # ranks may hang in shared resources and must not block the job's end
         os._exit(1)
     dist.destroy_process_group()
     return 0
 
 
 def _join(output: str | None) -> None:
-    """The process group, of what torchrun or srun has said. SystemExit on all ranks if the first one cannot write its
-    report to the file ``output``, before anything is checked."""
+    """Create the process group from the variables of torchrun or srun.
+
+    Raises SystemExit on all ranks, before any check, if the first rank cannot write the report to the file ``output``.
+    """
     for name, of_slurm in (("RANK", "SLURM_PROCID"), ("WORLD_SIZE", "SLURM_NTASKS")):
         if name not in os.environ and of_slurm in os.environ:
             os.environ[name] = os.environ[of_slurm]
@@ -99,7 +101,7 @@ class Report:
             if self._file:
                 try:
                     print(line, file=self._file, flush=True)
-                except OSError as error:  # such as of a full disk: the other ranks go on with the checks
+                except OSError as error:  # e.g. a full disk: the other ranks continue with the checks
                     print(f"the file has no more lines: {error}", file=sys.stderr, flush=True)
                     self._file = None
 
@@ -109,7 +111,7 @@ class Report:
 
 
 def check_all(report: Report, epochs: int) -> bool:
-    """Whether all checks pass on all ranks; they end with the first that does not."""
+    """Whether all checks pass on all ranks; stops at the first that fails."""
     exchange = StoreExchange(range(dist.get_world_size())).exchange
     for name, values in zip(("host", "GPU", "versions", "settings"), zip(*exchange(_mine(), "network_check"))):
         for value in dict.fromkeys(values):
@@ -124,7 +126,7 @@ def check_all(report: Report, epochs: int) -> bool:
         try:
             with allscan.Communicator(timeout=20) as comm:
                 found = check(comm, max(1, int(epochs * times)))
-        except Exception as error:  # whatever it is, the report says so
+        except Exception as error:  # the report names any error
             problem = f"{type(error).__name__}: {error}"
         try:
             problems = exchange(problem, f"network_check, {check.__name__}")
@@ -157,7 +159,7 @@ def _algorithms(comm: Communicator) -> list[str]:
 
 
 def _drawn(comm: Communicator, epoch: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """(States, decays) of all ranks, alike on all of them."""
+    """Random (states, decays) of all ranks, equal on every rank."""
     generator = torch.Generator().manual_seed(epoch)
     states = torch.randn(comm.size, *SHAPE, generator=generator).to(comm.device)
     return list(states), list(torch.rand(comm.size, *SHAPE[:-1], generator=generator).to(comm.device))
@@ -170,7 +172,7 @@ def _compare(found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
 
 
 def check_values(comm: Communicator, epochs: int) -> str:
-    """All algorithms that these nodes have, in both directions."""
+    """Compare all algorithms for these nodes, in both directions, with a reference."""
     for algorithm in _algorithms(comm):
         scan = allscan.AllScan(comm, SHAPE, algorithm=algorithm)
         for epoch in range(epochs):
@@ -183,7 +185,7 @@ def check_values(comm: Communicator, epochs: int) -> str:
 
 
 def check_gradients(comm: Communicator, epochs: int) -> str:
-    """Of the scan."""
+    """Check the gradients of the scan."""
     for epoch in range(epochs):
         states, decays = _drawn(comm, epoch)
         leaves = [x.double().requires_grad_() for x in states]
@@ -197,7 +199,7 @@ def check_gradients(comm: Communicator, epochs: int) -> str:
 
 
 def check_zigzag(comm: Communicator, epochs: int) -> str:
-    """Of the zigzag layout."""
+    """Check the zigzag layout."""
     places = comm.rank, 2 * comm.size - 1 - comm.rank
     for epoch in range(epochs):
         states = torch.randn(2 * comm.size, *SHAPE, generator=torch.Generator().manual_seed(epoch)).to(comm.device)
@@ -209,7 +211,7 @@ def check_zigzag(comm: Communicator, epochs: int) -> str:
 
 
 def check_halo(comm: Communicator, epochs: int) -> str:
-    """Tokens of the rank before."""
+    """Check that halo() returns the tokens of the rank before."""
     for epoch in range(epochs):
         x = torch.randn(comm.size, 1, 8, 4, generator=torch.Generator().manual_seed(epoch)).to(comm.device)
         before = allscan.halo(x[comm.rank], 3, comm=comm)
@@ -218,7 +220,7 @@ def check_halo(comm: Communicator, epochs: int) -> str:
 
 
 def check_zeco_gla(comm: Communicator, epochs: int) -> str:
-    """Against the recurrence over all tokens."""
+    """Compare zeco_gla with the recurrence over all tokens."""
     for epoch in range(epochs):
         generator = torch.Generator().manual_seed(epoch)
         q, k, v = (torch.randn(1, 16 * comm.size, 1, 16, generator=generator) for _ in range(3))
@@ -232,7 +234,7 @@ def check_zeco_gla(comm: Communicator, epochs: int) -> str:
 
 
 def check_stragglers(comm: Communicator, epochs: int) -> str:
-    """Whole numbers, whose sums are exact, compared on the GPU; one rank after the other is late."""
+    """Delay one rank after the other; the values are integers with exact sums, compared on the GPU."""
     total = 0
     pattern = torch.arange(SHAPE[1] * SHAPE[2] * SHAPE[0], device=comm.device).view(SHAPE).float() % 7
     chance = random.Random(comm.rank)
@@ -255,7 +257,7 @@ def check_stragglers(comm: Communicator, epochs: int) -> str:
 
 
 def check_graph_replays(comm: Communicator, epochs: int) -> str:
-    """A scan in a CUDA graph, with other values each time."""
+    """Replay a scan in a CUDA graph with new values each time."""
     if comm.device.type != "cuda":
         return "no CUDA graphs here"
     scan, state = allscan.AllScan(comm, SHAPE), torch.zeros(SHAPE, device=comm.device)
@@ -273,7 +275,7 @@ def check_graph_replays(comm: Communicator, epochs: int) -> str:
 
 
 def check_memory(comm: Communicator, epochs: int) -> str:
-    """Of the device and of the arena: the same after a tenth of the epochs as after all."""
+    """Check that device and arena memory do not grow between a tenth of the epochs and the last."""
     scan, state, found = allscan.AllScan(comm, SHAPE), torch.ones(SHAPE, device=comm.device), []
     out = torch.empty_like(state)
     for many in (max(1, epochs // 10), epochs):
@@ -288,7 +290,7 @@ def check_memory(comm: Communicator, epochs: int) -> str:
 
 
 def check_absent_rank(comm: Communicator, epochs: int) -> str:
-    """The first rank makes no call: those behind it end by a time-out that names a neighbour; then all come back."""
+    """The first rank makes no call: later ranks time out and name a neighbour; then all ranks resume."""
     with allscan.Communicator(timeout=2.0) as own:
         scan, state, named = allscan.AllScan(own, SHAPE), torch.ones(SHAPE, device=own.device), None
         if own.rank:
@@ -307,7 +309,7 @@ def check_absent_rank(comm: Communicator, epochs: int) -> str:
 
 
 def check_rejected_call(comm: Communicator, epochs: int) -> str:
-    """The last rank gives a wrong dtype once: the next barrier says so on every rank; then all come back."""
+    """The last rank passes a wrong dtype once: the next barrier raises on every rank; then all ranks resume."""
     with allscan.Communicator(timeout=2.0) as own:
         state = torch.ones(SHAPE, device=own.device)
         allscan.allscan(state, comm=own)
@@ -327,7 +329,7 @@ def check_rejected_call(comm: Communicator, epochs: int) -> str:
     return "all ranks hear of it, and resync() brings all back"
 
 
-# In this order, with the part of the epochs that each makes
+# In order of execution; values: the fraction of the epochs that each check runs
 CHECKS: dict[Check, float] = {
     check_values: 0.01,
     check_gradients: 0.01,
@@ -343,7 +345,7 @@ CHECKS: dict[Check, float] = {
 
 
 def latency_table(report: Report, sizes: Sequence[float]) -> None:
-    """Microseconds of a scan where scans follow one another, of the slowest rank, in the median of 30 replays."""
+    """Back-to-back time of a scan in microseconds: the slowest rank's median of 30 graph replays."""
     exchange = StoreExchange(range(dist.get_world_size())).exchange
     with allscan.Communicator() as comm:
         algorithms = _algorithms(comm)

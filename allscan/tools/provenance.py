@@ -1,4 +1,4 @@
-"""Which software and which sources a result is of."""
+"""Identifies the software versions and sources of a result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ranks of tests and examples: processes that are started here, on GPUs or interpreted, or torchrun's."""
+"""Ranks for tests and examples: processes started here, on GPUs or in Triton's interpreter, or torchrun's."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ import torch.distributed as dist
 from ..comm.heap import init
 
 LOOPBACK = "127.0.0.1"
-# What ranks without GPUs have imported when they start; torch imports the latter at an operator's first call
+# Modules that the fork server imports for ranks without GPUs; torch imports torch._dynamo at an operator's first call
 PRELOAD = ["allscan.tools.ranks", "torch._dynamo"]
-_groups: dict[int, Any] = {}  # of on_first, by number of ranks
+_groups: dict[int, Any] = {}  # groups of on_first, by number of ranks
 
 
 class Ranks:
-    """``size`` processes with torch.distributed initialised, that run functions together until the block ends.
+    """``size`` processes with torch.distributed initialised, which run functions collectively until the block ends.
 
         with Ranks(4) as ranks:
             results = ranks.run(function, *arguments)        # function(*arguments) in every process; list by rank
 
-    device: "cuda" (rank r on GPU r; with ``ALLSCAN_TRANSPORT=ipc`` they may be fewer, which ranks then share), "cpu"
+    device: "cuda" (rank r on GPU r; with ``ALLSCAN_TRANSPORT=ipc`` ranks may share fewer GPUs), "cpu"
         (Triton's interpreter), or "auto".
-    backend: of torch.distributed; default nccl on GPUs, gloo without and where ranks share them.
-    share: whether ranks may share GPUs over NVSHMEM, too, where that can do it (as it can where they are several nodes
-        by name).
-    Functions and arguments are sent by pickle, so functions are defined in importable modules.
+    backend: torch.distributed's back end; default nccl on GPUs, gloo without GPUs or if ranks share them.
+    share: whether ranks may share GPUs also over NVSHMEM, if NVSHMEM supports it (it does if the ranks have different
+        host names).
+    Functions and arguments are pickled, so functions must be defined in importable modules.
 
-    Ranks without GPUs are forked from multiprocessing's fork server, which has imported PRELOAD: it takes a moment to
-    start them. CUDA does not survive a fork, so ranks with GPUs are processes from scratch.
+    Ranks without GPUs are forked from multiprocessing's fork server, which has imported PRELOAD, so that they start
+    fast. CUDA does not survive a fork, so ranks with GPUs are spawned.
     """
 
     def __init__(self, size: int, device: str = "auto", backend: str | None = None, share: bool = False) -> None:
@@ -60,7 +60,7 @@ class Ranks:
             "TRITON_INTERPRET": "1" if self.device == "cpu" else "0",
             "GLOO_SOCKET_IFNAME": "lo",
         }
-        changed = environment  # for a child to find this package, and import its kernels, before it runs code of ours
+        changed = environment  # a child must find this package and import its kernels before it runs our code
         if self.device == "cpu":
             multiprocessing.set_forkserver_preload(PRELOAD)
             changed = environment | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
@@ -83,7 +83,7 @@ class Ranks:
             os.environ.update(before)
 
     def start(self, function: Callable[..., Any], *arguments: Any) -> None:
-        """Begin ``function`` in every process without waiting for it."""
+        """Start ``function`` in every process; does not wait."""
         self._calls += 1
         for pipe in self._pipes:
             pipe.send((self._calls, function, arguments))
@@ -91,7 +91,7 @@ class Ranks:
     def results(self, timeout: float = 300.0, after_failure: float | None = None) -> list:
         """(value, None) or (None, exception) of every rank for the last call; a dead process gives a ProcessError.
 
-        after_failure: seconds that the others still have once a rank has failed, since they may wait for it for ever.
+        after_failure: seconds until the other ranks must answer once a rank has failed, since they may wait for it.
         """
         deadline, limit = time.monotonic() + timeout, f"within {timeout:g} s"
         answers: dict[int, tuple[Any, Exception | None]] = {}
@@ -105,7 +105,7 @@ class Ranks:
                 try:
                     call, answer = self._pipes[rank].recv()
                     if call != self._calls:
-                        continue  # a late answer to an earlier call that was given up
+                        continue  # an answer to an earlier call that timed out
                 except (EOFError, ConnectionError):
                     self.processes[rank].join(5.0)  # its pipe may be closed before it has ended
                     how = f"exit code {self.processes[rank].exitcode}"  # -9: by signal 9, as where memory runs out
@@ -117,15 +117,15 @@ class Ranks:
         return [answers[rank] for rank in range(len(self._pipes))]
 
     def _show(self, ranks: list[int]) -> None:
-        """Let these processes print where they are, but any that may not have begun: the signal would end it."""
+        """Let these processes print their stacks, except those that may not have started: the signal kills them."""
         for rank in ranks:
             if rank in self._begun and self.processes[rank].is_alive():
                 os.kill(self.processes[rank].pid, signal.SIGUSR2)
         time.sleep(0.5)
 
     def run(self, function: Callable[..., Any], *arguments: Any, timeout: float = 300.0) -> list:
-        """The values of ``function(*arguments)`` by rank; RuntimeError with the tracebacks if any rank failed. The
-        others are then given 30 s more."""
+        """The values of ``function(*arguments)`` by rank. RuntimeError with the tracebacks if any rank failed; the
+        other ranks then have 30 s to answer."""
         self.start(function, *arguments)
         return values_of(self.results(timeout, after_failure=30.0))
 
@@ -158,8 +158,8 @@ def values_of(answers: list) -> list:
 
 
 def take_local_gpu() -> None:
-    """Make the GPU of this process, one of a job's on this node, torch's current one: LOCAL_RANK, or srun's
-    SLURM_LOCALID; of those that the process sees, where it sees one alone that one."""
+    """Set torch's current GPU to the one of this process in a job: number LOCAL_RANK, or srun's SLURM_LOCALID, of the
+    visible GPUs; if only one is visible, that one."""
     local = os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID"))
     count = torch.cuda.device_count()
     if local is None and count > 1:
@@ -170,8 +170,8 @@ def take_local_gpu() -> None:
 class JobRanks:
     """The ranks of a job that torchrun or srun has started, in each of its processes.
 
-    Rank 0 calls ``run``, as of Ranks; the others ``serve``. Functions and arguments are sent by pickle from rank 0.
-    What a function raises ends its process, and torchrun then ends the others, which may wait for it.
+    Rank 0 calls ``run`` as with Ranks; the other ranks call ``serve``. Rank 0 sends functions and arguments by pickle.
+    An exception in a function ends its process; torchrun then ends the others, which may wait for it.
     """
 
     def __init__(self) -> None:
@@ -189,7 +189,7 @@ class JobRanks:
         return self._gather(function, arguments)
 
     def serve(self) -> None:
-        """Run what rank 0 asks for, until ``close``."""
+        """Run rank 0's functions until it calls ``close``."""
         while (work := self._send(None)) is not None:
             self._gather(*work)
 
@@ -210,11 +210,11 @@ class JobRanks:
 
 
 def launch(main: Callable[[Ranks | JobRanks], int], count: int | None = None) -> int:
-    """``main(ranks)``, where ``ranks.run(function, ...)`` runs a function on every rank: an exit status.
+    """Return ``main(ranks)``, an exit status; ``ranks.run(function, ...)`` runs a function on every rank.
 
-    In a job that torchrun or srun (with RANK, WORLD_SIZE, LOCAL_RANK and MASTER_ADDR set) has started the ranks are its
-    processes, and ``main`` runs in that of rank 0. Otherwise they are started here: ``count`` of them, by default one a
-    GPU, or 4 processes in Triton's interpreter on a machine with fewer than 2 GPUs.
+    In a job of torchrun or srun (with RANK, WORLD_SIZE, LOCAL_RANK and MASTER_ADDR set) the ranks are the job's
+    processes, and ``main`` runs on rank 0. Otherwise this function starts ``count`` ranks, by default one per GPU, or 4
+    processes in Triton's interpreter on a machine with fewer than 2 GPUs.
     """
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         job, status = JobRanks(), 0
@@ -230,9 +230,11 @@ def launch(main: Callable[[Ranks | JobRanks], int], count: int | None = None) ->
 
 
 def on_first(count: int, function: Callable[..., Any], *arguments: Any) -> Any:
-    """``function(group, *arguments)`` on the first ``count`` ranks of the job; None on the others, which only help to
-    make the group. For all ranks: ``ranks.run(on_first, count, function, *arguments)``."""
-    init()  # collective over the job, where only some ranks make a communicator
+    """``function(group, *arguments)`` on the first ``count`` ranks of the job; None on the others.
+
+    All ranks must call it, since creating the group is collective: ``ranks.run(on_first, count, function, ...)``.
+    """
+    init()  # collective over the job; only some ranks create a communicator
     if count not in _groups:
         whole = count == dist.get_world_size()
         _groups[count] = dist.group.WORLD if whole else dist.new_group(list(range(count)))
@@ -240,7 +242,7 @@ def on_first(count: int, function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def _serve(which: tuple[int, int, str, str, int], pipe: Any, path: list[str], environment: dict[str, str]) -> None:
-    """What a rank's process does: run what comes through the pipe. which: (rank, size, device, back end, port)."""
+    """Main loop of a rank's process: run functions from the pipe. which: (rank, size, device, back end, port)."""
     rank, size, device, backend, port = which
     if environment["TRITON_INTERPRET"] != os.environ.get("TRITON_INTERPRET"):
         raise RuntimeError("Ranks without GPUs must come before any other use of multiprocessing's fork server")
@@ -271,7 +273,7 @@ def _serve(which: tuple[int, int, str, str, int], pipe: Any, path: list[str], en
 
 
 def _portable(error: Exception) -> Exception:
-    """``error`` with its traceback as ``text``; a RuntimeError with that text where it does not survive pickling."""
+    """``error`` with its traceback as ``text``; a RuntimeError with that text if it cannot be pickled."""
     text = traceback.format_exc()
     try:
         error.text = text  # type: ignore[attr-defined]

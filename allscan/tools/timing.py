@@ -1,4 +1,4 @@
-"""Times on a GPU."""
+"""Time measurements on a GPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import triton.language as tl
 
 
 def replay_us(calls: Sequence[Callable[[], object]], replays: int = 30) -> torch.Tensor:
-    """Microseconds that a CUDA graph of ``calls`` takes, one value a replay, after warming up."""
+    """Microseconds of a CUDA graph of ``calls``, one value per replay, after a warm-up."""
     for call in {id(call): call for call in calls}.values():
         call()
     torch.cuda.synchronize()
@@ -31,6 +31,6 @@ def replay_us(calls: Sequence[Callable[[], object]], replays: int = 30) -> torch
 
 @triton.jit
 def copy_kernel(p_dst, p_src, numel, BLOCK: tl.constexpr):
-    """A bare copy, with p_dst in a peer's memory: what the wire allows, for comparison."""
+    """A plain copy into a peer's memory ``p_dst``: the link's limit, for comparison."""
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     tl.store(p_dst + offsets, tl.load(p_src + offsets, mask=offsets < numel), mask=offsets < numel)
