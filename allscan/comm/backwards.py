@@ -1,4 +1,4 @@
-"""The backward passes that calls with gradients are to have: whether each rank runs its own."""
+"""Detection of calls with gradients whose backward pass did not run on a rank."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from ..bindings.torch_compat import in_backward
 from .call_order import Order
 from .communicator import Communicator, communicator_of
 
-recomputing = in_backward  # calls in a backward pass are activation checkpointing's, whose nodes are not run
+recomputing = in_backward  # activation checkpointing makes the calls in a backward pass; their nodes never run
 
 
 @dataclasses.dataclass(eq=False)
 class Backwards:
-    """Of one AllScan on this rank."""
+    """The state of backward passes of one AllScan on this rank."""
 
     order: Order
     dropped: list[bool]  # [reverse]: a forward launch in that direction had no backward on this rank
-    adjoint_launches: int = 0  # as the host has made them
+    adjoint_launches: int = 0  # counted on the host
 
 
 class PendingBackward:
-    """Stands for the backward pass that a call with gradients is to have; lives as long as its autograd node.
+    """Detects that a differentiable call's backward never ran (its autograd node, which owns this object, was freed).
 
-    If the node goes without having run, and no other backward of its AllScan has run since the call, either no rank
-    runs one (validation with gradients enabled), or this rank alone has ignored what the call returned: then its
-    gradients lack a part. ``AllScan`` finds out which before its next launch in that direction.
+    If the node is freed without having run, and no other backward of its AllScan has run since the call, there are two
+    cases: no rank runs a backward (validation with gradients enabled), or this rank alone has ignored the call's
+    results and its gradients lack a part. ``AllScan`` finds out which before its next launch in that direction.
 
-    forward epoch, forward epochs: what the node has of ``borrow_fwd_epoch`` (fwd_epochs.py), and the list into which it
-        is put back.
+    fwd_epoch, fwd_epochs: the node's buffer of ``borrow_fwd_epoch`` (fwd_epochs.py), and the free list to which it is
+        returned.
     """
 
     __slots__ = "_of", "_reverse", "_adjoint_launches", "generation", "_fwd_epoch", "_fwd_epochs"
@@ -50,7 +50,8 @@ class PendingBackward:
         self._fwd_epoch, self._fwd_epochs = fwd_epoch, fwd_epochs
 
     def run(self) -> None:
-        """The backward runs now. Raises RuntimeError if the forward call was before a resync()."""
+        """Record that the backward runs. Raises RuntimeError if the AllScan was deleted, or if a resync() followed the
+        forward call."""
         backwards = self._of()
         if backwards is None:
             raise RuntimeError("the AllScan of this call is gone")
@@ -69,21 +70,23 @@ class PendingBackward:
 
 
 def lost(handle: int) -> RuntimeError:
-    """The error where what a node of autograd's graph refers to, weakly, since it is not to keep a communicator with
-    its memory, is gone. Raises what is wrong if the communicator of this ``handle`` is closed or gone."""
+    """The error for an autograd node whose AllScan was deleted. Nodes hold weak references, so that they do not keep a
+    communicator and its memory alive. Raises the communicator's own error if the one with this ``handle`` is closed,
+    broken or deleted."""
     communicator_of(handle).check()
     return RuntimeError("the AllScan of this call is gone")
 
 
 def pending_backwards(backwards: Backwards, zigzag: bool) -> list[PendingBackward]:
-    """For the scan of a call, with ``zigzag`` for those of both halves: ascending and descending."""
+    """The PendingBackward of a call's scan; with ``zigzag`` two: of the ascending and of the descending scan."""
     there = PendingBackward(backwards, False)
     return [there, PendingBackward(backwards, True)] if zigzag else [there]
 
 
 def saved_tensors(ctx: Any, comm: Callable[[], Communicator], reverse: bool) -> tuple[torch.Tensor, ...]:
-    """ctx.saved_tensors, for a backward pass that is about to make its call; here activation checkpointing may make
-    others. What it raises (a tensor that was written to since) is this call's error: the others make it."""
+    """ctx.saved_tensors, for a backward pass that is about to make its call. Reading it may make other calls, of
+    activation checkpointing. An error of it (a saved tensor was modified in place) is recorded as an error of this
+    backward's call, which the other ranks make."""
     try:
         saved: tuple[torch.Tensor, ...] = ctx.saved_tensors
         return saved

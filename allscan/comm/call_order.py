@@ -1,17 +1,18 @@
-"""The order of calls: what this rank counts of its calls on a communicator, and how ranks that differ are found.
+"""The order of calls: call counts of this rank on a communicator, and detection of ranks that make other calls.
 
-All ranks of a communicator make the same calls in the same order. A rank can leave that order in three ways, and each
-must be found before a number of another call is taken for one's own:
+All ranks of a communicator make the same calls in the same order. A rank can leave that order in three ways. Each must
+be detected before a rank uses numbers of another call:
 
-* it *rejects* a call: an argument is wrong there, or the call runs out of memory. ``Order`` remembers it, and the
-  rank's next calls raise instead of computing.
-* it *never enters* a call, because an exception came before it. The tags that are sent with every tile show it at once
-  where the ranks call ``Communicator.step()``; else the counts that are compared wherever the host meets the others.
-* it *ignores* what a call returned, so that autograd never runs the call's backward on this rank. Tags again, and
+* It *rejects* a call: an argument is wrong on this rank, or the call runs out of memory. ``Order`` remembers it, and
+  the rank's next calls raise instead of computing.
+* It *never enters* a call, because an exception was raised before it. If the ranks call ``Communicator.step()``, the
+  tags that are sent with every tile show it at once; otherwise the call counts, compared in every host exchange, do.
+* It *ignores* the results of a call, so autograd never runs the call's backward on this rank. Tags detect this, and
   ``allscan.comm.backwards.PendingBackward``.
 
-Or it makes the same call with another ``cu_seqlens``, ``scale`` or whatever else all have alike, of which all know by
-earlier calls, so that nobody is asked: a ``stamp`` of these is part of the tags.
+A rank may also make the same call with another ``cu_seqlens``, ``scale`` or other argument that must be equal on all
+ranks. If all ranks know these values from earlier calls, no exchange compares them: a ``stamp`` of them is part of the
+tags.
 """
 
 from __future__ import annotations
@@ -40,45 +41,45 @@ from .host_exchange import GRACE_S, LOST, REJECTED, Excuse, StoreExchange, by_ra
 E = TypeVar("E", bound=Exception)
 
 _SET = wait.RECORD_SET.value
-SETTLE_S = 10.0  # how long a rank that has rejected a call waits to hear whether all have
+SETTLE_S = 10.0  # how long a rank that has rejected a call waits until all ranks have rejected it
 
 
 class Order:
-    """The calls of one communicator as this rank has made them, and what the other ranks are told of them.
+    """Counts this rank's calls on one communicator, and reports its rejected calls and faults to the other ranks.
 
-    timeout: of the communicator, in seconds. record: the fault record, which says whether a kernel of this rank has
-    given up.
+    timeout: the communicator's timeout in seconds. record: the fault record, which is set once a kernel of this rank
+    has given up.
     """
 
     def __init__(self, store_exchange: StoreExchange, timeout: float, record: Any) -> None:
         self.store_exchange, self._timeout, self._record = store_exchange, timeout, record
-        self.generation = -1  # how often restart() was called
+        self.generation = -1  # number of calls of restart() after the first
         self.restart()
 
     def restart(self) -> None:
-        """As if no call had been made."""
-        # Seconds that a call waits for the others on the host, None: as any exchange does. After a resync() a rank may
-        # fail again before a call that is a first one again: the others wait for it as their kernels would
+        """Reset all counts and errors, as if no call had been made."""
+        # Seconds that a call waits for the others on the host; None: the limit of any exchange. After a resync() a rank
+        # may fail again before a first call: the others then wait for it as long as their kernels would
         self._patience = self._timeout + GRACE_S if self.generation >= 0 else None
         self.generation += 1
-        self.call_counts = [0, 0]  # calls in the two directions, forward and reverse, counted as they are entered
-        self.steps = 0  # calls of Communicator.step(), of which those in CUDA graphs are counted on the device only
-        self.missed_steps = 0  # those that have raised, which the device has not counted
-        self.launches = 0  # in debug mode
-        self.inside = False  # in a call; what it calls is part of it
-        self.reverse = False  # the direction of the present call
-        self.everywhere = False  # the error that ends the present call is raised on all ranks alike
-        # of the present call, as far as its launches are not part of a plan, which has its own. Launches add the calls
-        # made in the other direction: no tile of theirs tells that one rank has made one of them in place of another
+        self.call_counts = [0, 0]  # calls entered so far, forward and reverse
+        self.steps = 0  # calls of Communicator.step(); replays of CUDA graphs are counted on the device only
+        self.missed_steps = 0  # calls of step() that raised: the device has not counted them
+        self.launches = 0  # counted in debug mode only
+        self.inside = False  # whether a call is running; nested calls are part of it
+        self.reverse = False  # direction of the current call
+        self.everywhere = False  # whether all ranks raise the error that ends the current call
+        # Stamp of the current call, for its launches outside of plans (a plan has its own). Launches add the call count
+        # of the other direction: otherwise no tile shows that a rank made such a call in place of another one
         self.stamp = 0
-        self.rejected: tuple[int, str] | None = None  # (number, why) of the last call that raised on this rank alone
-        # the last two: a rank that has settled one may reject the next before others have settled it
+        self.rejected: tuple[int, str] | None = None  # (number, reason) of the last call that raised on this rank alone
+        # the last two rejections: a rank that has settled one may reject the next before others have settled the first
         self._rejections: list[tuple[int, str]] = []
-        self.lost: str | None = None  # why this rank is desynchronized for certain
-        self._told = False  # the others, that this rank makes no further calls
+        self.lost: str | None = None  # reason why this rank is desynchronized, or None
+        self._told = False  # whether the other ranks were told that this rank makes no further calls
 
     def error_of_record(self) -> Exception:
-        """What the fault record says; the others hear of it."""
+        """The error for the fault record. Reports it to the other ranks."""
         others = self.rejections_of_others()
         kind, *found = (int(self._record[i]) for i in range(wait.RECORD_KIND.value, wait.RECORD_SEEN.value + 1))
         rank, neighbour, tile, expected, seen = found
@@ -88,7 +89,7 @@ class Order:
         return self.told(AllScanTimeout(rank, neighbour, tile, expected, seen, self._timeout, others, job_ranks))
 
     def unsaid(self) -> Exception | None:
-        """What the fault record says, if this rank has raised nothing of it."""
+        """The error for the fault record, if it is set and this rank has reported no error yet; else None."""
         return self.error_of_record() if self._record[_SET] and not self._told else None
 
     @property
@@ -97,41 +98,41 @@ class Order:
         return bool(self._rejections)
 
     def stamp_in(self, reverse: bool) -> int:
-        """Of a launch in the present call that is no part of a plan."""
+        """The stamp of a launch in the current call that is not part of a plan."""
         return int((self.stamp + self.call_counts[not reverse]) % STAMPS.value)
 
     def describe_call_counts(self) -> str:
         return f"{self.call_counts[0]} forward and {self.call_counts[1]} reverse"
 
     def raised_everywhere(self, error: Exception) -> Exception:
-        """``error``, which all ranks raise alike, so that the present call counts on none."""
+        """Mark ``error`` as raised on all ranks, so that no rank counts the current call. Returns it."""
         self.everywhere = True
         return error
 
     def desynchronized(self, why: str) -> AllScanOutOfStep:
-        """The error that this rank raises from now on."""
+        """Mark this rank as desynchronized. Returns the error that it raises in this and all later calls."""
         self.lost = why
         return self.told(AllScanOutOfStep(why))
 
     def told(self, error: E) -> E:
-        """``error``, after which this rank makes no further calls: the others hear of it, and wait for it no longer."""
+        """Report ``error`` to the other ranks, which then stop waiting: no calls of this rank follow. Returns it."""
         text = str(error).removesuffix(f"{REMEDY}.").rstrip(" .;")
         self.tell(f"has raised {type(error).__name__}: {text}")
         return error
 
     def tell(self, why: str) -> None:
-        """The same, in words; the first time."""
+        """Report to the other ranks why this rank makes no further calls. Only the first report is sent."""
         if not self._told:
             self._told = True
             self.store_exchange.tell_fault(why)
 
     def failed(self, reverse: bool, error: BaseException) -> None:
-        """A call has ended with an ``error``: remember that if this rank alone has it."""
+        """Handle the ``error`` that ended a call: remember it as a rejection if only this rank raises it."""
         give_up()
         if self.everywhere:
             self.call_counts[reverse] -= 1
         elif stops_recomputation(error):
-            pass  # torch's activation checkpointing has what it wants, and the call was made
+            pass  # activation checkpointing stopped its recomputation early; the call was made
         elif self.store_exchange.size > 1 and not self._record[_SET]:
             self._reject(error)
 
@@ -141,7 +142,8 @@ class Order:
         self.store_exchange.post("rejected", self._rejections)
 
     def settle(self) -> None:
-        """After a call that this rank has rejected: go on if every rank has rejected it."""
+        """After a call that this rank has rejected: wait until every rank has rejected it. Raises AllScanOutOfStep if
+        they have not within SETTLE_S (or the timeout, if shorter)."""
         assert self.rejected is not None
         number, why = self.rejected
         deadline = time.monotonic() + min(SETTLE_S, self._timeout)
@@ -161,7 +163,7 @@ class Order:
         return sum(any(number == n for n, _ in some) for some in rejected.values()) == self.store_exchange.size
 
     def _rejected_by_another(self) -> str | None:
-        """Who has rejected the call that this rank is in, and why."""
+        """A text that names another rank that has rejected the current call, and its reason; None if there is none."""
         number = sum(self.call_counts)
         for rank, of_a_rank in self.store_exchange.posted("rejected").items():
             why = next((why for n, why in of_a_rank if n == number), None)
@@ -170,32 +172,32 @@ class Order:
         return None
 
     def rejections_of_others(self) -> str:
-        """What other ranks have rejected last, and not all have, as sentences; "" for nothing."""
+        """Sentences on the last rejection of each other rank, unless all ranks have rejected that call; "" for none."""
         rejected = self.store_exchange.posted("rejected")
         last = {p: of_a_rank[-1] for p, of_a_rank in rejected.items() if p != self.store_exchange.rank}
         return _sentences({p: some for p, some in last.items() if not self._rejected_by_all(some[0], rejected)})
 
     def fault(self) -> str | None:
-        """Why this rank or another one, as far as it has said so, makes no further calls."""
+        """Why this rank, or another rank that has reported it, makes no further calls; None without a fault."""
         if self._record[_SET]:
             return f"rank {self.store_exchange.rank} has waited in vain for another one"
         return self.store_exchange.fault()
 
     def _excuse(self, _: Callable[[], int]) -> str | None:
-        """Of an exchange that is part of a call, or a call by itself: nobody comes after a fault."""
+        """The ``Excuse`` of exchanges that are calls or parts of calls: no rank comes to them after a fault."""
         if self.inside and (reason := self._rejected_by_another()):
             return REJECTED + reason
         fault = self.fault()
         return fault and LOST + fault
 
     def _explained(self, problem: object) -> str:
-        """With the fault behind it, if a rank has told of one and this is not it."""
+        """``problem`` as sentences, followed by the reported fault if there is one and ``problem`` lacks it."""
         fault = self.fault()
         return f"{problem}. {REMEDY}." if fault is None or fault in str(problem) else f"{problem}; {fault}. {REMEDY}."
 
     def excuse_after_fault(self, kind: str, times: float) -> Excuse:
-        """Of an exchange that ranks come to after a fault, too: decided by ``kind`` once ``times`` the time-out has
-        passed since this rank knows of one."""
+        """The ``Excuse`` of an exchange that ranks enter after a fault, too. It ends the exchange with a decision that
+        begins with ``kind`` once this rank has known of a fault for ``times`` the timeout + GRACE_S."""
         known: float | None = None
         limit = times * self._timeout + GRACE_S
 
@@ -217,21 +219,21 @@ class Order:
         return excuse
 
     def exchange(self, value: Any, what: str) -> list[Any]:
-        """Every rank's ``value`` in rank order. A host operation that waits for all ranks of the group.
+        """Return every rank's ``value`` in rank order. Collective on the host: waits for all ranks of the group.
 
-        Raises AllScanOutOfStep on every rank if they have made different numbers of calls so far, or if one of them has
-        raised it, or AllScanTimeout, and makes no further calls."""
+        Raises AllScanOutOfStep on every rank if they have made different numbers of calls so far, or if a rank makes no
+        further calls because it has raised AllScanOutOfStep or AllScanTimeout."""
         try:
             mine = value, tuple(self.call_counts), self.rejected, self.reverse if self.inside else None
             within = self._patience if self.inside else None
             answers = self.store_exchange.exchange(mine, what, self._excuse, within=within)
         except AllScanRejected:
             raise  # this rank rejects the call, too
-        except AllScanOutOfStep as problem:  # at different calls: this rank may not go on as if it had made its own
+        except AllScanOutOfStep as problem:  # ranks are at different calls: this rank must not continue
             error = self.raised_everywhere(self.desynchronized(self.lost or self._explained(problem)))
-            raise (self.error_of_record() if self._record[_SET] else error) from None  # the former says more
+            raise (self.error_of_record() if self._record[_SET] else error) from None  # it says more
         except RuntimeError:
-            self.everywhere = True  # nobody has launched anything
+            self.everywhere = True  # no rank has launched anything
             raise
         values, call_counts, rejected, reverse = zip(*answers, strict=True)
         if any(rejected):
@@ -242,7 +244,7 @@ class Order:
         if len(set(call_counts)) > 1:
             if (
                 None not in reverse and len({(f + d, r - d) for (f, r), d in zip(call_counts, reverse)}) == 1
-            ):  # before this
+            ):  # equal before the current call
                 directions = differing([[("reverse", d)] for d in reverse])
                 raise self.raised_everywhere(ValueError(f"ranks call with different arguments: {directions}"))
             counts = by_rank(f"{forward} forward, {reverse} reverse" for forward, reverse in call_counts)
@@ -257,8 +259,9 @@ class Order:
     def agree(
         self, fields: tuple[tuple[str, object], ...] | None, deferred: DeferredError | None, what: str, more: Any = None
     ) -> list[Any]:
-        """Raise on every rank unless all have the same (name, value) pairs and no error: what is different, and where.
-        Returns every rank's ``more``. Collective; ``what``: for."""
+        """Return every rank's ``more``. Raises on every rank unless all ranks have the same (name, value) pairs in
+        ``fields`` and no ``deferred`` error; the message gives the differences by rank. Collective. ``what``: name of
+        the exchange, equal on all ranks."""
         try:
             answers = self.exchange((fields, deferred and deferred.text, more), what)
         except RuntimeError as nobody_came:
@@ -274,7 +277,7 @@ class Order:
         return [more for *_, more in answers]
 
     def compare_launch(self, what: str) -> None:
-        """Debug mode: RuntimeError on every rank unless all of them are about to launch ``what``."""
+        """Debug mode: raise RuntimeError on every rank unless all ranks are about to launch ``what``."""
         self.launches += 1
         what = f"{what}, in step {self.steps}" if self.steps else what
         try:
@@ -283,7 +286,7 @@ class Order:
         except AllScanRejected:
             self.launches -= 1  # this rank rejects the call, too
             raise
-        except AllScanOutOfStep as problem:  # another rank is not about to launch anything
+        except AllScanOutOfStep as problem:  # another rank is about to do something other than a launch
             why = self._explained(f"{problem}; this rank launches {what}")
             raise self.raised_everywhere(self.desynchronized(why)) from None
         except RuntimeError as error:
@@ -295,8 +298,8 @@ class Order:
             )
 
     def compare_results(self, what: str, nan: list[str]) -> None:
-        """Debug mode: RuntimeError on every rank if any of them has found NaN in results of ``what``, with these
-        names."""
+        """Debug mode: raise RuntimeError on every rank if a rank has found NaN in results of the call ``what``.
+        ``nan``: names of this rank's results with NaN."""
         answers = self.exchange(nan, f"the results of {what}, in debug mode")
         if any(answers):
             found = by_rank(", ".join(names) or "none" for names in answers)
@@ -305,15 +308,15 @@ class Order:
 
 @functools.lru_cache(maxsize=1024)
 def stamp(*alike: object) -> int:
-    """A number below STAMPS for what all ranks have alike in a call: numbers, names, None, and tuples of these, such as
-    the values of its cu_seqlens. Where these differ so do their stamps, but for one pair in STAMPS."""
+    """A hash below STAMPS of the arguments that must be equal on all ranks in a call: numbers, names, None, and tuples
+    of these, such as the values of its cu_seqlens. Different ones have equal stamps with probability 1 / STAMPS."""
     text = repr(_with_floats(alike))
     found: int = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") % STAMPS.value
     return found
 
 
 def _with_floats(x: Any) -> Any:
-    """``x`` with one text for equal numbers, 1, 1.0 and True, which are the same key, too."""
+    """``x`` with numbers as floats: 1, 1.0 and True, which are equal as cache keys, then have the same repr."""
     if isinstance(x, tuple | list):
         return [_with_floats(y) for y in x]
     return x if x is None or isinstance(x, str) else float(x)
@@ -326,7 +329,7 @@ def _sentences(rejected: dict[int, tuple[int, str]]) -> str:
 def different_tags(
     rank: int, neighbour: int, tile: int, expected: int, seen: int, others: str, job_ranks: tuple[int, int]
 ) -> AllScanOutOfStep:
-    """The error for two arrival words of one epoch (shmem_kernels/links.py) whose tags differ."""
+    """The error for the expected and the received arrival word of one epoch (shmem_kernels/links.py) if tags differ."""
     wanted, came = _fields(expected), _fields(seen)
     own, other = names_of((rank, neighbour), job_ranks)
     steps = [fields[0] % STAMP.value for fields in (wanted, came)]

@@ -1,4 +1,4 @@
-"""What is asked of a communicator around each call: is it broken, are the ranks in step."""
+"""Checks of a communicator around each call: whether it is broken, and whether the ranks are synchronized."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SET = RECORD_SET.value
 
 
 class Calls:
-    """The part of a Communicator that calls go through."""
+    """Base class of Communicator: entry and exit of calls."""
 
     debug: bool
     order: Order
@@ -29,19 +29,19 @@ class Calls:
     check: Callable[[], None]
 
     def call(self, reverse: bool = False, what: str = "allscan", inputs: object = ()) -> AbstractContextManager[None]:
-        """Around one call of a user's: counts it, and remembers if it ends with an error on this rank alone.
+        """Context manager of one user call: counts it, and remembers it if it raises on this rank alone.
 
-        ``what`` is called, with which ``inputs``: tensors, or tuples of them, among others. Raises NotImplementedError
-        for those with forward-mode derivatives, and inside of torch.func's transforms."""
+        ``what``: name of the called function. ``inputs``: its inputs; tensors and tuples of tensors among them are
+        checked. Raises NotImplementedError for forward-mode derivatives, and inside of torch.func's transforms."""
         return _INSIDE if self.order.inside else _Call((self, bool(reverse), what, inputs))
 
     def _look_for_nan(self, what: str, **results: torch.Tensor | None) -> None:
-        """Debug mode, outside of captures: RuntimeError on every rank if ``results`` of a call have NaN on one. Waits
-        for them."""
+        """Debug mode, outside of captures: wait for ``results`` of a call, and raise RuntimeError on every rank if they
+        have NaN on any rank."""
         if not self.debug or self.streams.capturing():
             return
         found = [name for name, x in results.items() if x is not None and bool(x.isnan().any())]
-        self.check()  # what a wait that timed out has left is NaN
+        self.check()  # a wait that timed out leaves NaN, too
         self.order.compare_results(what, found)
 
 
@@ -78,4 +78,4 @@ class _Call(tuple[Any, ...]):
             comm.order.failed(self[1], error)
 
 
-_INSIDE = contextlib.nullcontext()  # of a call in a call
+_INSIDE = contextlib.nullcontext()  # context manager of a nested call

@@ -1,9 +1,9 @@
-"""The time that a rank compiles does not count as time that others wait for it.
+"""Extends the timeout of waiting kernels by the time that other ranks compile.
 
-A kernel gives up a wait after the communicator's timeout. A rank with a cold cache may compile for longer than that, on
-its host, before it launches what the others wait for. So each process counts itself in the store of torch.distributed
-while Triton or torch.compile compiles in it. Where a kernel of this process has waited for a quarter of the timeout, a
-thread looks at the count, and gives the kernel as much more time as another process compiles (wait.py).
+A kernel gives up a wait after the communicator's timeout. A rank with a cold cache may compile for longer than that on
+its host, before it launches the kernel that the others wait for. So a counter in the store of torch.distributed holds
+the number of processes in which Triton or torch.compile is compiling. If a kernel of this process has waited for a
+quarter of the timeout, a thread reads the counter and extends the wait while another process compiles (wait.py).
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from ..bindings.torch_compat import default_store
 from ..bindings.triton_compat import compilations_told
 from ..shmem_kernels import wait
 
-LIMIT_S = 600.0  # of one compilation: a process that has ended while it compiled is not waited for any longer
-_KEY = "allscan/compiling"  # how many processes of the job compile
+LIMIT_S = 600.0  # limit for one compilation: a process may have died while it compiled
+_KEY = "allscan/compiling"  # store key: number of processes of the job that compile
 _EXTRA = wait.RECORD_EXTRA.value
 
 _lock = threading.Lock()
-_depth = 0  # compilations that have begun in this process and not ended
+_depth = 0  # nested compilations under way in this process
 _counted_in: dist.Store | None = None  # the store that counts this process
-_seen = 0, 0.0  # the count of all processes, and when it was seen to change last
+_seen = 0, 0.0  # (last count read, time at which it last changed)
 _watched: weakref.WeakSet[Any] = weakref.WeakSet()  # communicators
 _stop = threading.Event()
 _thread: threading.Thread | None = None
@@ -37,14 +37,14 @@ _dynamo_hooked = False
 
 
 def _store() -> dist.Store | None:
-    """None where there is no job, or it ends at this moment."""
+    """The job's store; None if torch.distributed is not initialized or is being destroyed."""
     with contextlib.suppress(ValueError, RuntimeError):
         return default_store() if dist.is_initialized() else None
     return None
 
 
 def begin(*_: object) -> None:
-    """This process begins to compile."""
+    """Record that a compilation begins in this process."""
     global _depth, _counted_in
     with _lock:
         _depth += 1
@@ -55,7 +55,7 @@ def begin(*_: object) -> None:
 
 
 def end(*_: object) -> None:
-    """It has compiled."""
+    """Record that a compilation has ended in this process."""
     global _depth
     with _lock:
         _depth = max(0, _depth - 1)
@@ -64,7 +64,7 @@ def end(*_: object) -> None:
 
 
 def give_up() -> None:
-    """Whatever it compiled when an exception came."""
+    """Record that an exception has ended all compilations in this process."""
     global _depth
     if _depth:
         with _lock:
@@ -93,7 +93,7 @@ def another_compiles(store: Any) -> bool:
 
 
 def watch(comm: Any) -> None:
-    """From here on kernels of ``comm`` do not count the time that other ranks compile."""
+    """Extend the timeout of kernels of ``comm`` from now on by the time that other ranks compile."""
     global _thread
     with _lock:
         _watched.add(comm)
@@ -114,16 +114,16 @@ def _run() -> None:
 
 
 class _Watch:
-    """What the thread keeps from one look to the next: no communicator, which lives as long as its user wants."""
+    """State of the thread between polls. It holds no strong reference to a communicator."""
 
     def __init__(self) -> None:
-        # a connection of the thread's own: another thread may wait for an answer in the first
+        # a separate connection of the thread: another thread may block in the first one
         self._own: dist.Store | None = None
         self._of: dist.Store | None = None
         self._clocks: weakref.WeakKeyDictionary[Any, _Clock] = weakref.WeakKeyDictionary()
 
     def look(self) -> float:
-        """Give time to those whose kernels are late. Seconds until the next look."""
+        """Extend the timeout of communicators with long waits. Returns the seconds until the next poll."""
         interval = 1.0
         for comm in list(_watched):
             interval = min(interval, max(0.02, comm.timeout / 20))
@@ -137,19 +137,19 @@ class _Watch:
 
 
 class _Clock:
-    """How much time the waits of one communicator are given besides its timeout."""
+    """Computes the extension of the timeout for the waits of one communicator."""
 
     def __init__(self) -> None:
-        self._began: float | None = None  # when the first of them was seen to wait for a compilation
-        self._held = 0.0  # until when, since then, a rank has compiled
-        self._last = 0.0  # when a wait was late last
+        self._began: float | None = None  # time at which a wait for a compilation was first seen
+        self._held = 0.0  # seconds after _began until which a rank has compiled
+        self._last = 0.0  # time at which a long wait was last seen
 
     def extra(self, comm: Any, compiles: bool) -> int:
-        """Nanoseconds, even."""
+        """The extension in nanoseconds, an even number (bit 0 of the word is the kernels' request)."""
         present = time.monotonic()
         if comm.host_record[_EXTRA] & 1:
             self._last = present
-        elif present - self._last > max(1.0, comm.timeout / 4):  # nobody waits any more
+        elif present - self._last > max(1.0, comm.timeout / 4):  # no kernel waits any more
             self._began = None
         if compiles:
             self._began = present if self._began is None else self._began
@@ -173,7 +173,7 @@ def _end_thread() -> None:
 
 
 def _hook_dynamo() -> None:
-    """The same of torch.compile, once somebody has imported it."""
+    """Let torch.compile call ``begin`` and ``end``, once it has been imported."""
     global _dynamo_hooked
     callback = sys.modules.get("torch._dynamo.callback")
     if not _dynamo_hooked and hasattr(callback, "on_compile_end"):

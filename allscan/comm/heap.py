@@ -1,4 +1,4 @@
-"""This process's part of the job: which transport, and the symmetric heap, made once."""
+"""The process's transport and symmetric heap, created once per job."""
 
 from __future__ import annotations
 
@@ -25,32 +25,32 @@ from ..shmem_kernels.scan import scan_kernel
 from .host_exchange import StoreExchange
 
 _heap: SymmetricHeap | None = None
-_job: dist.ProcessGroup | None = None  # torch.distributed's default group when the heap was made
-_users: weakref.WeakSet[Any] = weakref.WeakSet()  # communicators that were made since
-_deserted = False  # whether one of them has ended without all of its ranks, of which some may be gone
+_job: dist.ProcessGroup | None = None  # torch.distributed's default group at creation of the heap
+_users: weakref.WeakSet[Any] = weakref.WeakSet()  # communicators that use the heap
+_deserted = False  # whether a communicator has ended without all of its ranks; some may have died
 
 
-# Of functions that make tensors that later calls use: those made in torch.inference_mode could neither be written
-# outside of it nor be saved for a backward pass
+# Decorator of functions that create tensors for later calls: tensors created in torch.inference_mode can neither be
+# written outside of it nor be saved for a backward pass
 outside_inference_mode = torch.inference_mode(False)
 
 
 @outside_inference_mode
 def init(heap_bytes: int | None = None, *, transport: str = "auto") -> None:
-    """Make this process's symmetric arena. Collective over the whole job (torch.distributed's default group).
+    """Create this process's symmetric arena. Collective over the whole job (torch.distributed's default group).
 
-    The first ``Communicator`` calls it; call it yourself to choose the size, or where only some ranks of the job
-    make communicators at first. A second call does nothing if it asks for no other size.
+    The first ``Communicator`` calls it. Call it yourself to choose the size, or if only some ranks of the job create
+    communicators at first. A second call does nothing unless it requests another size.
 
     Args:
         heap_bytes: size of the arena; default ``ALLSCAN_HEAP`` (e.g. ``512M``), else 256 MiB. The same on every rank.
-        transport: "nvshmem" (one process a GPU; the current CUDA device is used), "ipc" (CUDA IPC: processes of one
+        transport: "nvshmem" (one process per GPU; uses the current CUDA device), "ipc" (CUDA IPC: processes of one
             host, which may share GPUs, for tests; without puts), "shm" (processes without GPUs, for Triton's
-            interpreter), or "auto": "nvshmem" where CUDA is, or "ipc" if ``ALLSCAN_TRANSPORT`` says so.
+            interpreter), or "auto": with CUDA "nvshmem", or "ipc" if ``ALLSCAN_TRANSPORT=ipc``; else "shm".
 
     Raises:
-        RuntimeError: if the transport is missing, or NVSHMEM was left by ``finalize``.
-        ValueError: for a bad size or name, or if ranks disagree.
+        RuntimeError: if the transport is missing, or if ``finalize`` could not finalize NVSHMEM before.
+        ValueError: for a wrong size or name, or if ranks have different arguments.
 
     Example:
         >>> allscan.init(1 << 30)                                   # 1 GiB on every rank, before the first Communicator
@@ -95,15 +95,16 @@ def init(heap_bytes: int | None = None, *, transport: str = "auto") -> None:
 
 
 def finalize() -> None:
-    """Give the arena back, and NVSHMEM if ``init`` initialised it. Collective over the job, after the last use.
+    """Free the arena, and finalize NVSHMEM if ``init`` initialised it. Collective over the job, after the last use.
 
-    Communicators of a torch.distributed that was ended, or restarted, since, cannot be closed together any more: they
-    are closed here, with a warning, and the next init() works. But NVSHMEM's end is collective: where ranks may be gone
-    (such a communicator, or one that closed without the others, and ranks that cannot be asked, or do not come) its
-    memory is left, with a warning, and init() over it needs a new process.
+    If torch.distributed was destroyed or restarted, its communicators cannot be closed collectively any more. Then
+    finalize() closes them, with a warning, and the next init() works. But NVSHMEM's finalization is collective. Ranks
+    may have died if they do not all come to finalize(), or if torch.distributed was destroyed or restarted and a
+    communicator was closed without all of its ranks. NVSHMEM's memory then stays allocated, with a warning, and init()
+    over NVSHMEM needs a new process.
 
     Raises:
-        RuntimeError: before anything is given back, if another Communicator is open.
+        RuntimeError: if another Communicator is open; nothing is freed then.
 
     Example:
         >>> with allscan.Communicator() as comm:
@@ -120,7 +121,7 @@ def finalize() -> None:
     for user in users:
         try:
             user.close()
-        except AllScanError as error:  # that nothing has said before
+        except AllScanError as error:  # an error that was not raised before
             warnings.warn(f"{user!r} is closed: {error}", stacklevel=2)
     together = not _deserted
     if _heap.transport == "nvshmem" and dist.is_initialized() and dist.group.WORLD is _job:
@@ -138,7 +139,7 @@ def finalize() -> None:
 
 
 def _all_come() -> bool:
-    """Whether all ranks of the job are at finalize()."""
+    """Whether all ranks of the job come to finalize(). Collective."""
     try:
         StoreExchange(range(dist.get_world_size())).exchange(None, "allscan.finalize, collective over the job")
     except RuntimeError:
@@ -147,14 +148,14 @@ def _all_come() -> bool:
 
 
 def desert() -> None:
-    """A communicator has ended without all of its ranks."""
+    """Record that a communicator has ended without all of its ranks."""
     global _deserted
     _deserted = True
 
 
 def symmetric_heap(user: object = None) -> SymmetricHeap:
-    """What ``init`` has made; ``user``, a communicator, keeps it from being finalized until it is closed. Raises
-    RuntimeError before init."""
+    """The heap that ``init`` created. ``user``: a communicator; finalize() raises until it is closed. Raises
+    RuntimeError before init()."""
     if _heap is None:
         raise RuntimeError("there is no symmetric heap: allscan.init() was not called, or finalize() was")
     if user is not None:
@@ -163,8 +164,8 @@ def symmetric_heap(user: object = None) -> SymmetricHeap:
 
 
 def _interpreted() -> bool:
-    """Whether kernels are interpreted. Raises RuntimeError where TRITON_INTERPRET has been set, or unset, since they
-    were defined, which is when Triton reads it."""
+    """Whether kernels are interpreted. Triton reads TRITON_INTERPRET when a kernel is defined: raises RuntimeError if
+    the variable was set or unset since then."""
     triton_is, ours_are = (not isinstance(kernel, triton.JITFunction) for kernel in (tl.cdiv, scan_kernel))
     if triton_is == ours_are == interpreting():
         return ours_are
@@ -181,7 +182,8 @@ def _interpreted() -> bool:
 
 
 def resolve_transport(transport: str) -> str:
-    """Decide on "nvshmem", "ipc" or "shm". Raises ValueError or RuntimeError when it cannot be."""
+    """Resolve ``transport`` to "nvshmem", "ipc" or "shm". Raises ValueError for an unknown name, RuntimeError if the
+    transport cannot be used."""
     if transport not in ("auto", "nvshmem", "ipc", "shm"):
         raise ValueError(f'transport must be "auto", "nvshmem", "ipc" or "shm", got {transport!r}')
     interpreted = _interpreted()

@@ -1,6 +1,6 @@
-"""What the ranks of a group tell each other on the host, through the store of torch.distributed.
+"""Exchange of small values between the ranks of a group on the host, through the store of torch.distributed.
 
-No GPU, no stream and no collective of a back end is involved, and every wait is bounded.
+It uses no GPU, no stream and no collective of a backend. Every wait is bounded.
 """
 
 from __future__ import annotations
@@ -18,38 +18,39 @@ from ..base.errors import AllScanHostTimeout, AllScanOutOfStep, AllScanRejected
 from ..bindings.torch_compat import default_store
 from .compile_watch import another_compiles
 
-EXCHANGE_TIMEOUT_S = 120.0  # how long a rank waits for the others at least where the host needs all
-ABSENT_TIMEOUT_S = 10.0  # the same where one of them did not come the last time
-GRACE_S = 5.0  # how much longer the others wait for the first rank, which waits for all
+EXCHANGE_TIMEOUT_S = 120.0  # minimum of an exchange's time limit
+ABSENT_TIMEOUT_S = 10.0  # maximum of the limit if one of the ranks missed the last exchange
+GRACE_S = 5.0  # additional time that the others wait for rank 0, which waits for all
 
-EXCUSE_S = 0.2  # how often a rank that waits looks whether another one has said that it will not come
+EXCUSE_S = 0.2  # interval at which a waiting rank checks whether another rank has reported that it will not come
 
-# How a decision begins. REJECTED, LOST: the call that the exchange is part of, by a rank; the order of calls
+# Prefixes of decisions. REJECTED: a rank has rejected the call of the exchange. LOST: the order of calls is lost
 _DONE, FAILED, REJECTED, LOST, ABANDONED = "done ", "failed ", "rejected ", "lost ", "abandoned "
 
-Excuse = Callable[[Callable[[], int]], str | None]  # of which rank has not come: how to decide without it, if at all
+# excuse(missing): a decision that ends the exchange, or None to wait on. missing(): a rank that has not come
+Excuse = Callable[[Callable[[], int]], str | None]
 
-_world: dist.ProcessGroup | None = None  # torch.distributed's default group that the following are of
-_exchanges: dict[str, int] = {}  # name of a StoreExchange -> how many exchanges it has had: equal on all its ranks
-_absent: set[int] = set()  # global ranks that have not come to the last exchange that they were expected at
+_world: dist.ProcessGroup | None = None  # torch.distributed's default group to which the next two belong
+_exchanges: dict[str, int] = {}  # name of a StoreExchange -> number of its exchanges, equal on all its ranks
+_absent: set[int] = set()  # global ranks that missed the last exchange at which they were expected
 
 
 class Abandoned(RuntimeError):
-    """A rank has said that it will not come."""
+    """A rank has reported, by ``abandon``, that it will not come to the last exchange."""
 
 
 class StoreGone(RuntimeError):
-    """The store does not answer, or is of a job that has ended."""
+    """The store does not answer, or it belongs to a job that has ended."""
 
 
 def by_rank(values: Iterable[object]) -> str:
-    """One line that shows a value of every rank."""
+    """One line of text with the value of every rank."""
     return "; ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
 
 
 def differing(answers: Sequence[Iterable[tuple[str, object]]]) -> str:
-    """One line that shows what differs between ranks, of every rank's (name, value) pairs, and which have which value.
-    Where the first that differs is named "call", that alone: what others follow from it."""
+    """One line of text with the values that differ between ranks, and the ranks that have them. ``answers``: (name,
+    value) pairs of every rank. If the first difference is named "call", the others follow from it and are left out."""
     fields, lines = [dict(answer) for answer in answers], []
     for name in dict.fromkeys(name for of_rank in fields for name in of_rank):
         ranks: dict[str, list[str]] = {}
@@ -64,19 +65,19 @@ def differing(answers: Sequence[Iterable[tuple[str, object]]]) -> str:
 
 
 class StoreExchange:
-    """Where some ranks of the job meet. Those who meet make the same exchanges in the same order.
+    """Exchanges of values between some ranks of the job. All of these make the same exchanges in the same order.
 
     ranks: global ranks, in the group's order; this process is one of them.
-    name: exchanges of different names do not meet; default one that stands for the ranks.
+    name: namespace of the exchanges; default: derived from the ranks.
 
-    What is exchanged is what JSON knows: numbers, strings, booleans, None, and tuples of these (a list arrives as a
-    tuple). An exchange is decided once, for all: the first rank, which gathers,
-    and a rank that gives up each try to set one key, by the store's compare_set, and whoever comes first has decided.
-    So an exchange succeeds on all of its ranks or fails on all, and the next one has the same number everywhere: a rank
-    that comes to one that has failed without it goes on to the next.
+    Values are those of JSON: numbers, strings, booleans, None, and tuples of these (a list arrives as a tuple). Each
+    exchange has one decision for all ranks. Rank 0, which gathers the values, and any rank that gives up try to set one
+    key by the store's compare_set; the first one decides. So an exchange succeeds on all of its ranks or fails on all,
+    and the next one has the same number on all ranks: a rank that comes to an exchange that has failed without it goes
+    on to the next.
     """
 
-    timeout = 0.0  # of the communicator: a rank that its kernels would wait for is waited for here, too
+    timeout = 0.0  # of the communicator, in seconds: exchanges wait at least as long as kernels
 
     def __init__(self, ranks: Iterable[int], name: str = "") -> None:
         global _world
@@ -96,14 +97,14 @@ class StoreExchange:
         self._counts = _exchanges
 
     def private(self, token: str) -> StoreExchange:
-        """Another one of the same ranks, whose exchanges meet no others', with a ``token`` that is alike on all of them
-        and was never used: a store may outlive its process group."""
+        """A StoreExchange of the same ranks in a namespace of its own. ``token``: equal on all ranks and never used
+        before, since a store may outlive its process group."""
         other = StoreExchange(self.ranks, f"{self.name}/{token}")
         other.timeout = self.timeout
         return other
 
     def _next_topic(self, store: dist.Store) -> str:
-        """The number of the next exchange that has not failed yet."""
+        """The number of the next exchange, as text. Skips exchanges that have failed without this rank."""
         while True:
             number = self._counts[self.name] = self._counts.get(self.name, 0) + 1
             base = f"{self._prefix}{number}/"
@@ -115,13 +116,14 @@ class StoreExchange:
     def exchange(
         self, value: Any, what: str, excuse: Excuse | None = None, last: str = "", within: float | None = None
     ) -> list[Any]:
-        """Every rank's ``value``, in rank order. ``what`` is alike on all of them, or AllScanOutOfStep.
+        """Return every rank's ``value``, in rank order. Raises AllScanOutOfStep unless ``what`` is equal on all ranks.
 
-        ``excuse``: asked now and then whether a rank will not come; a decision that ends the exchange on all ranks:
-        with REJECTED they raise AllScanRejected, with LOST AllScanOutOfStep. last: the name of the last exchange in the
-        life of this StoreExchange, behind which processes may end. within: seconds in place of the following.
-        Raises AllScanHostTimeout, on all ranks, if one does not come within max(EXCHANGE_TIMEOUT_S, timeout), or later
-        while a rank compiles, or is interrupted; Abandoned if one has called ``abandon``."""
+        ``excuse``: polled while this rank waits; its result is a decision that ends the exchange on all ranks. They
+        raise AllScanRejected if it begins with REJECTED, AllScanOutOfStep if it begins with LOST. last: name of the
+        last exchange of this StoreExchange, after which processes may end. within: time limit in seconds; default
+        max(EXCHANGE_TIMEOUT_S, timeout).
+        Raises AllScanHostTimeout, on all ranks, if a rank does not come within this limit, which is extended while a
+        rank compiles, or if a rank is interrupted; Abandoned if a rank has called ``abandon``."""
         if self.size == 1:
             return [value]
         store = self._store()
@@ -140,7 +142,7 @@ class StoreExchange:
             raise StoreGone(
                 f"{what}: the store of torch.distributed does not answer; the process that has it may have ended"
             ) from error
-        # the first rank of the job has the store, as a rule, and may end next
+        # rank 0 of the job usually hosts the store, and its process may end next
         keeps_store = decision.startswith(_DONE) and (bool(last) or self.ranks[self.rank] == 0)
         self._read(store, base, bool(last), until_all=keeps_store)
         for prefix, error_of in ((ABANDONED, Abandoned), (REJECTED, AllScanRejected), (LOST, AllScanOutOfStep)):
@@ -149,7 +151,7 @@ class StoreExchange:
         if decision.startswith(FAILED):
             reason = decision.removeprefix(FAILED)
             raise AllScanHostTimeout(f"{what}: {reason}. All ranks of a group make the same calls in the same order")
-        # not ast.literal_eval, which fails now and then in Python 3.11 where several threads parse
+        # not ast.literal_eval, which sometimes fails in Python 3.11 if several threads parse
         answers = _as_tuples(json.loads(decision.removeprefix(_DONE)))
         if json.dumps(answers[self.rank]) != word:
             raise RuntimeError(f"{what}: the answer is of another exchange, {answers[self.rank]} instead of {word}")
@@ -159,14 +161,15 @@ class StoreExchange:
         return list(values)
 
     def abandon(self, topic: str, why: str) -> None:
-        """In place of the last ``exchange``, without waiting for anybody."""
+        """End the last exchange on all ranks, without a wait. Called in place of ``exchange``."""
         with contextlib.suppress(dist.DistError, RuntimeError):
             store, base = self._store(), f"{self._prefix}{topic}/"
             self._decide(store, base, f"{ABANDONED}rank {self.ranks[self.rank]} (global) {why}")
             self._read(store, base, last=True)
 
     def _decision(self, store: dist.Store, base: str, excuse: Excuse | None, within: float | None) -> str:
-        """What has been decided. O(1) requests a rank, but for who is missing where one is."""
+        """Wait for the decision and return it. O(1) requests to the store per rank and poll; O(size) to find a missing
+        rank."""
 
         def missing() -> int:
             return next((self.ranks[r] for r, key in enumerate(keys) if not store.check([key])), self.ranks[0])
@@ -202,13 +205,13 @@ class StoreExchange:
 
     @staticmethod
     def _decide(store: dist.Store, base: str, decision: str) -> None:
-        """Decide, unless somebody else has."""
+        """Set the decision, unless a rank has set it before."""
         with contextlib.suppress(dist.DistError):
             store.compare_set(f"{base}decision", "", decision)
 
     def _read(self, store: dist.Store, base: str, last: bool = False, until_all: bool = False) -> None:
-        """This rank has read the decision; the last one removes what was written, behind the last exchange all.
-        until_all: return when all ranks have read it, GRACE_S later at the latest."""
+        """Record that this rank has read the decision. The last rank to do so deletes the exchange's keys; after the
+        last exchange also the fault. until_all: return when all ranks have read it, after GRACE_S at the latest."""
         with contextlib.suppress(dist.DistError):
             if store.add(f"{base}read", 1) == self.size:
                 if last:
@@ -221,21 +224,21 @@ class StoreExchange:
                 pause = min(2 * pause, 5e-3)
 
     def post(self, topic: str, value: object) -> None:
-        """Leave a value for whoever looks."""
+        """Publish this rank's value of ``topic`` for other ranks, which read it with ``posted``."""
         if self.size > 1:
             with contextlib.suppress(dist.DistError, StoreGone):
                 self._store().set(f"{self._prefix}{topic}/{self.rank}", json.dumps(value))
                 self._store().set(f"{self._prefix}{topic}/any", "")
 
     def take_back(self, topic: str) -> None:
-        """Remove what this rank has left. After all ranks have seen what is still of interest."""
+        """Delete this rank's value of ``topic``. Call it when no rank needs posted values of the topic any more."""
         if self.size > 1:
             with contextlib.suppress(dist.DistError, StoreGone):
                 for key in (self.rank, "any"):
                     self._store().delete_key(f"{self._prefix}{topic}/{key}")
 
     def posted(self, topic: str) -> dict[int, Any]:
-        """{rank: what it has left}. Does not wait."""
+        """{rank: posted value} of ``topic``. Does not wait for other ranks."""
         if self.size == 1:
             return {}
         try:
@@ -247,13 +250,13 @@ class StoreExchange:
             return {}
 
     def tell_fault(self, why: str) -> None:
-        """Let all ranks know of a fault; the first one is kept, until ``forget_fault``."""
+        """Report a fault to all ranks. The first report stays until ``forget_fault``; later ones are ignored."""
         if self.size > 1:
             with contextlib.suppress(dist.DistError, StoreGone):
                 self._store().compare_set(f"{self._prefix}fault", "", f"rank {self.rank} {why}")
 
     def fault(self) -> str | None:
-        """The fault that a rank has told of."""
+        """The reported fault, or None."""
         if self.size > 1:
             with contextlib.suppress(dist.DistError, StoreGone):
                 store, key = self._store(), f"{self._prefix}fault"
@@ -268,11 +271,11 @@ class StoreExchange:
 
     @property
     def gone(self) -> bool:
-        """Whether this StoreExchange belongs to a job that has ended: torch.distributed was, or was restarted."""
+        """Whether the job of this StoreExchange has ended: torch.distributed was destroyed or restarted."""
         return self.size > 1 and not (dist.is_initialized() and dist.group.WORLD is self._world)
 
     def _store(self) -> dist.Store:
-        """Raises StoreGone if this StoreExchange belongs to a job that has ended."""
+        """The job's store. Raises StoreGone if the job has ended."""
         if self.gone:
             raise StoreGone("torch.distributed was ended, or restarted, since this communicator was made")
         store: dist.Store = self._job_store
@@ -280,5 +283,5 @@ class StoreExchange:
 
 
 def _as_tuples(value: object) -> Any:
-    """What JSON has made of tuples, as it was."""
+    """``value`` with the lists that JSON returns converted back to tuples."""
     return tuple(map(_as_tuples, value)) if isinstance(value, list) else value

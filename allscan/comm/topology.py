@@ -1,4 +1,4 @@
-"""Which ranks are a node, and by which algorithm a state of some size is scanned over them."""
+"""Topology: the nodes of a group, and the algorithm of a scan by the size of its state."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ ALGORITHMS = ("chain", "rails", "recursive_doubling")
 
 ANY_SIZE = 1 << 62
 
-# (nodes at least, bytes of the state at most, algorithm), the first that fits; else the chain
+# Rows (minimum number of nodes, maximum bytes of the state, algorithm). The first matching row applies, else the chain
 Table = tuple[tuple[int, int, str], ...]
-# What was measured between nodes: nothing. `python -m bench.scaling` has a table of a model, all of it extrapolated.
+# Measurements between nodes: none. `python -m bench.scaling` has a table of a model, all of it extrapolated.
 MEASURED: Table = ()
 
 
 class Topology:
-    """Of a group, on every rank alike.
+    """The topology of a group, equal on every rank.
 
-    reaches: [p]: the first and the last of the ranks around rank p that it reaches by loads and stores, without a gap.
-    nodes: how many ranks each node has, which must map each other; None: by ``hosts``, [p]: the name of rank p's.
-    algorithm: of the communicator. Raises ValueError if it, or ``nodes``, cannot be.
+    reaches: [p]: first and last rank of the consecutive ranks around p that rank p reaches by loads and stores.
+    nodes: number of ranks on each node; the ranks of a node must map each other. None: derived from ``hosts``.
+    hosts: [p]: host name of rank p.
+    algorithm: the communicator's algorithm. Raises ValueError if it or ``nodes`` is not possible.
 
-    Attributes: nodes (None where the ranks of a node do not follow one another); mapped_links ([p]: whether ranks p and
-    p + 1 reach each other by loads and stores).
+    Attributes: nodes (None if the ranks of a node are not consecutive, or do not map each other); mapped_links ([p]:
+    whether ranks p and p + 1 reach each other by loads and stores).
     """
 
     def __init__(
@@ -47,13 +48,13 @@ class Topology:
         self.algorithm_for(0)
 
     def maps(self, a: int, b: int) -> bool:
-        """Whether two ranks reach each other by loads and stores, as all between them do."""
+        """Whether ranks a and b, and all ranks between them, reach each other by loads and stores."""
         (first_a, last_a), (first_b, last_b) = self._reaches[a], self._reaches[b]
         return first_a <= b <= last_a and first_b <= a <= last_b
 
     def algorithm_for(self, nbytes: int, algorithm: str | None = None) -> str:
-        """Of a scan of ``nbytes``, ``algorithm`` or the communicator's with "auto" decided. Raises ValueError if it
-        cannot be."""
+        """The algorithm of a scan of ``nbytes``: ``algorithm``, by default the communicator's, with "auto" resolved.
+        Raises ValueError if the nodes do not allow it."""
         algorithm = self._algorithm if algorithm is None else check_algorithm(algorithm)
         if self.size == 1:
             return "chain"
@@ -67,10 +68,10 @@ class Topology:
 
 
 def reach(heap: SymmetricHeap | None, pes: Sequence[int], rank: int) -> tuple[int, int]:
-    """The first and the last of the ranks around ``rank``, this one, that it reaches by loads and stores, without a
-    gap. ``pes``: what the transport calls each rank."""
+    """(first, last) of the consecutive ranks around ``rank``, this rank, that it reaches by loads and stores. ``pes``:
+    the transport's PE number of each rank."""
     first = last = rank
-    if heap is None:  # one rank alone
+    if heap is None:  # a communicator of one rank
         return first, last
     while first > 0 and heap.is_mapped(pes[first - 1]):
         first -= 1
@@ -80,21 +81,21 @@ def reach(heap: SymmetricHeap | None, pes: Sequence[int], rank: int) -> tuple[in
 
 
 def check_algorithm(algorithm: object) -> str:
-    """Raises ValueError unless it is "auto" or one of ALGORITHMS."""
+    """Return ``algorithm``. Raises ValueError unless it is "auto" or one of ALGORITHMS."""
     if algorithm != "auto" and algorithm not in ALGORITHMS:
         raise ValueError(f'algorithm must be "auto", "chain", "rails" or "recursive_doubling", got {algorithm!r}')
     return str(algorithm)
 
 
 def runs(hosts: Sequence[str]) -> tuple[int, ...] | None:
-    """The number of consecutive ranks on each host, in rank order; None if a host comes twice."""
+    """The number of consecutive ranks on each host, in rank order; None if a host's ranks are not consecutive."""
     found = [(host, len(list(ranks))) for host, ranks in itertools.groupby(hosts)]
     return tuple(n for _, n in found) if len({host for host, _ in found}) == len(found) else None
 
 
 def choose(nodes: Sequence[int] | None, nbytes: int, table: Table = MEASURED) -> str:
-    """The algorithm for a state of ``nbytes``: the same on every rank and at every call. With one node, or a node of
-    one rank, a chain."""
+    """The algorithm for a state of ``nbytes``, equal on every rank and in every call. The chain if ``nodes`` is
+    None, if there is one node, or if a node has one rank."""
     if nodes is None or len(nodes) == 1 or min(nodes) == 1:
         return "chain"
     fitting = (algorithm for least, most, algorithm in table if len(nodes) >= least and nbytes <= most)
