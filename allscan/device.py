@@ -32,14 +32,14 @@ The rules, numbered as in docs/own_kernels.md:
 1. Every launch handles every tile 0 .. num_tiles - 1 of the channel exactly once, by ``allscan``, by ``recv`` before
    ``send``, or by one ``shift``. This holds on every rank, including the first and the last one.
 2. Launches on one channel are ordered on one stream.
-3. Between ``recv`` and ``send`` a block does not wait for another block.
+3. Between ``recv`` and ``send`` a block must not wait for another block.
 4. Values are float32 blocks [channel.BK, channel.BV] of compile-time sizes. -0.0 may arrive as +0.0; all other values
    arrive bit for bit. The first rank receives ``b_first`` (zeros or an initial state).
 5. If a program of more than one warp receives over a sentinel link, a tile has at least 32 * num_warps words.
 6. A launch has at most ``comm.max_ctas`` programs (by default half the multiprocessors), each with a loop over its
-   tiles. A waiting program occupies its multiprocessor, and the rank that it waits for may itself wait for NCCL, whose
-   blocks need a whole multiprocessor. More programs are safe only if no collective of another library runs
-   concurrently with the kernel.
+   tiles. A waiting program keeps its place on a multiprocessor, and the rank that it waits for may itself wait for
+   NCCL, whose blocks need a whole multiprocessor. More programs are safe only if no collective of another library
+   runs concurrently with the kernel.
 7. A program handles its tiles in any order. A program that calls ``begin`` itself calls it once, before its first tile,
    with its lowest tile: ``begin`` with tile 0 tells the previous rank for all tiles that slots are free.
 """

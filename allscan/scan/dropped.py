@@ -22,7 +22,7 @@ def look_for_backwards(launcher: Any, reverse: bool) -> None:
     there, back = launcher.channels[reverse], launcher.channels[not reverse]
     first = back.RECV == NONE if rails is None else rails.is_first(not reverse)
     if first or comm.streams.capturing():
-        return  # this rank's backward waits for nobody, so the others wait for it
+        return  # this rank's backward waits for no rank: the others wait for it
     peek, deadline = comm.streams.peek, time.monotonic() + comm.timeout
     if comm.streams.cuda:
         torch.cuda.current_stream(comm.device).synchronize()

@@ -104,7 +104,7 @@ class SegmentScans:
         *lead, K, V = self.shape
         fixed: dict[str, Any] = dict(n=n, MATRICES=math.prod(lead), K=K, V=V, EXTERNAL=added)
         fixed |= dict(DESCENDING=direction.descending)
-        # a waiting program occupies its multiprocessor; on one rank none waits
+        # a waiting program keeps its place on a multiprocessor; on one rank none waits
         programs = self._spec.num_tiles if self.comm.size == 1 else min(self._spec.num_tiles, self._max_ctas)
         if dense:
             strides = (1, K) if direction.adjoint else (K, 1)

@@ -150,7 +150,7 @@ class Layout(Tables):
                 chunks += [(c, min(c + BT, end)) for c in range(start, end, BT)]
         begins += [len(segments)] * (states + 1 - len(begins))
         self.num_segments, self.num_chunks = len(segments), len(chunks)
-        self.passing = {piece.state_index for piece in pieces if piece.flags == 0}  # states received and sent on
+        self.passing = {piece.state_index for piece in pieces if piece.flags == 0}  # states both received and sent on
         self.entered = any(not piece.flags & FIRST.value for piece in pieces)  # a state is received
         self.left = any(not piece.flags & LAST.value for piece in pieces)
         self._derived: dict = {}
