@@ -219,7 +219,7 @@ def hybrid() -> str:
 def megatron() -> str:
     """docs/integrations/megatron.md: its hybrids, by bench.megatron."""
     if not (ROOT / "bench" / "results" / "megatron.csv").exists():
-        return "Not measured yet: `python -m bench.megatron`.\n"
+        return "`python -m bench.megatron` writes a csv; none is in bench/results yet.\n"
     names = {
         "data parallel": "data parallel, a sequence as long as a rank's part on each",
         "allscan, zigzag": "**`integrations.megatron`, zigzag**",
@@ -427,8 +427,9 @@ def chain() -> str:
 
 def hop() -> str:
     """docs/results.md: what the parts of a hop take, by clocks in the kernel."""
-    sizes = {int(row["bytes"]): _CHAIN_BYTES[int(row["bytes"])] for row in _rows("chain") if row["kind"][:3] == "hop"}
-    kinds = dict.fromkeys(row["kind"] for row in _rows("chain") if row["kind"][:3] == "hop")
+    parts = [row for row in _rows("chain") if row["kind"].startswith("hop: ")]
+    sizes = {int(row["bytes"]): _CHAIN_BYTES[int(row["bytes"])] for row in parts}
+    kinds = dict.fromkeys(row["kind"] for row in parts)
     rows = []
     for kind in kinds:
         found = [_chain(kind, size, 3) for size in sizes]

@@ -50,10 +50,9 @@ def choose_gpus(config, worker):
     """Set CUDA_VISIBLE_DEVICES before CUDA starts: each worker of pytest-xdist has another GPU first."""
     devices = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
     count = config.getoption("--gpus")
-    if worker:
-        os.environ["CUDA_VISIBLE_DEVICES"] = gpu_schedule.turned(worker["workerid"], devices.split(","), count)
-    elif count and not config.getoption("numprocesses", None):
-        os.environ["CUDA_VISIBLE_DEVICES"] = gpu_schedule.turned("gw0", devices.split(","), count)
+    if worker or (count and not config.getoption("numprocesses", None)):
+        name = worker["workerid"] if worker else "gw0"
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpu_schedule.turned(name, devices.split(","), count)
 
 
 def pytest_collection_modifyitems(config, items):

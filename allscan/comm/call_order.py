@@ -242,9 +242,8 @@ class Order:
                 raise self.raised_everywhere(self.desynchronized(f"The ranks are desynchronized: {found}{REMEDY}."))
             self.rejected = None  # all ranks have rejected that call
         if len(set(call_counts)) > 1:
-            if (
-                None not in reverse and len({(f + d, r - d) for (f, r), d in zip(call_counts, reverse)}) == 1
-            ):  # equal before the current call
+            # equal before the current call, which the ranks make in different directions
+            if None not in reverse and len({(f + d, r - d) for (f, r), d in zip(call_counts, reverse)}) == 1:
                 directions = differing([[("reverse", d)] for d in reverse])
                 raise self.raised_everywhere(ValueError(f"ranks call with different arguments: {directions}"))
             counts = by_rank(f"{forward} forward, {reverse} reverse" for forward, reverse in call_counts)

@@ -162,10 +162,8 @@ class Communicator(Calls):
         self.collectives: weakref.WeakSet[Collective] = weakref.WeakSet()
         self.fwd_epochs: list[torch.Tensor] = []  # free ones, see fwd_epochs.py
         self.attributes: dict[Hashable, Any] = {}  # of users of the communicator (MPI: attribute caching)
-        self.calls, self.checked = (
-            Recent(CACHE_SIZE),
-            Recent(16 * CACHE_SIZE),
-        )  # prepared calls by key; signatures of checked arguments
+        self.calls = Recent(CACHE_SIZE)  # prepared calls by key
+        self.checked = Recent(16 * CACHE_SIZE)  # signatures of checked arguments
         self.agreed = Agreed(self.calls, self.checked)  # entries of these two need no further exchange
         self.tables: dict[Hashable, Any] = {}  # see tokens/partition.py
         self.handle = next(_handles)  # stands for this object in schemas of custom operators, which take numbers
