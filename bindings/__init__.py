@@ -1,13 +1,15 @@
-"""Contact with foreign libraries, one file each; knows nothing of scans.
+"""Interfaces to other libraries, one file each; independent of scans.
 
-``transport``       what a symmetric heap offers, whichever the transport (a Protocol).
-``arena``           blocks carved out of a heap.
-``shared_memory``   a symmetric heap in POSIX shared memory, for ranks that are processes on CPUs.
-``nvshmem_host``    a symmetric heap in NVSHMEM's memory, through nvshmem4py: initialisation, peers.
+``transport``       interface of a symmetric heap, for all transports (a Protocol).
+``arena``           allocator of blocks in a heap.
+``shared_memory``   symmetric heap in POSIX shared memory, for CPU ranks.
+``cuda_ipc``        symmetric heap in CUDA IPC memory, for ranks that may share a GPU.
+``nvshmem_host``    symmetric heap in NVSHMEM's memory, through nvshmem4py: initialisation, peers.
 ``nvshmem_module``  NVSHMEM's device library in compiled Triton kernels.
-``nvshmem_device``  NVSHMEM's device functions for stock Triton. Useful by itself.
-``cuda_driver``     the CUDA driver: streams of one's own, and graphs that are built of nodes.
-``triton_compat``   how Triton's compiled kernels are handed their arguments.
-``versions``        which versions of them were tested, in one table.
-``interpreter``     Triton's interpreter, which runs the kernels of ranks on CPUs, with less work repeated.
+``nvshmem_device``  NVSHMEM's device functions for stock Triton. Usable without the rest of allscan.
+``cuda_driver``     the CUDA driver: exclusive streams, and graphs built from nodes.
+``torch_compat``    private functions of torch.
+``triton_compat``   private functions of Triton: launches of compiled kernels, builtins.
+``versions``        the table of tested versions.
+``interpreter``     a faster version of Triton's interpreter, for kernels on CPU ranks.
 """

@@ -1,4 +1,4 @@
-"""Blocks carved out of a symmetric heap: the part that the heaps share."""
+"""Allocates blocks of a symmetric heap; shared by all transports."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ DEFAULT_BYTES = 256 << 20
 
 
 def arena_bytes(requested: int | None) -> int:
-    """Size of the arena: the argument, else the variable ``ALLSCAN_HEAP`` (bytes; K, M, G understood), else 256 MiB."""
+    """Return the arena's size: the argument, else the variable ``ALLSCAN_HEAP`` (bytes, or K, M, G), else 256 MiB."""
     if requested is None:
         text = os.environ.get("ALLSCAN_HEAP", "").strip().upper()
         if not text:
@@ -36,10 +36,10 @@ def check_alike(sizes: Sequence[int]) -> None:
 class Arena:
     """First-fit allocator over the offsets ``0 .. size`` of a heap. Blocks are multiples of 512 bytes.
 
-    ``commit(offset, length)`` is called for each block before it is taken, and may raise MemoryError.
+    ``commit(offset, length)`` runs before each allocation, and may raise MemoryError.
 
-    Ranks of different groups allocate at different times, so equal offsets on all ranks are neither needed nor kept:
-    whoever wants to reach a peer's block exchanges offsets with it.
+    Ranks of different groups allocate at different times, so offsets differ between ranks: a rank exchanges offsets
+    with a peer to address the peer's block.
     """
 
     def __init__(self, size: int, commit: Callable[[int, int], None] | None = None) -> None:
@@ -53,7 +53,7 @@ class Arena:
         return sum(self._free.values())
 
     def alloc(self, nbytes: int) -> int:
-        """Offset of a new block of at least ``nbytes``. Raises MemoryError when no free interval is long enough."""
+        """Return the offset of a new block of at least ``nbytes``. Raises MemoryError if no free interval fits."""
         length = max(1, -(-nbytes // ALIGNMENT)) * ALIGNMENT
         for offset in sorted(self._free):
             room = self._free[offset]
@@ -84,7 +84,7 @@ class Arena:
 
 
 def check_nodes(hosts: Sequence[str]) -> None:
-    """Raises RuntimeError, alike on all ranks, unless every node has as many. hosts: [rank]: the name of its node."""
+    """Raise RuntimeError, on all ranks, unless all nodes have the same number of ranks. hosts: node name by rank."""
     counts = {host: list(hosts).count(host) for host in dict.fromkeys(hosts)}
     if len(set(counts.values())) > 1:
         found = ", ".join(f"{count} on {host}" for host, count in counts.items())

@@ -1,7 +1,7 @@
-"""The CUDA driver, through ctypes: what torch and Triton have no function for.
+"""Calls the CUDA driver through ctypes, for functions that torch and Triton lack.
 
-Streams of one's own; and graphs that are built of nodes, so that no stream captures, and launched for a microsecond of
-Python. Handles are integers. Every function raises RuntimeError with the driver's name for an error.
+Exclusive streams; CUDA graphs built from nodes, without stream capture, with a launch of about one microsecond of
+Python. Handles are integers. Every function raises RuntimeError with the driver's name of an error.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 
 NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
 RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
-NODE_PRIORITY = 8  # CUDA_GRAPH_INSTANTIATE_FLAG_USE_NODE_PRIORITY: that of the nodes, not of the stream of the launch
+NODE_PRIORITY = 8  # CUDA_GRAPH_INSTANTIATE_FLAG_USE_NODE_PRIORITY: priorities of the nodes, not of the launch stream
 SHARED_MEMORY_CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, in percent
 PRIORITY = 8  # CU_LAUNCH_ATTRIBUTE_PRIORITY
-OUT_OF_RANGE = 1  # CUDA_ERROR_INVALID_VALUE, of a parameter that a kernel does not have
+OUT_OF_RANGE = 1  # CUDA_ERROR_INVALID_VALUE: the kernel has fewer parameters
 
 
 @functools.cache
@@ -40,12 +40,12 @@ def _call(name: str, *args: Any) -> None:
 
 
 def set_shared_memory_carveout(function: int, percent: int) -> None:
-    """How a multiprocessor divides its memory into cache and shared memory for a CUDA function."""
+    """Set the share of L1 memory that a CUDA function prefers as shared memory."""
     _call("cuFuncSetAttribute", c_void_p(function), SHARED_MEMORY_CARVEOUT, percent)
 
 
 def new_stream(priority: int = 0) -> int:
-    """A stream of the current device that nothing else is launched on: torch's come from a pool, and may be shared."""
+    """Create an exclusive stream on the current device. torch's streams come from a pool and may be shared."""
     stream = c_void_p()
     _call("cuStreamCreateWithPriority", byref(stream), NON_BLOCKING, c_int(priority))
     assert stream.value is not None
@@ -53,14 +53,14 @@ def new_stream(priority: int = 0) -> int:
 
 
 def is_captured(stream: int) -> bool:
-    """Whether a stream is part of a capture; True for the default stream where another stream's capture forbids to
-    ask."""
+    """Check whether a stream is being captured. For the default stream the query fails during another stream's
+    capture; the result is then True."""
     status = c_int()
     return bool(_library().cuStreamIsCapturing(c_void_p(stream), byref(status)) or status.value)
 
 
 def parameter_sizes(function: int) -> list[int]:
-    """Bytes of each parameter of a CUDA function. The driver is of CUDA 12.4 or newer."""
+    """Return the size in bytes of each parameter of a CUDA function. Needs a driver of CUDA 12.4 or later."""
     offset, size = c_size_t(), c_size_t()
     sizes: list[int] = []
     while True:
@@ -77,11 +77,11 @@ def parameter_sizes(function: int) -> list[int]:
 
 
 class KernelNode(NamedTuple):
-    """A launch. arguments: the bits of each parameter, and its bytes, at most 8."""
+    """A kernel launch. arguments: (bits, size in bytes, at most 8) of each parameter."""
 
     function: int
     grid: tuple[int, int, int]
-    threads: int  # of a program
+    threads: int  # per program
     shared: int  # bytes of dynamic shared memory
     arguments: list[tuple[int, int]]
 
@@ -126,7 +126,7 @@ class _AttributeValue(ctypes.Union):
 
 @contextlib.contextmanager
 def relaxed() -> Iterator[None]:
-    """Let this thread's calls be none of those that end another thread's capture, such as that of torch.cuda.graph."""
+    """Use the relaxed capture mode: calls of this thread do not end captures of others (torch.cuda.graph)."""
     mode = c_int(RELAXED)
     error = _library().cuThreadExchangeStreamCaptureMode(byref(mode))
     try:
@@ -138,8 +138,8 @@ def relaxed() -> Iterator[None]:
 
 @contextlib.contextmanager
 def new_graph() -> Iterator[Graph]:
-    """A graph without nodes, for as long as the block; what it is instantiated as stays. No stream captures, and no
-    capture of another thread is disturbed."""
+    """Create an empty graph and destroy it at the end of the block; executable graphs stay. No stream is captured, and
+    captures of other threads stay valid."""
     with relaxed():
         graph = c_void_p()
         _call("cuGraphCreate", byref(graph), c_uint(0))
@@ -150,13 +150,13 @@ def new_graph() -> Iterator[Graph]:
 
 
 class Graph:
-    """Gets nodes, each behind those that it is given."""
+    """A CUDA graph under construction. ``behind``: the nodes that a new node depends on."""
 
     def __init__(self, graph: c_void_p) -> None:
         self._graph = graph
 
     def kernel(self, node: KernelNode, behind: Sequence[int], priority: int = 0) -> int:
-        """A node that launches a kernel. The driver copies the arguments."""
+        """Add a kernel launch. The driver copies the arguments."""
         count = len(node.arguments)
         words = (c_uint64 * count)(*(bits for bits, _ in node.arguments))
         places = (c_void_p * count)(*(ctypes.addressof(words) + 8 * i for i in range(count)))
@@ -168,7 +168,7 @@ class Graph:
         return handle
 
     def zeros(self, address: int, nbytes: int, behind: Sequence[int]) -> int:
-        """A node that fills memory with zeros."""
+        """Add a node that fills memory with zeros."""
         size = 1 if (address | nbytes) % 4 else 4
         params = _MemsetParams(address, 0, 0, size, nbytes // size, 1)
         context = c_void_p()
@@ -188,12 +188,12 @@ class Graph:
 
 
 class ExecutableGraph:
-    """Can be launched; its memory is the driver's until ``destroy``, or until nothing holds it."""
+    """An instantiated CUDA graph. The driver frees it at ``destroy``, or when this object is deleted."""
 
     def __init__(self, executable: c_void_p) -> None:
         self._executable = executable
         self._launch = _library().cuGraphLaunch
-        self._launch.argtypes = c_void_p, c_void_p  # so that a number is one
+        self._launch.argtypes = c_void_p, c_void_p  # ctypes would pass a Python integer as a 32-bit int
 
     def launch(self, stream: int) -> None:
         error = self._launch(self._executable, stream)
@@ -201,7 +201,7 @@ class ExecutableGraph:
             raise RuntimeError(f"cuGraphLaunch: {_name(error)}")
 
     def destroy(self) -> None:
-        """What still runs of it goes on."""
+        """Free the graph. A running launch completes."""
         executable, self._executable = self._executable, c_void_p()
         if executable:
             with relaxed():

@@ -1,11 +1,11 @@
-"""Triton's interpreter with less work repeated: about fifteen times as fast on this package's kernels, with the
-same results. And with what else CPU ranks need of it: see ``prepare_interpreter``.
+"""Speeds up Triton's interpreter: this package's kernels run about fifteen times as fast, with the same results.
+``prepare_interpreter`` also fixes other needs of CPU ranks.
 
-As it is (Triton 3.6 to 3.9), it puts its own functions into ``triton.language`` again at every call of a device
-function from another one, works out every block's type and shape again at every operation, and makes each operation on
-integers a second time to see whether it overflows. Here the former are remembered, and the last is left out, as in
-compiled kernels, and numpy's warnings of floats that overflow. The commonest operations are one call of numpy
-(interpreter_operations.py). What needs an attribute that a version of Triton lacks is left as it is.
+Triton's interpreter (3.6 to 3.9) patches ``triton.language`` again at every call of a device function, computes the
+type and shape of each block again at every operation, and repeats each integer operation to detect overflow. Here
+patches, types and shapes are cached. The overflow check and numpy's overflow warnings are off, as in compiled kernels.
+The most frequent operations are single numpy calls (interpreter_operations.py). A change that needs an attribute which
+the installed Triton lacks is skipped.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 @functools.cache
 def prepare_interpreter() -> None:
-    """Speed the interpreter up, and let it run other packages' autotuned kernels, for the rest of this process. Without
-    effect on compiled kernels."""
+    """Patch the interpreter for the rest of this process: speed, and autotuned kernels of other packages. No effect on
+    compiled kernels."""
     with contextlib.suppress(ImportError, AttributeError):
         from triton.runtime import autotuner, interpreter
 
@@ -51,7 +51,7 @@ def prepare_interpreter() -> None:
 
 
 def _skip_autotuning(autotuner, interpreter) -> None:
-    """Interpreted kernels take the first configuration that is not pruned: to time them Triton asks for a GPU's driver
+    """Use the first configuration after pruning for interpreted kernels: Triton's autotuner needs a GPU driver
     (flash-linear-attention's kernels on CPU ranks)."""
     run = autotuner.Autotuner.run
 
@@ -73,7 +73,7 @@ def _skip_autotuning(autotuner, interpreter) -> None:
 
 
 def _let_blocks_be_loop_bounds(interpreter) -> None:
-    """Scalars are arrays of shape [1] here, which numpy from 2.4 on does not take for numbers in ``range``."""
+    """Let ``range`` accept interpreted scalars: they are arrays of shape [1], no valid index in numpy 2.4 and later."""
     patch = interpreter._patch_lang_tensor
 
     def with_index(tensor, *scope) -> None:
@@ -84,8 +84,8 @@ def _let_blocks_be_loop_bounds(interpreter) -> None:
 
 
 def _keep_masks_bool(interpreter) -> None:
-    """A scalar condition that is spread to a block stays boolean. As int32, as Triton has it, it makes masks that the
-    loads and stores of Triton 3.9 reject."""
+    """Keep a scalar condition boolean when it is broadcast to a block. Triton makes it int32, and the loads and stores
+    of Triton 3.9 reject such a mask."""
     builder = interpreter.InterpreterBuilder
     splat = builder.create_splat
 
@@ -103,7 +103,7 @@ def _patch_languages_once(interpreter) -> None:
     launch = executor.__call__
     languages = (interpreter.tl, interpreter.tl.core)
     patched: set[str] = set()  # during this launch
-    launching = threading.Lock()  # held by the thread that is inside of a launch
+    launching = threading.Lock()  # held during a launch
 
     @functools.cache
     def languages_of(python_function) -> frozenset[str]:
@@ -111,14 +111,14 @@ def _patch_languages_once(interpreter) -> None:
         return frozenset(value.__name__ for value in values if inspect.ismodule(value) and value in languages)
 
     def grid_call(self, *args, **kwargs) -> object:
-        if not launching.acquire(blocking=False):  # whoever waits here may be waited for in the other launch
+        if not launching.acquire(blocking=False):  # waiting could deadlock: the other launch may wait for this rank
             raise RuntimeError(
                 "another thread of this process is inside of a kernel, and Triton's interpreter runs one at a time: on "
                 "CPUs use communicators in one thread, or in processes of their own"
             )
         try:
             patched.clear()
-            with interpreter.np.errstate(over="ignore", invalid="ignore"):  # GPUs say nothing of Inf and NaN
+            with interpreter.np.errstate(over="ignore", invalid="ignore"):  # GPUs do not report Inf and NaN
                 return launch(self, *args, **kwargs)
         finally:
             launching.release()
@@ -165,7 +165,7 @@ def _remember_types(core, interpreter) -> None:
     elements: dict = {}
     core.block_type.with_element_ty = with_element_ty
 
-    def handle(self, data, dtype, attr=None) -> None:  # without a look at the size of the elements
+    def handle(self, data, dtype, attr=None) -> None:  # without the check of element sizes
         self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
 
     interpreter.TensorHandle.__init__ = handle
@@ -199,12 +199,12 @@ def _shorten_operations(core, interpreter) -> None:
     builder, semantic = interpreter.interpreter_builder, interpreter.TritonSemantic
     builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
     check = semantic.binary_op_type_checking_impl
-    alike = {core.float32.name, core.int32.name, core.int64.name}  # what two of which give
+    alike = {core.float32.name, core.int32.name, core.int64.name}  # two operands of one such type need no promotion
 
     constants: dict = {}
 
     def constant(block, number) -> Block | None:
-        """A Python number as a block like ``block``, if that is the type of what the two give."""
+        """Return a Python number as a block of ``block``'s type and shape; None if the result has another type."""
         of_floats = block.dtype.name == core.float32.name
         if not block.type.is_block() or block.dtype.name not in alike or number != number:
             return None
@@ -277,12 +277,12 @@ def _shorten_operations(core, interpreter) -> None:
     np, convert = interpreter.np, interpreter._convert_float
 
     def convert_float(data, known, wanted, rounding) -> Array:
-        """Between float32 and bfloat16, where the bits of the one are the first half of the other's."""
+        """Convert between float32 and bfloat16 by shifts: bfloat16 is the upper half of float32."""
         wide, narrow = core.float32.name, core.bfloat16.name
         if rounding is None and {known.name, wanted.name} == {wide, narrow}:
             up = wanted.name == wide
             bits = np.array(data, order="C").view(np.uint16 if up else np.uint32).astype(np.uint32) << (16 * up)
-            if not (((bits & 0x7F800000) == 0) & ((bits & 0x7FFFFF) != 0)).any():  # subnormal ones go Triton's way
+            if not (((bits & 0x7F800000) == 0) & ((bits & 0x7FFFFF) != 0)).any():  # Triton converts subnormal numbers
                 return bits if up else (bits >> 16).astype(np.uint16)
         return convert(data, known, wanted, rounding)
 
@@ -292,9 +292,9 @@ def _shorten_operations(core, interpreter) -> None:
 
 
 def _patch_with_less(core, interpreter, operations) -> None:
-    """What is put into ``triton.language``: found once, without a check at each call, and ``operations`` by name in
-    place of those of the same name."""
-    checked = core.tensor.__add__.__code__  # of the function that looks whether there is a semantic argument
+    """Patch ``triton.language`` with less work: find the members once, skip the check at each call, and replace members
+    by ``operations`` of the same name."""
+    checked = core.tensor.__add__.__code__  # of Triton's wrapper that checks for a semantic argument
     found: dict = {}
 
     def with_semantic(member, semantic) -> Callable:
@@ -315,7 +315,7 @@ def _patch_with_less(core, interpreter, operations) -> None:
             if pkg in (core.tensor, core, interpreter.tl):
                 found[pkg] = [(n, m, operations[n](call) if n in operations else call) for n, m, call in found[pkg]]
         for name, member, call in found[pkg]:
-            if getattr(pkg, name) is member:  # not there yet
+            if getattr(pkg, name) is member:  # not patched yet
                 scope.set_attr(pkg, name, call)
 
     interpreter._patch_builtin = patch

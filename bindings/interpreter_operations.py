@@ -1,10 +1,10 @@
-"""The commonest operations of kernels in Triton's interpreter, shorter.
+"""Fast paths for the most frequent operations of Triton's interpreter.
 
-Triton works out at every operation of which type and shape the result is, and converts and spreads both operands. They
-are numpy's arrays, and numpy finds most of that by itself. So the first call with operands of some types goes Triton's
-way, and a plan is made of what it gave: the fields of the result, and a number as an array of the type that Triton
-takes it for. Later calls with operands of these types are one call of numpy. There is no plan where numpy gives another
-type or value than Triton, such as integers that become float32.
+At every operation Triton computes the type and shape of the result, and converts and broadcasts both operands. The
+operands are numpy arrays, and numpy does most of this itself. So the first call with given operand types runs Triton's
+code and records a plan: the fields of the result, and a Python number as an array of the type that Triton gives it.
+Later calls with these types are one numpy call. No plan is recorded if numpy returns another type or value than
+Triton, e.g. for integers that become float32.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def operations_by_numpy(core, interpreter) -> dict:
-    """By name: a function that makes the short operation of the one that Triton has."""
+    """Return {name: function from Triton's operation to the fast one}."""
     np, tensor, constexpr, new = interpreter.np, core.tensor, core.constexpr, object.__new__
     handle = interpreter.TensorHandle
     floats, signed = {core.float32.name, core.float64.name}, {core.int32.name, core.int64.name}
@@ -42,7 +42,7 @@ def operations_by_numpy(core, interpreter) -> dict:
         return (lhs - np.fmod(lhs, rhs)) // rhs
 
     def constant(dtype, number) -> Array | None:
-        """``number`` beside a tensor of this type as Triton takes it, None where it would take another type."""
+        """Return ``number`` as Triton converts it for a tensor of this type; None if Triton chooses another type."""
         if dtype.name in signed and type(number) is int:
             bound = 1 << (dtype.primitive_bitwidth - 1)
             fits = -bound <= number < bound
@@ -53,11 +53,11 @@ def operations_by_numpy(core, interpreter) -> dict:
             number = 0
         return np.array([number], dtype=interpreter._get_np_dtype(dtype)) if fits else None
 
-    # -0.0 is 0.0 to Triton before 3.9
+    # Triton before 3.9 reads -0.0 as 0.0
     keeps_sign = np.signbit(interpreter.interpreter_semantic.to_tensor(-0.0).handle.data).all()
 
     def fitting(lhs, rhs) -> bool:
-        """Whether numpy takes two types of elements as Triton does."""
+        """Check whether numpy promotes two element types as Triton does."""
         return lhs == rhs or lhs in signed and rhs in signed
 
     @functools.cache
@@ -72,7 +72,7 @@ def operations_by_numpy(core, interpreter) -> dict:
                 element, number, call = self.dtype, None, function
                 if element.is_ptr() and function is np.add:
                     call = advance(max(1, element.element_ty.primitive_bitwidth // 8))
-                    element = core.int64 if is_tensor else core.int32  # of what is added to it
+                    element = core.int64 if is_tensor else core.int32  # of the offset
                 if not isinstance(found, tensor) or element.name not in known:
                     return ()
                 if not is_tensor and (number := constant(element, other)) is None:
@@ -104,7 +104,7 @@ def operations_by_numpy(core, interpreter) -> dict:
                 plan = plans.get(key)
                 if not plan:
                     found = slowly(self, other)
-                    if plan is None and (kind is tensor or other == other):  # NaN would never be found again
+                    if plan is None and (kind is tensor or other == other):  # a key with NaN never matches
                         plans[key] = plan_of(self, other, kind is tensor, found)
                     return found
                 fields, dtype, number, function = plan
@@ -169,7 +169,7 @@ def operations_by_numpy(core, interpreter) -> dict:
         return where
 
     def filled(number, element, shape) -> Array:
-        """What a mask leaves out, as Triton takes a number for it."""
+        """Return the values of masked-out elements, converted as by Triton."""
         value = semantic.cast(semantic.to_tensor(number), element)
         return np.full(shape, value.handle.data)
 
@@ -177,7 +177,7 @@ def operations_by_numpy(core, interpreter) -> dict:
     memory = interpreter._interpreter
 
     def of_memory(pointer, mask) -> bool:
-        """Whether these are a tensor of pointers to numbers, and None or a mask."""
+        """Check that ``pointer`` is a tensor of pointers to numbers, and ``mask`` None or a boolean tensor."""
         if type(pointer) is not tensor or not pointer.dtype.is_ptr():
             return False
         element, boolean = pointer.dtype.element_ty, core.int1.name
@@ -240,7 +240,7 @@ def operations_by_numpy(core, interpreter) -> dict:
         return store
 
     def one_of(name, both, number) -> object:
-        """numpy's function of two numbers, of which one may be NaN: from Triton 3.8 on the other is the result."""
+        """Select numpy's function by the treatment of one NaN: Triton 3.8 and later return the other operand."""
         nan, zero = (handle(np.array([x], dtype=np.float32), core.float32) for x in (np.nan, 0.0))
         return both if np.isnan(getattr(interpreter.interpreter_builder, name)(nan, zero).data[0]) else number
 

@@ -1,4 +1,4 @@
-"""NVSHMEM's device functions for stock Triton: names, argument order and meaning are OpenSHMEM's and NVSHMEM's own.
+"""NVSHMEM's device functions for stock Triton, with the names, argument order and meaning of OpenSHMEM and NVSHMEM.
 
     import triton, triton.language as tl
     from allscan.bindings import nvshmem_device as nvshmem
@@ -9,12 +9,11 @@
         nvshmem.putmem_signal_nbi_block(p_dst, p_src, nbytes, p_signal, 1, nvshmem.SIGNAL_SET, pe)
         nvshmem.signal_wait_until(p_signal, nvshmem.CMP_GE, 1)
 
-``dst`` and ``sig_addr`` are **local symmetric** addresses: NVSHMEM translates them for the PE that is named. Pointers
-may be given as Triton pointers or as int64. Functions that end in ``_block`` are called by the whole block, which they
-synchronise themselves. The others are executed by **every thread** that reaches them: harmless for queries, ``fence``
-and waiting; wrong for ``signal_op`` with ``SIGNAL_ADD`` unless the kernel runs with one thread in mind, because
-each thread adds. Triton's interpreter runs ``putmem_signal_nbi_block`` and ``signal_wait_until`` alone, where a
-test transport stands for the network (``interpreted_network``).
+``dst`` and ``sig_addr`` are **local symmetric** addresses: NVSHMEM translates them for the target PE. Pointers are
+Triton pointers or int64. All threads of a block call a function with the suffix ``_block``, and it synchronises them.
+The other functions run in **every thread**: harmless for queries, ``fence`` and waits; wrong for ``signal_op`` with
+``SIGNAL_ADD`` in a block of more than one thread, because each thread adds. Triton's interpreter supports only
+``putmem_signal_nbi_block`` and ``signal_wait_until``, over a simulated network (``interpreted_network``).
 
 Reference: NVSHMEM API documentation, "Device API"; OpenSHMEM 1.5 specification.
 """
@@ -41,11 +40,11 @@ CMP_GE = tl.constexpr(5)
 _P, _SIZE, _U64, _INT = core.int64, core.int64, core.uint64, core.int32
 
 
-interpreted_network: Any = None  # what delivers puts in the interpreter: shared_memory.Network
+interpreted_network: Any = None  # delivers puts in the interpreter: shared_memory.Network
 
 
 def _number(x: Any) -> int:
-    """A value of the interpreter's as Python's."""
+    """Convert an interpreter's value to a Python integer."""
     if isinstance(x, core.tensor):
         return int(x.handle.data.item())
     return int(unwrapped(x))
@@ -63,19 +62,19 @@ def _extern(symbol: str, args: Any, types: Any, result: Any, semantic: Any) -> c
 
 @core.extern
 def my_pe(_semantic=None) -> core.tensor:
-    """int32: the number of this processing element."""
+    """Return the index of this processing element, int32."""
     return _extern("nvshmem_my_pe", [], [], _INT, _semantic)
 
 
 @core.extern
 def n_pes(_semantic=None) -> core.tensor:
-    """int32: how many processing elements there are."""
+    """Return the number of processing elements, int32."""
     return _extern("nvshmem_n_pes", [], [], _INT, _semantic)
 
 
 @core.extern
 def remote_ptr(ptr, pe, _semantic=None) -> core.tensor:
-    """int64: the address by which loads and stores reach ``ptr`` on ``pe`` (``nvshmem_ptr``), 0 if it is not mapped."""
+    """Return the address of ``ptr`` on ``pe`` for loads and stores (``nvshmem_ptr``), int64; 0 if it is not mapped."""
     return _extern("nvshmem_ptr", [ptr, pe], [_P, _INT], _P, _semantic)
 
 
@@ -87,7 +86,7 @@ def putmem_block(dst, src, nbytes, pe, _semantic=None) -> core.tensor:
 
 @core.extern
 def putmem_nbi_block(dst, src, nbytes, pe, _semantic=None) -> core.tensor:
-    """As ``putmem_block``, but ``src`` may be reused only after ``quiet``."""
+    """Copy as ``putmem_block``, but ``src`` may be reused only after ``quiet``."""
     return _extern("nvshmemx_putmem_nbi_block", [dst, src, nbytes, pe], [_P, _P, _SIZE, _INT], _INT, _semantic)
 
 
@@ -99,7 +98,7 @@ def getmem_block(dst, src, nbytes, pe, _semantic=None) -> core.tensor:
 
 @core.extern
 def getmem_nbi_block(dst, src, nbytes, pe, _semantic=None) -> core.tensor:
-    """As ``getmem_block``, but ``dst`` is complete only after ``quiet``."""
+    """Copy as ``getmem_block``, but ``dst`` is complete only after ``quiet``."""
     return _extern("nvshmemx_getmem_nbi_block", [dst, src, nbytes, pe], [_P, _P, _SIZE, _INT], _INT, _semantic)
 
 
@@ -108,14 +107,14 @@ _PUT_SIGNAL = [_P, _P, _SIZE, _P, _U64, _INT, _INT]
 
 @core.extern
 def putmem_signal_block(dst, src, nbytes, sig_addr, signal, sig_op, pe, _semantic=None) -> core.tensor:
-    """``putmem_block``, then apply ``signal`` to the uint64 ``sig_addr`` on ``pe`` once the data is there."""
+    """Copy as ``putmem_block``, then apply ``signal`` to the uint64 ``sig_addr`` on ``pe`` after the data's arrival."""
     args = [dst, src, nbytes, sig_addr, signal, sig_op, pe]
     return _extern("nvshmemx_putmem_signal_block", args, _PUT_SIGNAL, _INT, _semantic)
 
 
 @builtin
 def putmem_signal_nbi_block(dst, src, nbytes, sig_addr, signal, sig_op, pe, _semantic=None) -> core.tensor:
-    """As ``putmem_signal_block``, but ``src`` may be reused only after ``quiet`` or the receiver's answer."""
+    """Copy as ``putmem_signal_block``, but ``src`` may be reused only after ``quiet`` or the receiver's answer."""
     if _semantic is None:
         if _number(sig_op) != SIGNAL_SET.value:
             raise NotImplementedError("the interpreter's network has SIGNAL_SET only")
@@ -133,10 +132,10 @@ def signal_op(sig_addr, signal, sig_op, pe, _semantic=None) -> core.tensor:
 
 @builtin
 def signal_wait_until(sig_addr, cmp, cmp_value, _semantic=None) -> core.tensor:
-    """uint64: the value of local ``sig_addr`` once ``value cmp cmp_value`` holds. Waits without bound.
+    """Wait, without a time limit, until ``value cmp cmp_value`` holds for local ``sig_addr``. Return the value, uint64.
 
-    Before NVSHMEM 3.8 this is no acquire: read what the signal announced by volatile or ``.cg`` loads. In the
-    interpreter it does not wait: call it where the signal has been seen.
+    Before NVSHMEM 3.8 this is no acquire: read the data of the signal by volatile or ``.cg`` loads. The interpreter
+    does not wait: call the function only after the signal was seen.
     """
     if _semantic is None:
         return
@@ -157,11 +156,11 @@ def quiet(_semantic=None) -> core.tensor:
 
 @core.extern
 def barrier_all_block(_semantic=None) -> core.tensor:
-    """Barrier over all PEs that also completes their operations. One block a PE may call it."""
+    """Barrier over all PEs; also completes their operations. Call it in one block per PE."""
     return _extern("nvshmemx_barrier_all_block", [], [], _INT, _semantic)
 
 
 @core.extern
 def sync_all_block(_semantic=None) -> core.tensor:
-    """Barrier over all PEs that completes nothing. One block a PE may call it."""
+    """Barrier over all PEs; does not complete operations. Call it in one block per PE."""
     return _extern("nvshmemx_sync_all_block", [], [], _INT, _semantic)

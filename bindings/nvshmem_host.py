@@ -1,8 +1,8 @@
-"""NVSHMEM's host side through nvshmem4py: initialisation, the symmetric arena, peers' addresses.
+"""NVSHMEM's host API through nvshmem4py: initialisation, the symmetric arena, addresses of peers.
 
-nvshmem4py keeps a book of the tensors it made and wants them freed collectively. Here one block is taken with
-``nvshmem_malloc`` and kept, so only the thin layer ``nvshmem.bindings`` is used and no book is needed; this also lets
-the arena live in an NVSHMEM that another library (PyTorch's symmetric memory, say) has initialised.
+nvshmem4py's tensors are tracked and must be freed collectively. This module allocates one block with
+``nvshmem_malloc``, so the thin layer ``nvshmem.bindings`` is enough. The arena therefore also works if another library
+(e.g. PyTorch's symmetric memory) has initialised NVSHMEM.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ import torch
 from .arena import Arena, arena_bytes, check_alike, check_nodes
 from .versions import rejection
 
-INSTALL = "pip install nvshmem4py-cu13 nvidia-nvshmem-cu13 (or -cu12)"  # what an error advises
-_INITIALIZED = 2  # nvshmemx_init_status: NVSHMEM_STATUS_IS_INITIALIZED; larger values are initialised too
+INSTALL = "pip install nvshmem4py-cu13 nvidia-nvshmem-cu13 (or -cu12)"  # advice in error messages
+_INITIALIZED = 2  # nvshmemx_init_status: NVSHMEM_STATUS_IS_INITIALIZED; larger values mean initialised, too
 
 
 left_behind = False  # whether a heap was closed without the other ranks
-# CUDA modules that have the device state of the NVSHMEM that is running now, and the compiled kernels that hold them:
-# the number of a module that was unloaded would be another's, which has none
+# CUDA module -> compiled kernel, for modules with the device state of the running NVSHMEM. The kernel keeps the module
+# loaded: a new module could reuse the handle of an unloaded one, without device state
 initialized_modules: dict[int, Any] = {}
 
 
 class Address:
-    """A device address with an element type: what a Triton kernel needs of a tensor.
+    """A device address with an element type, as a kernel argument in place of a tensor.
 
-    A tensor cannot stand for another GPU's memory: PyTorch would believe that it lies on this one.
+    A tensor cannot represent another GPU's memory: PyTorch would treat it as memory of this GPU.
     """
 
     def __init__(self, address: int, dtype: torch.dtype) -> None:
@@ -53,7 +53,7 @@ class _CudaArray:
 
 
 def load() -> types.ModuleType:
-    """nvshmem4py's thin bindings with the host library loaded. Raises RuntimeError naming what to install."""
+    """Load the host library and return nvshmem4py's thin bindings. Raises RuntimeError with the packages to install."""
     if rejected := rejection("NVSHMEM", "nvshmem4py"):
         raise RuntimeError(rejected)
     try:
@@ -75,10 +75,9 @@ def is_initialized() -> bool:
 
 
 def initialize(rank: int, size: int, exchange: Callable[[Any], list[Any]]) -> bool:
-    """Initialise NVSHMEM on the current CUDA device unless somebody already has; True if this call did it.
+    """Initialise NVSHMEM on the current CUDA device unless it is initialised; return whether this call did it.
 
-    Collective over the job. ``exchange(value) -> list`` gathers what JSON knows from every process in rank
-    order.
+    Collective over the job. ``exchange(value) -> list`` gathers a JSON value of every process in rank order.
     """
     bindings = load()
     done = exchange(is_initialized())
@@ -99,11 +98,10 @@ def initialize(rank: int, size: int, exchange: Callable[[Any], list[Any]]) -> bo
 
 
 class NvshmemHeap:
-    """One symmetric block a process, taken once from NVSHMEM's heap; ``pe`` is NVSHMEM's number of a process.
+    """Symmetric heap of one block per process, allocated once in NVSHMEM's heap; ``pe``: NVSHMEM's index of a process.
 
-    Collective over the job, like NVSHMEM's own initialisation. ``exchange`` is that of ``initialize``. Ranks are
-    numbered like NVSHMEM's processing elements only where this class initialised it, so rank -> pe goes through the
-    table ``pes``.
+    Collective over the job, like NVSHMEM's own initialisation. ``exchange``: see ``initialize``. Ranks equal PE indices
+    only if this class initialised NVSHMEM, so the table ``pes`` maps rank to PE.
     """
 
     transport = "nvshmem"
@@ -135,31 +133,31 @@ class NvshmemHeap:
         exchange("ready")
 
     def view(self, pe: int, offset: int, numel: int, dtype: torch.dtype) -> Address:
-        """The address at which this GPU reaches ``offset`` of the arena of ``pe`` by loads and stores."""
+        """Return the address of ``offset`` of the arena of ``pe`` for this GPU's loads and stores."""
         if not self.is_mapped(pe):
             raise RuntimeError(f"the memory of PE {pe} is not mapped here")
         return Address(self._peer_base[pe] + offset, dtype)
 
     def symmetric(self, offset: int, dtype: torch.dtype) -> Address:
-        """The local symmetric address by which NVSHMEM's functions name ``offset`` on whatever PE they are given."""
+        """Return the local symmetric address of ``offset``; NVSHMEM's functions translate it for their target PE."""
         return Address(self._base + offset, dtype)
 
     def local(self, pe: int, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """``numel`` elements at ``offset`` of this process's own arena."""
+        """Return ``numel`` elements at ``offset`` of this process's arena."""
         return self._block[offset : offset + numel * dtype.itemsize].view(dtype)
 
     def is_mapped(self, pe: int) -> bool:
         return bool(self._peer_base[pe])
 
     def quiet(self) -> None:
-        """Return when the puts of this process's kernels, which have ended, have arrived."""
+        """Wait until the puts of this process's completed kernels have arrived."""
         stream = torch.cuda.current_stream(self.device)
         self._bindings.quiet_on_stream(stream.cuda_stream)
         stream.synchronize()
 
     def close(self, together: bool) -> None:
-        """Collective, if ``together``: give the block back and finalise NVSHMEM if this object initialised it. Else,
-        where ranks may be gone, with whom that would not end, leave both as they are."""
+        """With ``together``, collective: free the block, and finalise NVSHMEM if this object initialised it. Otherwise
+        keep both: other ranks may be gone, and the collective calls would not return."""
         global left_behind
         torch.cuda.synchronize(self.device)
         del self._block

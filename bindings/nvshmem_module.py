@@ -1,4 +1,4 @@
-"""NVSHMEM inside a compiled Triton kernel: its device library is linked, and every CUDA module is given its state."""
+"""Links NVSHMEM's device library into Triton kernels, and initialises the device state of their CUDA modules."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from .nvshmem_host import INSTALL, initialized_modules, load
 from .triton_compat import NOT_SO_IN_THIS_TRITON, functions_of, module_of
 from .versions import device_library_rejection
 
-DEVICE_LIBRARY = "libnvshmem_device"  # what nvshmem_device's functions name
-# All of it that they call
+DEVICE_LIBRARY = "libnvshmem_device"  # named by the functions in nvshmem_device
+# The library's functions that nvshmem_device calls
 FUNCTIONS = (
     "nvshmem_fence",
     "nvshmem_my_pe",
@@ -36,9 +36,9 @@ FUNCTIONS = (
 
 @functools.cache
 def device_library() -> str:
-    """Path of NVSHMEM's LLVM bitcode. Raises RuntimeError naming the package when there is none that Triton can read.
+    """Return the path of NVSHMEM's LLVM bitcode. Raises RuntimeError if Triton can read none, naming the package.
 
-    Up to NVSHMEM 3.6 it is one file; from 3.7 there is one for each architecture.
+    One file up to NVSHMEM 3.6; one per architecture from 3.7 on.
     """
     try:
         import nvidia.nvshmem as package
@@ -55,24 +55,24 @@ def device_library() -> str:
 
 @functools.cache
 def _called_of(library: str) -> str:
-    """Path of ``FUNCTIONS`` alone: the library has 30 MB, which Triton reads for each kernel in 4 s. Where this Triton
-    does not give them, the library's."""
+    """Return the path of a library with ``FUNCTIONS`` only: Triton reads the full library (30 MB) for each kernel, in
+    4 s. Falls back to the full library if this Triton cannot extract functions."""
     try:
         return functions_of(library, FUNCTIONS)
-    except (*NOT_SO_IN_THIS_TRITON, OSError):  # or there is no room
+    except (*NOT_SO_IN_THIS_TRITON, OSError):  # OSError: e.g. disk full
         return library
 
 
 def extern_libs() -> dict:
-    """The launch option that links the device library: ``kernel[grid](..., extern_libs=extern_libs())``."""
+    """Return the launch option that links the device library: ``kernel[grid](..., extern_libs=extern_libs())``."""
     return {DEVICE_LIBRARY: _called_of(device_library())}
 
 
 class Kernel:
-    """A ``triton.jit`` function linked with NVSHMEM, whose modules are initialised before their first launch.
+    """A ``triton.jit`` function linked with NVSHMEM. Its modules are initialised before their first launch.
 
-    Every specialisation that Triton compiles is a CUDA module with a copy of NVSHMEM's device state in it; a module
-    that was not initialised ends in an illegal address at its first NVSHMEM call. NVSHMEM must be initialised first.
+    Every compiled specialisation is a CUDA module with its own copy of NVSHMEM's device state. Without initialisation
+    the first NVSHMEM call in a module fails with an illegal address. NVSHMEM must be initialised first.
     """
 
     def __init__(self, fn: Any) -> None:
@@ -89,7 +89,7 @@ class Kernel:
 
 
 def initialize_module(kernel: Any) -> None:
-    """Give a compiled Triton kernel NVSHMEM's device state, if it uses any."""
+    """Initialise NVSHMEM's device state in a compiled kernel's module, if the kernel uses it."""
     module = module_of(kernel)
     if module in initialized_modules:
         return
@@ -101,7 +101,7 @@ def initialize_module(kernel: Any) -> None:
 
 
 def jit(fn: Callable[..., object] | None = None, **options: Any) -> Any:
-    """``triton.jit`` for kernels that call the functions of this module."""
+    """Compile like ``triton.jit``, for kernels that call the functions of nvshmem_device."""
     if fn is None:
         return functools.partial(jit, **options)
     return Kernel(triton.jit(fn, **options))

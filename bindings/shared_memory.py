@@ -1,4 +1,4 @@
-"""A symmetric heap in POSIX shared memory, for ranks that are processes on one host without GPUs."""
+"""Symmetric heap in POSIX shared memory, for ranks as processes of one host without GPUs."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _DIRECTORY = "/dev/shm"
 
 
 class SharedMemoryHeap:
-    """One segment a process, mapped by every process of the job; ``pe`` is the place in the job.
+    """Symmetric heap of one segment per process, mapped by all processes of the job; ``pe``: the rank in the job.
 
-    ``exchange(object) -> list`` hands an object to every process of the job and returns all of them in pe order; it
-    must not return before everybody has called it. The segments are readable by their owner only (mode 0600) and have
-    no name any more when the constructor returns: nothing is left behind, however the processes end.
+    ``exchange(object) -> list`` gathers an object of every process in pe order; it must not return before all processes
+    have called it. Only the owner can read the segments (mode 0600). The constructor unlinks them, so none is left if a
+    process is killed.
     """
 
     transport = "shm"
@@ -37,7 +37,7 @@ class SharedMemoryHeap:
         path = os.path.join(_DIRECTORY, f"allscan-{uuid.uuid4().hex}")
         fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
         try:
-            os.ftruncate(fd, self.arena.size)  # sparse: _commit takes the pages
+            os.ftruncate(fd, self.arena.size)  # sparse: _commit allocates the pages
             self._fd = fd
             peers = exchange((os.uname().nodename, path, self.arena.size))
             if len({node for node, _, _ in peers}) > 1:
@@ -57,7 +57,7 @@ class SharedMemoryHeap:
         nvshmem_device.interpreted_network = self.network
 
     def _commit(self, offset: int, length: int) -> None:
-        """Take the pages of a block now: where there are none left, writing to them would end in SIGBUS."""
+        """Allocate the pages of a block now: a later write without free pages would raise SIGBUS."""
         try:
             os.posix_fallocate(self._fd, offset, length)
         except OSError as error:
@@ -76,31 +76,31 @@ class SharedMemoryHeap:
             os.close(fd)
 
     def view(self, pe: int, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """``numel`` elements at ``offset`` of the arena of ``pe``, as a tensor over the shared memory itself."""
+        """Return ``numel`` elements at ``offset`` of the arena of ``pe``, as a tensor over the shared memory."""
         return self._arenas[pe][offset : offset + numel * dtype.itemsize].view(dtype)
 
     local = view
 
     def symmetric(self, offset: int, dtype: torch.dtype) -> torch.Tensor:
-        """The local symmetric address by which puts name ``offset`` on whatever PE they are given."""
+        """Return the local symmetric address of ``offset``; a put translates it for its target PE."""
         return self.view(self._me, offset, 1, dtype)
 
     def is_mapped(self, pe: int) -> bool:
         return True
 
     def quiet(self) -> None:
-        """Return when this process's puts have arrived."""
+        """Wait until this process's puts have arrived."""
         self.network.quiet()
 
     def close(self, together: bool) -> None:
-        """The segments go when nothing refers to their tensors any more, on whichever rank."""
+        """Close the segment's file. A segment is freed when no rank refers to its tensors."""
         os.close(self._fd)
         self._fd = -1
 
 
 class Network:
-    """NVSHMEM's put with signal for the interpreter, over shared memory, as unkind as a network may be: every put
-    arrives late, by a random time of up to ``most_s``, and so in any order; its source is read only then."""
+    """Simulates NVSHMEM's put with signal over shared memory, for the interpreter. Like the worst network, it delays
+    every put by a random time of at most ``most_s``, so that puts are reordered, and reads the source at delivery."""
 
     def __init__(self, bases: list[int], me: int, most_s: float = 2e-3) -> None:
         self.most_s = most_s
@@ -110,7 +110,7 @@ class Network:
         self._thread: threading.Thread | None = None
 
     def put_signal(self, dst: int, src: int, nbytes: int, signal: int, value: int, pe: int) -> None:
-        """dst and signal are local symmetric addresses."""
+        """Start a put. dst, signal: local symmetric addresses."""
         there = self._bases[pe] - self._bases[self._me]
         due = time.monotonic() + self._random.uniform(0, self.most_s)
         with self._changed:

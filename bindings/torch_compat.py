@@ -1,7 +1,7 @@
-"""What torch does not promise, and a new version may change: all that allscan uses of it. Bound once, at import.
+"""All private torch functions that allscan uses; a new torch may change them. Bound once, at import.
 
-Read in torch 2.11 to 2.14, where all is in the same places, but for what a comment names. Beside each stands why what
-torch has in public does not do.
+Checked against the sources of torch 2.11 to 2.14; comments name the differences. Each entry says why the public API is
+not enough.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C import _are_functorch_transforms_active as transforms_active  # vmap, grad and the like around a call
-from torch._C._functorch import unwrap_if_dead  # of a tensor that such a transform has left; Function.apply does it
-from torch.autograd import forward_ad  # _current_level: whether forward-mode derivatives are under way, in one look
+from torch._C import _are_functorch_transforms_active as transforms_active  # vmap, grad, ... around a call
+from torch._C._functorch import unwrap_if_dead  # a wrapper that outlived its transform; Function.apply does the same
+from torch.autograd import forward_ad  # _current_level: whether forward-mode AD is active, in one lookup
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves  # of what operators return, which torch has nothing public for
+from torch.utils._pytree import tree_leaves  # flattens results of operators; no public function
 
 __all__ = [
     "TorchDispatchMode",
@@ -45,17 +45,17 @@ __all__ = [
     "without_dispatch_modes",
 ]
 
-# Handle of the current stream of the GPU with a number; torch's own way makes an object, which takes 30 times as long.
+# Handle of the current stream of a GPU, by index. The public function creates an object and takes 30 times as long.
 current_stream_of: Callable[[int], int] = getattr(
     torch._C, "_cuda_getCurrentRawStream", lambda index: torch.cuda.current_stream(index).cuda_stream
 )
-# torch.cuda.current_device and is_current_stream_capturing, which look again whether torch knows of GPUs
+# torch.cuda.current_device and is_current_stream_capturing without their check whether CUDA is initialised
 current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 capturing: Callable[[], bool] = getattr(
     torch._C, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing
 )
 
-# How many dispatch modes are on, and a block without them: there is nothing public for either
+# The number of active dispatch modes, and a context without them; no public function for either
 num_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 without_dispatch_modes = _disable_current_modes
 
@@ -63,77 +63,77 @@ _graph_task: Callable[[], int] = torch._C._current_graph_task_id
 
 
 def in_backward() -> bool:
-    """Whether this thread runs a backward pass."""
+    """Check whether this thread runs a backward pass."""
     return _graph_task() != -1
 
 
 def stops_recomputation(error: BaseException) -> bool:
-    """Whether an exception is that by which torch.utils.checkpoint ends a region early. By its name,
-    since the class is private."""
+    """Check whether an exception is torch.utils.checkpoint's early stop of a recomputation. Compares the name, since
+    the class is private."""
     return type(error).__name__ == "_StopRecomputationError"
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """How often torch has written to a tensor; 0 for one made in inference mode, where it does not count. torch's own
-    documentation of autograd names ``_version``."""
+    """Return a tensor's version counter (``_version`` in torch's documentation of autograd): the number of in-place
+    writes. 0 for inference tensors, which have none."""
     return 0 if tensor.is_inference() else tensor._version
 
 
-# A tensor of another shape with the same memory, which torch does not know for a view: a custom operator may not return
-# one, and autograd would reject to let its caller write to it
+# A tensor with another shape and the same memory that torch does not track as a view: a custom operator may not return
+# a view, and autograd would reject the caller's in-place writes to it
 unsafe_view: Callable[[torch.Tensor, Sequence[int]], torch.Tensor] = torch.ops.aten._unsafe_view.default
 
 
 def ipc_handle(memory: torch.Tensor) -> tuple:
-    """Numbers and bytes by which another process maps a tensor's memory on a GPU (``mapped``): what torch gives its
-    own queues between processes, without those."""
+    """Return the CUDA IPC handle of a tensor's memory, as numbers and bytes, for ``mapped`` in another process. torch
+    offers it only through its multiprocessing queues."""
     return memory.untyped_storage()._share_cuda_()
 
 
 def mapped(handle: Sequence[Any]) -> torch.UntypedStorage:
-    """See ``ipc_handle``."""
+    """Map the memory of an ``ipc_handle`` of another process."""
     return torch.UntypedStorage._new_shared_cuda(*handle)
 
 
 def operator(name: str, arguments: str, more: bool = False) -> Any:
-    """torch.ops.aten's of this name, None unless it takes these arguments, ``more``: and others behind them: attention
-    that takes and gives log-sum-exps, which nothing public does."""
+    """Return the operator of torch.ops.aten if its arguments are these (with ``more``: start with these), else None.
+    Used for attention with log-sum-exps as inputs and outputs, which has no public function."""
     found, wanted = getattr(torch.ops.aten, name, None), arguments.split()
     taken = [] if found is None else [x.name for x in found.default._schema.arguments]
     return found if (taken[: len(wanted)] if more else taken) == wanted else None
 
 
 def has_backward_hooks(module: torch.nn.Module) -> bool:
-    """Whether somebody is given the gradients of a module's inputs. There is nothing public to ask by."""
+    """Check whether a module has backward hooks, which see the gradients of its inputs. No public function."""
     return bool(module._backward_hooks or torch.nn.modules.module._global_backward_hooks)
 
 
-coalesced = dist._coalescing_manager  # collectives of one process group in one launch; nothing public does it
+coalesced = dist._coalescing_manager  # several collectives of a process group in one launch; no public function
 
 
 def default_store() -> dist.Store:
-    """The store of torch.distributed's default group. init_process_group takes one, nothing public gives it back."""
+    """Return the store of torch.distributed's default group. No public function returns it."""
     return dist.distributed_c10d._get_default_store()
 
 
 def bare_apply(cls: Any) -> Callable[..., Any]:
-    """``apply`` of an autograd.Function's class without what torch does about default arguments and transforms."""
+    """Return ``apply`` of an autograd.Function without torch's handling of default arguments and transforms."""
     return super(torch.autograd.Function, cls).apply
 
 
-# For operators that must not be part of a CUDA graph of torch's: a tag that torch has where it knows such a thing
+# Tag for operators that torch.compile must not put into its CUDA graphs; empty if this torch has no such tag
 no_cuda_graph = [tag] if (tag := getattr(torch.Tag, "cudagraph_unsafe", None)) is not None else []
 
 
 def left_out_arguments(operator: Any, count: int) -> list[Any]:
-    """Defaults of an operator's arguments from number ``count`` on, but for the last one."""
+    """Return the defaults of an operator's arguments from index ``count`` to the last but one."""
     return [x.default_value for x in operator._schema.arguments[count:-1]]
 
 
 @functools.cache
 def compiled_effects() -> Any:
-    """What torch.compile does about operators with effects; None in a torch that has that elsewhere. Imported when it
-    is asked for: the compiler takes a second."""
+    """Return torch.compile's functions for operators with side effects; None if this torch has them elsewhere. Imported
+    on demand: importing the compiler takes a second."""
     try:
         from torch._higher_order_ops.effects import _register_effectful_op
         from torch._library.effects import EffectType
@@ -146,12 +146,12 @@ def compiled_effects() -> Any:
     class Effects:
         modes = FunctionalTensorMode, _CachingTorchDispatchMode
         recorder = staticmethod(proxy_tensor.get_proxy_mode)
-        # of a region of the user's (torch 2.13 and later)
+        # memory budget of a region that the user annotated (torch 2.13 and later)
         budget = staticmethod(getattr(torch.fx.traceback, "_get_memory_budget_annotation", lambda node: None))
 
         @staticmethod
         def memory_budget() -> float:
-            """Of activations, for the whole graph."""
+            """Return the activation memory budget of the whole graph."""
             from torch._functorch import config
 
             return config.activation_memory_budget
@@ -162,7 +162,7 @@ def compiled_effects() -> Any:
 
         @staticmethod
         def within_another() -> bool:
-            """Whether the graph that is recorded is to be called by another graph."""
+            """Check whether the graph being traced is a subgraph of another graph."""
             tracer = proxy_tensor._CURRENT_MAKE_FX_TRACER
             return tracer is not None and tracer.is_hop_subgraph_tracer()
 

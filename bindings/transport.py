@@ -1,4 +1,4 @@
-"""What a symmetric heap offers, whichever the transport: the part that channels are built on."""
+"""Interface of a symmetric heap for all transports; channels are built on it."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from .arena import Arena
 
 
 class SymmetricHeap(Protocol):
-    """One block of memory a process, of which peers know each other's addresses.
+    """One block of memory per process, addressable by peers.
 
-    ``pe`` is the transport's own number of a process, ``pes[rank]`` that of a rank of the job; offsets are bytes.
+    ``pe``: the transport's index of a process; ``pes[rank]``: the PE of a rank of the job. Offsets are in bytes.
     """
 
     transport: str  # "nvshmem", "ipc" or "shm"
     device: torch.device
-    arena: Arena  # what is taken of this process's block
+    arena: Arena  # allocator of this process's block
     pes: list[int]
 
     def local(self, pe: int, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """``numel`` elements at ``offset`` of this process's own block; ``pe`` is its own."""
+        """Return ``numel`` elements at ``offset`` of this process's block; ``pe``: this process's PE."""
 
     def view(self, pe: int, offset: int, numel: int, dtype: torch.dtype) -> Any:
-        """What a kernel is given to reach ``offset`` of the block of ``pe`` by loads and stores. RuntimeError unless
-        ``is_mapped``."""
+        """Return the kernel argument that addresses ``offset`` of the block of ``pe`` by loads and stores. Raises
+        RuntimeError unless ``is_mapped(pe)``."""
 
     def symmetric(self, offset: int, dtype: torch.dtype) -> Any:
-        """The local address by which a put names ``offset`` on whatever PE it is given."""
+        """Return the local symmetric address of ``offset``; a put translates it for its target PE."""
 
     def is_mapped(self, pe: int) -> bool:
-        """Whether this process reaches the block of ``pe`` by loads and stores."""
+        """Check whether this process can load from and store to the block of ``pe``."""
 
     def quiet(self) -> None:
-        """Return when the puts of this process's kernels, which have ended, have arrived."""
+        """Wait until the puts of this process's completed kernels have arrived."""
 
     def close(self, together: bool) -> None:
-        """Give the block back: collective over the job, or by this rank alone, where others may be gone."""
+        """Free the block: collectively with ``together``, else by this rank alone, since other ranks may be gone."""

@@ -1,12 +1,12 @@
-"""What Triton does not promise, and a new version may change: all that allscan uses of it but for the interpreter's
-insides (interpreter.py, interpreter_operations.py). Bound once, at import.
+"""All private Triton functions that allscan uses, except the interpreter's (interpreter.py,
+interpreter_operations.py); a new Triton may change them. Bound once, at import.
 
-Read in Triton 3.6 to 3.9:
+Checked against the sources of Triton 3.6 to 3.9:
 
-* 3.6: a launcher is a module of C for each signature, which takes the arguments one by one.
-* 3.7: one launcher for all kernels takes them in a tuple, with annotations and the signature's types.
-* 3.8: a compiled kernel unloads its CUDA module when nothing holds it: see ``hold``.
-* 3.9: warns where ``enable_fp_fusion`` is not given, since 3.10 will not contract products and sums by itself.
+* 3.6: each signature has its own launcher, a C module that takes the arguments one by one.
+* 3.7: one launcher for all kernels takes the arguments in a tuple, with annotations and the signature's types.
+* 3.8: a compiled kernel unloads its CUDA module when it is garbage-collected: see ``hold``.
+* 3.9: warns without an explicit ``enable_fp_fusion``: 3.10 will not contract products and sums by default.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from triton.runtime.jit import JITCallable
 
 from .cuda_driver import KernelNode
 
-SCRATCH = (0, 8)  # bits and bytes of a null pointer: two follow a kernel's arguments, to memory that it does not need
+SCRATCH = (0, 8)  # (bits, bytes) of a null pointer: two follow a kernel's arguments, for unused scratch memory
 FLOATS = {"fp32": ("<f", 4), "f32": ("<f", 4), "fp64": ("<d", 8)}
 
-# Options of all kernels of this package: x * y + z is rounded once, as the errors in docs/versions.md have it
+# Options of all kernels of this package: x * y + z is rounded once, as for the errors in docs/versions.md
 OPTIONS: dict[str, Any] = {"enable_fp_fusion": True}
 
 _ONE_BY_ONE = triton.__version__.startswith("3.6.")
 _IN_A_TUPLE = triton.__version__.startswith(("3.7.", "3.8.", "3.9."))
 
 _held: set[Any] = set()
-_told: list[tuple[Callable[[], None], Callable[[], None]]] = []  # of compilations
+_told: list[tuple[Callable[[], None], Callable[[], None]]] = []  # callbacks of compilations_told
 
 
 def hold(compiled: Any) -> None:
-    """Keep a compiled kernel for the rest of the process, since its handle is kept: also in CUDA graphs, of callers',
-    too, which have nothing but that. From Triton 3.8 on its module is unloaded with it."""
+    """Keep a compiled kernel for the rest of the process. Launches and CUDA graphs, also callers' graphs, hold only its
+    handle, and from Triton 3.8 on a deleted kernel unloads its module."""
     _held.add(compiled)
 
 
@@ -56,11 +56,11 @@ def launcher(
     stream_of: Callable[[int], int],
     device: int,
 ) -> Callable[[Sequence[Any]], Any]:
-    """launch(addresses): a compiled kernel on ``stream_of(device)``, without a look at the arguments: all that the
-    Python function has, in its order, with ``addresses`` (tuples for tuples) in these places. Returns the kernel.
+    """Return ``launch(addresses)``: it launches a compiled kernel on ``stream_of(device)`` and returns the kernel.
 
-    What ``compiled.run`` does for a kernel without scratch memory, in 1 us less; in a Triton that is not known,
-    ``compiled.run``.
+    arguments: all arguments of the Python function, in its order. places: the positions that ``addresses`` replaces
+    (tuples for tuples). Arguments are not checked. For a kernel without scratch memory this takes 1 us less than
+    ``compiled.run``; an unknown Triton version uses ``compiled.run``.
     """
     hold(compiled)
     x, y, z = grid
@@ -104,8 +104,8 @@ def launcher(
 
 
 def launchable(addresses: Sequence[int]) -> bool:
-    """Whether compiled kernels may be launched with these addresses, past Triton: they are multiples of 16, for which
-    the kernels were compiled, and nobody is to be told of launches."""
+    """Check whether kernels may be launched with these addresses without Triton: all are multiples of 16, as the
+    kernels were compiled for, and no launch hook is set."""
     bits = 0
     for address in addresses:  # half the time of functools.reduce
         bits |= address
@@ -115,7 +115,7 @@ def launchable(addresses: Sequence[int]) -> bool:
 
 
 def compilations_told(begin: Callable[[], None], end: Callable[[], None]) -> None:
-    """``begin()`` and ``end()`` around each compilation of a kernel, whoever's kernel it is; hooks of others stay."""
+    """Call ``begin()`` and ``end()`` around each compilation of any kernel; hooks of other packages stay."""
     _told.append((begin, end))
     runtime = knobs.runtime
     before, after = runtime.jit_cache_hook, runtime.jit_post_compile_hook
@@ -134,29 +134,29 @@ def compilations_told(begin: Callable[[], None], end: Callable[[], None]) -> Non
 
 
 def interpreting() -> bool:
-    """Whether kernels that are defined now are interpreted."""
+    """Check whether a kernel defined now is interpreted."""
     return knobs.runtime.interpret
 
 
 def module_of(compiled: Any) -> int:
-    """The handle of a compiled kernel's CUDA module, loaded if it was not. It is another's once nothing holds the
-    kernel."""
+    """Load a compiled kernel's CUDA module if necessary, and return its handle. After the kernel is deleted another
+    module may get the same handle."""
     compiled._init_handles()
     return int(compiled.module)
 
 
 def unwrapped(x: Any) -> Any:
-    """A value of a kernel's, or what a constexpr has."""
+    """Return the value of a constexpr, or ``x`` itself."""
     return core._unwrap_if_constexpr(x)
 
 
 def warps_of(semantic: Any) -> int:
-    """Of the kernel that is compiled."""
+    """Return the number of warps of the kernel being compiled."""
     return semantic.builder.options.num_warps
 
 
 class _Source(JITCallable):
-    """Stands for a function's source where Triton works out the name of a compiled kernel in its cache."""
+    """Adds a Python function's source to the cache key of a compiled kernel."""
 
     cache_key = ""
     used_global_vals: dict = {}
@@ -166,18 +166,18 @@ class _Source(JITCallable):
 
 
 def functions_of(library: str, names: Sequence[str]) -> str:
-    """Path of a library in LLVM's text, in Triton's cache, that has these functions of one of bitcode, ``library``, and
-    what they use.
+    """Extract functions and their dependencies from a bitcode library into LLVM text in Triton's cache; return its
+    path.
 
-    A kernel that is linked with it becomes the same code: Triton reads all of a library for each kernel, and takes
-    what the kernel names. Raises one of ``NOT_SO_IN_THIS_TRITON`` where Triton's LLVM is to be asked in another way.
+    A kernel linked with the extract has the same code: Triton reads the whole library for each kernel, and links only
+    the functions that the kernel calls. Raises one of ``NOT_SO_IN_THIS_TRITON`` if Triton's LLVM interface differs.
     """
     with open(library, "rb") as file:
         content = hashlib.sha256(file.read()).hexdigest()
     cache = get_cache_manager(hashlib.sha256(repr((content, triton.__version__, names)).encode()).hexdigest())
     if (found := cache.get_file("functions.ll")) is not None:
         return found
-    for begin, _ in _told:  # it takes as long as a kernel
+    for begin, _ in _told:  # takes as long as compiling a kernel
         begin()
     try:
         return cache.put(_text_of(library, names), "functions.ll", binary=False)
@@ -190,7 +190,7 @@ NOT_SO_IN_THIS_TRITON = ImportError, AttributeError, TypeError, RuntimeError
 
 
 def _text_of(library: str, names: Sequence[str]) -> str:
-    """As triton.backends.nvidia links, of a module that declares ``names`` and has nothing else."""
+    """Link ``library`` into a module that only declares ``names``, as triton.backends.nvidia does; return its text."""
     from triton._C.libtriton import ir, llvm, nvidia
 
     dialects = ir.context()
@@ -209,25 +209,24 @@ def _text_of(library: str, names: Sequence[str]) -> str:
     del linked, context  # in this order
     if missing := [name for name in names if not re.search(rf"^define .*@{name}\(", text, re.M)]:
         raise RuntimeError(f"{library} has no {missing}")
-    # what was linked is internal there, and is to be linked again
+    # linking makes functions internal; they must be visible to be linked again
     return re.sub("^define internal ", "define ", text, flags=re.M)
 
 
 def builtin(function: Any) -> Callable:
-    """A function in Python that kernels may call: the compiler calls it with a builder, the interpreter without one. A
-    kernel that calls it is compiled again when its source has changed: by itself Triton looks at the sources of jit
-    functions only."""
+    """Make a Python function callable from kernels: the compiler calls it with a builder, the interpreter without one.
+    A change of its source recompiles the kernels that call it; Triton alone tracks the sources of jit functions
+    only."""
     setattr(function, core.TRITON_BUILTIN, True)
     function.__triton_aggregate__, function.hash_attrs = True, [_Source(function)]
     return function
 
 
 def kernel_node(compiled: Any, grid: tuple[int, int, int], arguments: Sequence[Any]) -> KernelNode:
-    """The launch of a compiled kernel as a node of a CUDA graph. arguments: all that the Python function has, in its
-    order, with addresses for tensors, tuples for tuples, anything for constants.
+    """Return the launch of a compiled kernel as a node of a CUDA graph. arguments: all arguments of the Python
+    function, in its order: addresses for tensors, tuples for tuples, any value for constants.
 
-    Raises NotImplementedError where a launch is more than that: clusters, cooperative grids, tensor descriptors,
-    scratch memory.
+    Raises NotImplementedError for clusters, cooperative grids, tensor descriptors and scratch memory.
     """
     metadata = compiled.metadata
     for name, usual in (
@@ -244,7 +243,7 @@ def kernel_node(compiled: Any, grid: tuple[int, int, int], arguments: Sequence[A
 
 
 def words(types: Sequence[Any], values: Sequence[Any]) -> list[tuple[int, int]]:
-    """(bits, bytes) of each parameter of a kernel with arguments of these types."""
+    """Return (bits, bytes) of each parameter of a kernel with arguments of these types."""
     return [*_words(types, values), SCRATCH, SCRATCH]
 
 

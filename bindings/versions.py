@@ -1,7 +1,8 @@
-"""Which versions of other packages this one was tested with: the only table of them.
+"""The table of tested versions of other packages; there is no second one.
 
-`allscan doctor` compares it with what is installed, a first Communicator warns of what is newer, and what is too old is
-rejected. docs/versions.md shows it. Tests compare both, and setup.py, with it and with what has run.
+`allscan doctor` compares it with the installed versions. The first Communicator warns of newer versions and rejects
+older ones. docs/versions.md shows the table. Tests compare that page and setup.py with this table, and the table with
+the recorded test runs.
 """
 
 from __future__ import annotations
@@ -14,29 +15,29 @@ import re
 import warnings
 from typing import NamedTuple
 
-ALL = "Python", "torch", "Triton"  # nothing works without these
+ALL = "Python", "torch", "Triton"  # required
 
 
 class Package(NamedTuple):
-    """Versions are those of feature releases, "3.6" for every 3.6.x."""
+    """Tested versions of a package. Versions are feature releases: "3.6" for every 3.6.x."""
 
     name: str
-    distributions: tuple[str, ...]  # on the package index, the first that is installed counts
-    least: str  # older ones are rejected
-    on_gpus: tuple[str, ...]  # what the suite, or the tests that need it, ran with on GPUs
-    on_cpus: tuple[str, ...]  # the same on CPUs: tests/matrix/results.json
-    below: str = ""  # where pip is to stop: of packages whose inner functions are called
-    use: str = ""  # what it is for, if it is optional
+    distributions: tuple[str, ...]  # names on the package index; the first installed one counts
+    least: str  # older versions are rejected
+    on_gpus: tuple[str, ...]  # versions in GPU runs of the suite, or of the tests that need the package
+    on_cpus: tuple[str, ...]  # versions in CPU runs: tests/matrix/results.json
+    below: str = ""  # pip's upper bound, for packages whose private functions are called
+    use: str = ""  # purpose of an optional package
 
     @property
     def requirement(self) -> str:
-        """For pip."""
+        """Return the requirement for pip."""
         below = f",<{self.below}" if self.below else ""
         return f"{self.distributions[0]}>={self.least}{below}"
 
     @property
     def newest(self) -> str:
-        """Of those that were tested, or are known to be allowed."""
+        """Return the newest version that was tested or is allowed."""
         return max((self.least, *self.on_gpus, *self.on_cpus), key=number)
 
 
@@ -74,11 +75,11 @@ PACKAGES = (
     Package("megatron-core", ("megatron-core",), "0.19", ("0.19",), ("0.19",), "0.20", "its models"),
     Package("accelerate", ("accelerate",), "1.15", ("1.15",), ("1.15",), "2", "the Trainer of transformers"),
 )
-TRITON_OF_TORCH = {"2.11": "3.6", "2.12": "3.7", "2.13": "3.7", "2.14": "3.8", "2.15": "3.9"}  # that its wheel asks for
+TRITON_OF_TORCH = {"2.11": "3.6", "2.12": "3.7", "2.13": "3.7", "2.14": "3.8", "2.15": "3.9"}  # as its wheel requires
 
 
 def installed_version(*distributions: str) -> str | None:
-    """The version of the first of these distributions that is installed, or None."""
+    """Return the version of the first installed one of these distributions, or None."""
     for name in distributions:
         try:
             return importlib.metadata.version(name)
@@ -88,36 +89,37 @@ def installed_version(*distributions: str) -> str | None:
 
 
 def nvshmem_version() -> str | None:
-    """The installed version of NVSHMEM, or None."""
+    """Return the installed version of NVSHMEM, or None."""
     return version_of("NVSHMEM")
 
 
 def package(name: str) -> Package:
-    """The row of the table with this name."""
+    """Return the row of the table with this name."""
     return next(known for known in PACKAGES if known.name == name)
 
 
 def version_of(name: str) -> str | None:
-    """What is installed of it."""
+    """Return the installed version of a package of the table, or None."""
     return platform.python_version() if name == "Python" else installed_version(*package(name).distributions)
 
 
 def number(version: str) -> tuple[int, int]:
-    """(major, minor); of a version that has none, such as "unknown", one that is newer than all."""
+    """Return (major, minor); without numbers, e.g. for "unknown", a number above all versions."""
     found = re.match(r"(\d+)(?:\.(\d+))?", version)
     return (int(found[1]), int(found[2] or 0)) if found else (1 << 30, 0)
 
 
 class State(NamedTuple):
-    """``kind``: "missing", "rejected", "tested on GPUs", "tested on CPUs", "expected" or "newer"."""
+    """An installed package against the table. ``kind``: "missing", "rejected", "tested on GPUs", "tested on CPUs",
+    "expected" or "newer"."""
 
     kind: str
     version: str | None
-    advice: str  # what to do, or ""
+    advice: str  # for the user, or ""
 
 
 def state_of(name: str) -> State:
-    """Of what is installed."""
+    """Return the state of an installed package."""
     known, version = package(name), version_of(name)
     if version is None and name in ALL and importlib.util.find_spec(name.lower()):
         return State("expected", "unknown", "built without metadata")
@@ -144,8 +146,7 @@ def state_of(name: str) -> State:
 
 @functools.cache
 def rejection(*names: str) -> str:
-    """Why nothing works that needs packages of these names, or "": those that are too old, and of ALL those that are
-    missing."""
+    """Return why these packages cannot be used, or "": too old, or, for those in ALL, missing."""
     found = []
     for name in names:
         kind, version, advice = state_of(name)
@@ -157,7 +158,7 @@ def rejection(*names: str) -> str:
 
 
 def device_library_rejection() -> str:
-    """Why Triton cannot link NVSHMEM's device library, as far as their versions say it, or ""."""
+    """Return why Triton cannot link NVSHMEM's device library, judged by their versions, or ""."""
     triton, nvshmem = version_of("Triton") or "", nvshmem_version() or ""
     if not triton or number(triton) >= (3, 7) or not nvshmem or number(nvshmem) < (3, 8):
         return ""
@@ -167,7 +168,7 @@ def device_library_rejection() -> str:
 
 @functools.cache
 def warn_of_newer(*names: str) -> None:
-    """Once a process, of those of ``names`` that are newer than what was tested."""
+    """Warn, once per process, of each package that is newer than the tested versions."""
     for name in names:
         kind, version, advice = state_of(name)
         if kind == "newer":
