@@ -1,22 +1,23 @@
-"""Many ranks on one GPU, or on a few, in one process: for tests, and for people who develop an algorithm.
+"""Runs many ranks in one process, on one or a few GPUs, to test and develop algorithms.
 
-Every rank has a stream, memory and a time-out of its own, and runs the real kernels; its neighbours' memory lies on the
-same GPU. So it shows what an algorithm does with 32 or 64 ranks, its values, its waits and its order. It shows nothing
-of NVLink's memory model or a network's, and no time of either.
+Each rank has its own stream, memory and time-out, and runs the real kernels; its neighbours' memory is on the same GPU.
+This tests the values, waits and order of an algorithm on 32 or 64 ranks. It does not test the memory model of NVLink or
+of a network, and measures no time of either.
 
     ranks = VirtualRanks(32, (4, 16, 32), nodes=(8,) * 4, algorithm="rails")
     prevs = ranks.scan(states, decays)                  # [32, 4, 16, 32], as 32 ranks would get them
 
-With ``devices`` the ranks lie on several GPUs that map each other. On two in turns every hop of a chain crosses their
-link: longer chains than there are GPUs, over real links, whose bandwidth all hops of a direction share.
+With ``devices`` the ranks are distributed over several GPUs that map each other. Ranks that alternate between two GPUs
+form a chain that is longer than the number of GPUs, with every hop over the real link; hops of one direction share its
+bandwidth.
 
-CUDA has at most 32 hardware queues, in which kernels of different streams follow one another: set
-CUDA_DEVICE_MAX_CONNECTIONS=32 before CUDA starts. Calls are launched epoch by epoch, each on all ranks, so that what a
-kernel waits for is never behind it in a queue. All programs of a GPU's ranks must fit on it at once. A module that is
-loaded late may wait for kernels that wait: set CUDA_MODULE_LOADING=EAGER, too.
+CUDA has at most 32 hardware queues, and kernels of different streams in one queue run in order: set
+CUDA_DEVICE_MAX_CONNECTIONS=32 before CUDA starts. Calls are launched epoch by epoch, each on all ranks, so that a
+kernel never waits for one behind it in a queue. All programs of a GPU's ranks must fit on it at once. Lazy loading of a
+module may wait for kernels that are waiting themselves: also set CUDA_MODULE_LOADING=EAGER.
 
-Without a GPU, in Triton's interpreter, launches run one after another, in the order of the scan. That is enough for a
-chain, and for rails over nodes of one rank.
+Without a GPU, in Triton's interpreter, launches run sequentially, in the order of the scan. This is enough for a chain,
+and for rails over nodes of one rank.
 """
 
 from __future__ import annotations
@@ -44,13 +45,13 @@ from ..shmem_kernels.rails import rails_kernel
 from ..shmem_kernels.scan import scan_kernel
 from ..shmem_kernels.wait import clock_ns, poll_word
 
-MEET, OPEN, SKIP = 0, 1, 2  # what a gate says: wait until all programs are there; go; do nothing at all
+MEET, OPEN, SKIP = 0, 1, 2  # modes of a gate: wait for the programs of all ranks; run at once; return without a scan
 
-# Words of a gate (int64), one for each GPU
-GATE = tl.constexpr(0)
-GATE_FLAG = tl.constexpr(1)  # how often all programs have met
-GATE_COUNT = tl.constexpr(2)  # address of the number of programs that have come so far
-GATE_PROGRAMS = tl.constexpr(3)  # of all ranks
+# Words of a gate (int64), one gate per GPU
+GATE = tl.constexpr(0)  # mode
+GATE_FLAG = tl.constexpr(1)  # completed meetings of all programs
+GATE_COUNT = tl.constexpr(2)  # address of the count of arrived programs
+GATE_PROGRAMS = tl.constexpr(3)  # programs of all ranks
 GATE_DEVICES = tl.constexpr(4)
 GATE_FLAGS = tl.constexpr(5)  # addresses, one for each GPU
 MOST_POLLS = tl.constexpr(10_000_000)  # some seconds
@@ -58,13 +59,14 @@ MOST_POLLS = tl.constexpr(10_000_000)  # some seconds
 
 @triton.jit
 def enter_gate(p_gate, p_delay, p_times):
-    """Whether to go on, when this launch's delay is over. Notes when the last program went on."""
+    """Wait as the gate says, and then for this launch's delay; return whether to run the scan. Records the time at
+    which the last program started."""
     says = tl.load(p_gate + GATE)
     if says == 0:
         _meet(p_gate)
     if says != 2:
         delay = tl.load(p_delay)
-        # a thread for itself: what follows begins with a barrier of the block, or waits for nobody
+        # each thread waits by itself: the code behind the loop starts with a barrier of the block
         start = clock_ns()
         while clock_ns() - start < delay:
             pass
@@ -75,7 +77,7 @@ def enter_gate(p_gate, p_delay, p_times):
 
 @triton.jit
 def _meet(p_gate):
-    """Wait for all programs of all ranks; not for ever, since the scan then says who is missing."""
+    """Wait for all programs of all ranks. The number of polls is bounded: the scan then reports the missing rank."""
     programs = tl.load(p_gate + GATE_PROGRAMS)
     before = tl.atomic_add(tl.load(p_gate + GATE_COUNT).to(tl.pointer_type(tl.int64)), 1, sem="relaxed", scope="sys")
     met = before // programs + 1
@@ -90,7 +92,7 @@ def _meet(p_gate):
 
 @triton.jit
 def leave_gate(p_times):
-    """Notes when the last program came here."""
+    """Record the time at which the last program ended."""
     tl.debug_barrier()
     tl.atomic_max(p_times + 1, clock_ns(), sem="relaxed")
 
@@ -112,7 +114,7 @@ def gated_scan_kernel(
     HAS_DECAY: tl.constexpr,
     HAS_INITIAL: tl.constexpr,
 ):
-    """scan_kernel behind a gate."""
+    """Run scan_kernel behind a gate."""
     if enter_gate(p_gate, p_delay, p_times):
         scan_kernel(
             p_state, p_decay, p_initial, p_out, channel, stride_g, stride_k, K, V, HAS_DECAY, HAS_INITIAL, False
@@ -139,7 +141,7 @@ def gated_rails_kernel(
     HAS_DECAY: tl.constexpr,
     HAS_INITIAL: tl.constexpr,
 ):
-    """rails_kernel behind a gate."""
+    """Run rails_kernel behind a gate."""
     if enter_gate(p_gate, p_delay, p_times):
         rails_kernel(
             p_state, p_decay, p_initial, p_out, node, rail, own, stride_g, stride_k, K, V, HAS_DECAY, HAS_INITIAL
@@ -148,7 +150,7 @@ def gated_rails_kernel(
 
 
 def map_each_other(devices: Sequence[torch.device]) -> None:
-    """Let kernels of each of these GPUs use the others' memory. Raises ValueError where they cannot."""
+    """Map the memory of each of these GPUs on the others. Raises ValueError if peer access is not possible."""
     for a, b in itertools.permutations(devices, 2):
         if not torch.cuda.can_device_access_peer(a, b):
             raise ValueError(f"{a} and {b} do not map each other")
@@ -156,7 +158,7 @@ def map_each_other(devices: Sequence[torch.device]) -> None:
 
 
 class _Heap:
-    """The arenas of all ranks, of which each is a block of this process."""
+    """The arenas of all ranks; each is a block of this process."""
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self._devices, self._arenas = devices, list[torch.Tensor]()
@@ -172,7 +174,7 @@ class _Heap:
 
 
 class VirtualRank:
-    """What rails ask of a Communicator."""
+    """The attributes of a Communicator that rails need."""
 
     def __init__(self, rank: int, nodes: tuple[int, ...], heap: Any, device: torch.device, timeout: float) -> None:
         self.rank, self.size, self.nodes, self.device = rank, sum(nodes), nodes, device
@@ -184,7 +186,7 @@ class VirtualRank:
 
 
 class _Scan(NamedTuple):
-    """Of all ranks; see ``VirtualRanks.scan``."""
+    """Tensors of all ranks for one scan; see ``VirtualRanks.scan``."""
 
     states: Any
     decays: Any
@@ -194,13 +196,13 @@ class _Scan(NamedTuple):
 
 
 class VirtualRanks:
-    """The scan of ``size`` ranks over states of ``shape`` [..., K, V], each rank on a stream of its own.
+    """Scan of ``size`` ranks over states of ``shape`` [..., K, V]; each rank has its own stream.
 
-    nodes: how many ranks each node has; default one node. algorithm: "chain", "rails" or "recursive_doubling".
-    depth, tile: as for ``allscan.AllScan``. protocol: "sentinel" or "signal". programs: of each rank's launches.
-    timeout: seconds that a kernel waits. devices: of each rank; default the current GPU for all.
+    nodes: number of ranks of each node; default one node. algorithm: "chain", "rails" or "recursive_doubling".
+    depth, tile: as for ``allscan.AllScan``. protocol: "sentinel" or "signal". programs: programs per launch of a rank.
+    timeout: longest wait of a kernel in seconds. devices: device of each rank; default the current GPU for all.
 
-    Raises ValueError for arguments that do not fit each other, and for GPUs that do not map each other.
+    Raises ValueError for inconsistent arguments, and for GPUs that do not map each other.
     """
 
     def __init__(
@@ -251,10 +253,10 @@ class VirtualRanks:
             {device: torch.zeros(2, dtype=torch.int64, device=device) for device in different} for _ in range(2)
         )
         self._ready: set[tuple] = set()
-        self._held: list[object] = []  # until the current streams wait for what reads it
+        self._held: list[object] = []  # inputs of launches, kept until ``join``
 
     def _make_gates(self, devices: list[torch.device]) -> dict[int, dict[torch.device, torch.Tensor]]:
-        """By what they say and by device."""
+        """Return {mode: {device: gate}}."""
         self._count = torch.zeros(1, dtype=torch.int64, device=devices[0])
         words = GATE_FLAGS.value + len(devices)
         gates = {
@@ -279,19 +281,20 @@ class VirtualRanks:
         times: Sequence[torch.Tensor] | None = None,
         join: bool = True,
     ) -> Any:
-        """One call of all ranks: [P, ...], what each gets. Does not wait for it. The devices' current streams do, but
-        without ``join``: then ranks run ahead of each other, and ``join`` comes later. Until then nothing that is given
-        may be written or dropped.
+        """Launch one call on all ranks and return the result of each, [P, ...]. The host does not wait.
+
+        With ``join`` the devices' current streams wait for the results. Without it ranks may run ahead of each other;
+        call ``join()`` later, and until then do not write to or drop the arguments.
 
         states: float32 [P, ..., K, V]. decays: float32 [P, ..., K]. With ranks on several GPUs each is a list of the
         ranks' tensors, and so is the result.
-        initial: of the first rank, [..., K, V].
-        delays_ns: int64 [P], how long each rank's programs wait before they begin.
-        ranks: those that make the call; default all.
-        times: int64 [2] of zeros for each rank: when its last program began and ended, by its GPU's clock, in ns. The
-        programs of all ranks then begin together, so all make the call.
+        initial: initial state of the first rank, [..., K, V].
+        delays_ns: int64 [P], delay of each rank's programs before they start.
+        ranks: the ranks that make the call; default all.
+        times: int64 [2] of zeros for each rank; receives the start and end of its last program, by its GPU's clock, in
+        ns. The programs of all ranks then start together, so all ranks must make the call.
 
-        Raises ValueError for other ranks than there are, and for ``times`` of a part of them.
+        Raises ValueError for unknown ranks, and for ``times`` without all ranks.
         """
         if ranks is not None and not set(ranks) <= set(range(self.size)):
             raise ValueError(f"ranks must be of 0 .. {self.size - 1}, got {[*ranks]}")
@@ -307,7 +310,7 @@ class VirtualRanks:
             self._load(scan)
             self._ready.add(kind)
         delays = self._zeros
-        if delays_ns is not None:  # at multiples of 16 bytes, for which the kernels were compiled
+        if delays_ns is not None:  # each at a multiple of 16 bytes: the kernels are compiled for that alignment
             delays = {device: delays_ns.to(device).repeat_interleave(2) for device in self._zeros}
             self._held.append(delays)
         for rank in order:
@@ -317,7 +320,7 @@ class VirtualRanks:
             behind = gate, delays[device][at:], self._unread[device] if times is None else times[rank]
             if stream is not None:
                 self._held.append(behind)
-                for other in self._zeros:  # what a rank is given may be made on any of them, ``initial`` for one
+                for other in self._zeros:  # an argument, e.g. ``initial``, may be computed on any of the devices
                     stream.wait_stream(torch.cuda.current_stream(other))
             with self._on(rank):
                 self._launch(rank, scan, behind)
@@ -326,7 +329,7 @@ class VirtualRanks:
         return outs
 
     def _load(self, scan: _Scan) -> None:
-        """All kernels are compiled and loaded before any waits."""
+        """Compile and load all kernels before one of them waits."""
         self._synchronize()
         for rank, device in enumerate(self.devices):
             with self._on(rank):
@@ -334,19 +337,19 @@ class VirtualRanks:
         self._synchronize()
 
     def _on(self, rank: int) -> contextlib.AbstractContextManager[object]:
-        """The rank's stream is the current one."""
+        """Return a context with the rank's stream as the current stream."""
         stream = self.ranks[rank].stream
         return contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
 
     def join(self) -> None:
-        """The devices' current streams wait for all ranks."""
+        """Make the devices' current streams wait for all ranks."""
         for rank, device in itertools.product(self.ranks, self._zeros):
             if rank.stream is not None:
                 torch.cuda.current_stream(device).wait_stream(rank.stream)
         self._held.clear()
 
     def _launch(self, rank: int, scan: _Scan, behind: tuple[torch.Tensor, ...]) -> None:
-        """The rank's kernel, with what it takes for its gate."""
+        """Launch the rank's kernel; ``behind``: the arguments of its gate."""
         states, decays, initial, outs, reverse = scan
         tensors = states[rank], decays[rank], states[rank] if initial is None else initial, outs[rank]
         fixed = dict(stride_g=self.K, stride_k=1, K=self.K, V=self.V, HAS_DECAY=True, HAS_INITIAL=initial is not None)
@@ -359,13 +362,13 @@ class VirtualRanks:
             gated_scan_kernel[(self.programs,)](*tensors, channel, *behind, **fixed)
 
     def timed(self, states: Any, decays: Any, epochs: int = 1, **options: Any) -> tuple[list[torch.Tensor], Any]:
-        """Scans whose ranks begin together: for each rank int64 [epochs, 2], when its last program began and ended, by
-        its GPU's clock, in ns; and what each rank gets, of the last scan."""
-        self.scan(states, decays, **options)  # compiled and loaded
+        """Run scans whose ranks start together. Return (times, results of the last scan); times: for each rank int64
+        [epochs, 2], start and end of its last program, by its GPU's clock, in ns."""
+        self.scan(states, decays, **options)  # compiles and loads
         times = [torch.zeros(epochs, 2, dtype=torch.int64, device=device) for device in self.devices]
         for epoch in range(epochs):
             outs = self.scan(states, decays, times=[x[epoch] for x in times], **options)
-            self._synchronize()  # or the next scan's outputs would be filled beside this one
+            self._synchronize()  # keeps the next scan from filling its outputs during this one
         return [x.cpu() for x in times], outs
 
     def _synchronize(self) -> None:
@@ -374,7 +377,7 @@ class VirtualRanks:
                 torch.cuda.synchronize(device)
 
     def check(self) -> None:
-        """Wait for all ranks. Raises AllScanTimeout of the first rank that has one, or RuntimeError."""
+        """Wait for all ranks. Raise the first rank's AllScanTimeout, if any, or RuntimeError for different calls."""
         self._synchronize()
         for kind, rank, neighbour, tile, expected, seen in self.faults().values():
             if kind != wait.TIMED_OUT.value:
@@ -382,7 +385,7 @@ class VirtualRanks:
             raise AllScanTimeout(rank, neighbour, tile, expected, seen, self.timeout)
 
     def faults(self) -> dict[int, tuple[int, ...]]:
-        """{rank: (kind, rank, neighbour, tile, expected, seen)} of the ranks that have given up."""
+        """Return {rank: (kind, rank, neighbour, tile, expected, seen)} of the ranks with a fault."""
         words = slice(wait.RECORD_KIND.value, wait.RECORD_SEEN.value + 1)
         broken = [rank for rank in self.ranks if rank.memory.record[wait.RECORD_SET.value]]
         return {rank.rank: tuple(rank.memory.record[words].tolist()) for rank in broken}
