@@ -1,1 +1,1 @@
-"""The kernels, Triton only: the channel, the scan, gated linear attention. Knows nothing of process groups."""
+"""Triton kernels: the channel, the scans, gated linear attention, delta rules. Independent of process groups."""

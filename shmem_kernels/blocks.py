@@ -1,4 +1,4 @@
-"""What kernels of several operators share: where blocks lie, exponentials, and products with a stated precision."""
+"""Functions shared by kernels of several operators: block addresses, exponentials, products of a stated precision."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 @builtin
 def loop_bound(n, _semantic=None) -> int | core.tensor:
-    """``n`` as the bound of a loop: the interpreter wants a Python number."""
+    """Return ``n`` as the bound of a loop: a Python number in the interpreter."""
     return int(n.handle.data.item()) if _semantic is None else n
 
 
 @builtin
 def exp2(x, _semantic=None) -> core.tensor:
-    """2 ** x of float32, in one instruction; what would be denormal is 0."""
+    """Return 2 ** x in float32, in one instruction; denormal results are 0."""
     if _semantic is None:
         y = tl.exp2(x)
         return tl.where(y < 2.0**-126, 0.0, y)
@@ -40,15 +40,14 @@ def cast(x, dtype, _semantic=None) -> core.tensor:
         return x.to(dtype, _semantic=_semantic)
     if dtype == tl.bfloat16 and x.dtype == tl.float32:
         bits = x.to(tl.int32, bitcast=True)
-        bits = (bits + ((bits >> 16) & 1) + 0x7FFF) & -65536  # or what is denormal, even 0, would become 2 ** -126
+        bits = (bits + ((bits >> 16) & 1) + 0x7FFF) & -65536  # the interpreter makes denormals, even 0, 2 ** -126
         x = bits.to(tl.float32, bitcast=True)
     return x.to(dtype)
 
 
 @builtin
 def rounded_to_tf32(x, _semantic=None) -> core.tensor:
-    """float32 rounded to the 11 bits that TF32 has: a product would cut the others off. NaN stays NaN, also that which
-    GPUs make, 0x7FFFFFFF."""
+    """Round float32 to the 11 bits of TF32: a product would truncate. NaN stays NaN, also the GPU's NaN 0x7FFFFFFF."""
     if _semantic is None:
         x = tl.minimum(x.to(tl.int32, bitcast=True), 0x7FFFEFFF)
         return ((x + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
@@ -90,13 +89,13 @@ def product(b_x, b_y, b_sum, PRECISION: tl.constexpr):
 
 @triton.jit
 def high_half(b_x):
-    """float32 cut off to the 8 bits of a bfloat16; the rest of b_x has another 16, of which 8 count."""
+    """Truncate float32 to the 8 bits of a bfloat16. The rest of b_x has another 16 bits; a bfloat16 holds 8 of them."""
     return (b_x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def dot_split(b_x, b_y, b_sum, PRECISION: tl.constexpr):
-    """``product``, but a float32 operand counts as the sum of two in bfloat16, which hold 16 bits of it."""
+    """``product``, but a float32 operand is split into the sum of two bfloat16, which hold 16 of its bits."""
     if PRECISION != "bf16":
         return product(b_x, b_y, b_sum, PRECISION)
     b_x_high, b_y_high = b_x, b_y
@@ -120,7 +119,7 @@ def tf32_product(b_x, b_y, b_sum, PRECISION: tl.constexpr):
 
 @triton.jit
 def rows(h, start, end, H: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BW: tl.constexpr, i_w=0):
-    """Where tokens start .. start + BT of head h lie in a tensor [tokens, H, W], columns i_w * BW .. + BW.
+    """Address tokens start .. start + BT of head h in a tensor [tokens, H, W], columns i_w * BW .. + BW.
 
     Returns (offsets, mask of the tokens before ``end`` and the columns before W), [BT, BW].
     """
@@ -145,35 +144,35 @@ def load(p, at, inside):
 
 @triton.jit
 def load_gates(p_g, at, inside):
-    """Gates in float32, as logarithms to base 2. What is below -128 counts as -128, whose decay is 0 too."""
+    """Load gates in float32, as logarithms to base 2, clamped to -128 from below: that decay is 0, too."""
     b_g = load(p_g, at, inside).to(tl.float32) * LOG2_E
     return tl.maximum(b_g, -128.0, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def lower(BT: tl.constexpr, DISTANCE: tl.constexpr):
-    """[BT, BT]: whether the row is at least DISTANCE after the column."""
+    """Return [BT, BT]: whether the row is at least DISTANCE after the column."""
     return tl.arange(0, BT)[:, None] >= tl.arange(0, BT)[None, :] + DISTANCE
 
 
 @triton.jit
 def upper(BT: tl.constexpr, DISTANCE: tl.constexpr):
-    """[BT, BT]: whether the row is at least DISTANCE before the column."""
+    """Return [BT, BT]: whether the row is at least DISTANCE before the column."""
     return tl.arange(0, BT)[None, :] >= tl.arange(0, BT)[:, None] + DISTANCE
 
 
 @triton.jit
 def load_weights(p_weights, i, BT: tl.constexpr):
-    """One of the tables HALVES, ONWARD, BEFORE [BT, BT]: weights of sums over the tokens of a chunk. They come from
-    memory because the products then take them from where they are loaded to, and no register holds them."""
+    """Load one of the tables HALVES, ONWARD, BEFORE [BT, BT]: weights of sums over the tokens of a chunk. Loaded
+    tables are operands in shared memory; computed ones would occupy registers."""
     t = tl.arange(0, BT)
     return tl.load(p_weights + i * BT * BT + t[:, None] * BT + t[None, :])
 
 
 @triton.jit
 def weighted_by(b_weights, b_x, b_sum, PRECISION: tl.constexpr):
-    """sum + weights x, exact but for the rounding of sums in float32, where the weights are 0 and 1: in bfloat16 x is
-    the sum of three parts."""
+    """sum + weights x. With weights 0 and 1 the only error is the rounding of float32 sums: in bfloat16 x is split
+    into three parts."""
     if PRECISION == "bf16":
         b_high = high_half(b_x)
         b_middle = high_half(b_x - b_high)
@@ -185,7 +184,7 @@ def weighted_by(b_weights, b_x, b_sum, PRECISION: tl.constexpr):
 
 @triton.jit
 def sums_of(b_where, b_x, PRECISION: tl.constexpr):
-    """Row by row the sum of those rows of b_x that b_where selects, nothing else added and taken away again: exact as
-    weighted_by is."""
+    """For each row the sum of the rows of b_x that b_where selects; no other row is added and subtracted again. As
+    exact as weighted_by."""
     b_ones = cast(tl.where(b_where, 1.0, 0.0), tl.bfloat16)
     return weighted_by(b_ones, b_x, tl.zeros([b_where.shape[0], b_x.shape[1]], tl.float32), PRECISION)

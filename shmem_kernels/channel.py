@@ -12,34 +12,34 @@ can replay a scan and ranks may run ahead of each other.
                                     prev = inbox[slot]
                                     decay * prev + state ------------->  inbox[slot] ...
 
-``links.py`` says how a tile crosses one link, ``wait.py`` how a rank waits and what happens when it waits in vain.
+``links.py`` says how a tile crosses one link, ``wait.py`` how a rank waits, and what happens at a time-out.
 
 **Credits.** A slot may be written again once its tile was consumed. The launch boundary says that for all tiles at
 once: in a launch of epoch e, ``begin`` with tile 0 tells prev ``freed = e - 1`` for all tiles (links.py says by which
 words). So a channel is used by launches that follow one another on a stream; each of them handles each tile exactly
 once (``recv``, then ``send``; or ``allscan``; or ``shift``), and the program that has tile 0 begins with it.
 
-**In step.** Epochs alone cannot tell a rank that has missed a call from one that is merely late: both have counted one
-launch less. So every tile carries a tag of what its sender has counted besides launches, and a tile whose tag differs
-from the receiver's own is a fault (AllScanOutOfStep), found in the first launch that pairs two different calls:
+**In step.** Epochs cannot distinguish a rank that missed a call from a straggler: both have counted one launch less. So
+every tile carries a tag with the sender's other counters. A tile whose tag differs from the receiver's own is a fault
+(AllScanOutOfStep), found in the first launch that pairs two different calls:
 
-    step        how often ``Communicator.step()`` was called, a word that is counted in stream order, plus STAMP times
-                the call's stamp: a number for what all ranks have alike in it, of which each has a word (15 bits)
-    backwards   how many adjoint launches this tile has had, in both directions together (8 bits)
-    of          an adjoint launch: 1 + the epoch, modulo 255, of the forward launch that it belongs to; any other: 0
+    step        the number of calls of ``Communicator.step()``, counted in stream order, plus STAMP times the call's
+                stamp: a hash of the arguments that must be equal on all ranks; one word for each stamp (15 bits)
+    backwards   the number of adjoint launches of this tile, in both directions together (8 bits)
+    of          for an adjoint launch 1 + the epoch, modulo 255, of its forward launch; for any other launch 0
 
 A forward launch leaves its epoch in ``fwd_epoch``, and the adjoint launch finds it there.
 
-**Zero-decay fast path.** If all decays of a tile are exactly 0, what is sent does not depend on what arrives. Such a
-tile is sent before anything is waited for: it takes one hop, whatever the number of ranks. A program that has several
-tiles calls ``send_ahead`` for all of them before it waits for the first, so that none waits for another's neighbour.
+**Zero-decay fast path.** If all decays of a tile are exactly 0, the sent tile does not depend on the received one. It
+is sent before any wait, and takes one hop for any number of ranks. A program with several tiles calls ``send_ahead``
+for all of them before it waits for the first, so that none waits for another's neighbour.
 
 **No deadlock.** Every wait leads to an earlier launch or to a smaller rank of the same one, in whatever order programs
 take their tiles: docs/memory_model.md, which has the proof and its conditions.
 
-**Room for others.** Waiting blocks hold their place. Kernels that wait therefore have at most ``Communicator.max_ctas``
-programs, by default half the multiprocessors, and leave the others to whatever else is to run: NCCL above all, whose
-blocks need a whole multiprocessor, and for which the rank that is waited for may itself be waiting.
+**Free SMs.** Waiting blocks occupy their multiprocessors. Kernels that wait therefore have at most
+``Communicator.max_ctas`` programs, by default half the number of multiprocessors, and leave the others to other
+kernels, above all NCCL: its blocks need a whole multiprocessor, and the awaited rank may itself be waiting for NCCL.
 
 **Faults.** ``recv`` returns NaN, the tile's epoch becomes ``BROKEN``, nothing is sent any more, and the host raises.
 """
@@ -77,25 +77,25 @@ TAG_BACKWARDS = tl.constexpr(1 << 8)
 
 
 class Channel(NamedTuple):
-    """What a kernel must know of a channel: one argument. Made by ``AllScan.channel``; addresses are device addresses.
+    """A channel as one kernel argument, made by ``AllScan.channel``. Addresses are device addresses.
 
-    "mine" lies in this rank's memory, "next's" and "prev's" in theirs (for a ``PUT`` link: the local symmetric address
-    that stands for it). All words but the tiles are int64.
+    "mine" is in this rank's memory, "next's" and "prev's" in theirs (for a ``PUT`` link the local symmetric address).
+    All words but the tiles are int64.
     """
 
     inbox: Any  # float32 [DEPTH, num_tiles, BK * BV], mine, written by prev
     next_inbox: Any  # float32, next's inbox
-    outbox: Any  # float32, like inbox, mine: where PUT sends from (other links do not use it)
-    arrived: Any  # [DEPTH, num_tiles], mine, written by prev: tag and epoch of what a slot holds
+    outbox: Any  # float32, like inbox, mine: source of PUT (unused by other links)
+    arrived: Any  # [DEPTH, num_tiles], mine, written by prev: tag and epoch of each slot's tile
     next_arrived: Any  # next's arrived
     freed: Any  # [DEPTH + 1], mine, written by next: every tile up to this epoch was consumed (links.py)
     prev_freed: Any  # prev's freed
     epoch: Any  # [num_tiles], mine: the last epoch that each tile has completed here
-    clock: Any  # [num_tiles], mine: where a waiting tile shares its clock among its threads
-    backwards: Any  # [num_tiles], mine: the adjoint launches of each tile; both directions' channels have the same
-    step: Any  # [1], mine: how often Communicator.step() was called, and the stamp of the call
+    clock: Any  # [num_tiles], mine: shares the clock among the threads of a waiting tile
+    backwards: Any  # [num_tiles], mine: number of adjoint launches of each tile; shared by both directions' channels
+    step: Any  # [1], mine: number of calls of Communicator.step(), and the stamp of the call
     fwd_epoch: Any  # [1], mine: the epoch of a forward launch, written by it and read by its adjoint
-    info: Any  # [INFO_WORDS], mine: ranks, PEs and what a fault needs
+    info: Any  # [INFO_WORDS], mine: ranks, PEs, addresses of the fault words
     num_tiles: tl.constexpr
     BK: tl.constexpr  # rows of a tile
     BV: tl.constexpr  # columns of a tile
@@ -109,10 +109,10 @@ class Channel(NamedTuple):
 def begin(channel, tile):
     """Begin the tile's epoch: give prev its credit, wait for next's.
 
-    Returns (epoch, its arrival word, whether all is well). All tiles of a launch have these in common, so a program
-    that has several begins once, before the first, with the lowest of them: the credit is given with tile 0, and a
-    launch that does not begin with tile 0 in one of its programs leaves the rank before without slots. Never with a
-    tile of another program, which may have ended the epoch.
+    Returns (epoch, its arrival word, whether all is well), the same for all tiles of a launch. A program with several
+    tiles begins once, before the first, with its lowest tile. The credit is given with tile 0: a launch in which no
+    program begins with tile 0 leaves the rank before without slots. Never begin with a tile of another program, which
+    may have ended the epoch.
     """
     epoch = tl.load(channel.epoch + tile) + 1
     word = _arrival_word(channel, tile, epoch)
@@ -133,7 +133,8 @@ def _arrival_word(channel, tile, epoch):
 
 @triton.jit
 def receive(channel, tile, epoch, word, ok, b_first):
-    """Wait for what prev sends in this epoch, ``b_first`` on the first rank: (that or NaN, whether all is well)."""
+    """Wait for prev's tile of this epoch. Returns (the tile, ``b_first`` on the first rank, or NaN; whether all is
+    well)."""
     if (channel.RECV != NONE) | (channel.SEND != NONE):
         ok = ok & (tl.load(channel.epoch + tile) == epoch - 1)  # else BROKEN, of a program that began well
     return _receive(channel, tile, epoch, word, ok, b_first)
@@ -172,9 +173,9 @@ def _end(channel, tile, epoch):
 
 @triton.jit
 def recv(channel, tile, b_first):
-    """Receive the tile: what all ranks before this one sent through; ``b_first`` [BK, BV] float32 on the first rank.
+    """Receive the tile from prev; ``b_first`` [BK, BV] float32 on the first rank.
 
-    Begins the tile's epoch: gives prev its credit and waits until next has a slot free, so that ``send`` never waits.
+    Begins the tile's epoch: gives prev its credit and waits until next has a free slot, so that ``send`` never waits.
     Returns [BK, BV] float32; NaN after a fault.
     """
     b_prev = b_first
@@ -188,7 +189,7 @@ def recv(channel, tile, b_first):
 def send(channel, tile, b_value):
     """Send ``b_value`` [BK, BV] float32 to the next rank, free the slot of ``recv`` and end the epoch. Never waits.
 
-    Every rank calls it, the last one too, which has nobody to send to but a slot to free and an epoch to end."""
+    Every rank calls it. The last rank sends nothing, but frees the slot and ends the epoch."""
     if (channel.RECV != NONE) | (channel.SEND != NONE):
         epoch = tl.load(channel.epoch + tile) + 1
         if epoch > 0:  # not BROKEN
@@ -201,8 +202,8 @@ def allscan(channel, tile, b_state, b_decay, b_first):
     """One tile of the exclusive scan: returns prev and sends ``b_decay * prev + b_state`` on.
 
     ``b_state`` and ``b_first`` (the initial state, used by the first rank) are [BK, BV] float32, ``b_decay`` is
-    broadcastable to them. Where ``b_decay`` is 0 nothing passes, not even Inf or NaN; where it is 0 in the whole tile,
-    the tile is sent before anything is waited for. Returns (prev, inclusive), both [BK, BV].
+    broadcastable to them. Where ``b_decay`` is 0 the result is ``b_state``, even if prev is Inf or NaN; where it is 0
+    in the whole tile, the tile is sent before any wait. Returns (prev, inclusive), both [BK, BV].
     """
     b_prev = b_first
     if (channel.RECV == NONE) & (channel.SEND == NONE):
@@ -219,8 +220,8 @@ def send_ahead(channel, tile, begun, b_state, b_decay):
     """Send the tile now if all its decays are zero. Does nothing on the first rank, which waits for no tile, nor on the
     last, which sends none.
 
-    For kernels in which a program has several tiles: ``begun = begin(channel, its lowest tile)``, which all its tiles
-    have in common; ``send_ahead`` for each of them; then ``allscan_begun`` for each, in any order.
+    For programs with several tiles: ``begun = begin(channel, lowest tile)`` once; ``send_ahead`` for each tile; then
+    ``allscan_begun`` for each tile, in any order.
     """
     if (channel.RECV != NONE) & (channel.SEND != NONE):
         epoch, word, ok = begun
@@ -244,7 +245,7 @@ def _allscan_well(channel, tile, epoch, word, ok, b_state, b_decay, b_first):
     if (channel.RECV == NONE) & (channel.SEND == NONE):
         b_inclusive = combine(b_state, b_decay, b_prev)
     else:
-        waits = channel.SEND != NONE  # the tile is still to be sent, unless send_ahead has sent it
+        waits = channel.SEND != NONE  # the tile must still be sent, unless send_ahead has sent it
         if (channel.RECV != NONE) & (channel.SEND != NONE):
             waits = not all_decays_zero(b_decay)
         b_prev, ok = _receive(channel, tile, epoch, word, ok, b_first)
@@ -258,8 +259,8 @@ def _allscan_well(channel, tile, epoch, word, ok, b_state, b_decay, b_first):
 
 @triton.jit
 def allscan_to(channel, tile, begun, b_state, b_decay, b_first, p_out, b_inside):
-    """``allscan_begun`` that stores prev to ``p_out`` [BK, BV] where ``b_inside``; ``begun``: whether all is well
-    with this very tile, too. Between sentinel links words go their way as they come, not when all of a tile are there.
+    """``allscan_begun`` that stores prev to ``p_out`` [BK, BV] where ``b_inside``; ``begun`` also says whether all is
+    well with this tile. Sentinel links forward each word on arrival, before the whole tile has arrived.
     """
     epoch, word, ok = begun
     if (channel.RECV == SENTINEL) & ((channel.SEND == SENTINEL) | (channel.SEND == NONE)):
@@ -279,17 +280,17 @@ def allscan_to(channel, tile, begun, b_state, b_decay, b_first, p_out, b_inside)
 
 @triton.jit
 def all_decays_zero(b_decay):
-    """Whether every decay of a tile is 0 (-0.0 too; NaN is not); the same for all threads of the block."""
+    """Check whether every decay of a tile is 0 (-0.0 too, NaN not); the same for all threads of the block."""
     return tl.min((b_decay + tl.zeros([1, 1], tl.float32) == 0.0).to(tl.int32)) > 0
 
 
 @triton.jit
 def shift(channel, tile, b_value, b_first):
-    """Neighbour shift of one tile: send ``b_value`` to next and return what prev has sent, ``b_first`` on the first
-    rank.
+    """Neighbour shift of one tile: send ``b_value`` to next and return prev's tile, ``b_first`` on the first rank.
 
-    What ``allscan`` gives where every decay is 0. In place of ``recv`` and ``send``. Both are [BK, BV] float32. A
-    program with several tiles: ``begin`` for the lowest, ``shift_ahead`` for all, ``shift_begun`` for all.
+    Equals ``allscan`` with zero decays; use it in place of ``recv`` and ``send``. Both arguments are [BK, BV] float32.
+    A program with several tiles calls ``begin`` for the lowest, then ``shift_ahead`` for all, then ``shift_begun`` for
+    all.
     """
     begun = begin(channel, tile)
     shift_ahead(channel, tile, begun, b_value)

@@ -1,4 +1,4 @@
-"""Delta rules from chunk to chunk: what KDA and Gated DeltaNet do between the chunks, over segments and ranks.
+"""Delta rules from chunk to chunk: the part of KDA and Gated DeltaNet between chunks, over segments and ranks.
 
 With w, u, kg, qg of a chunk of BT tokens in the WY form (w, u = T (beta k e^G), T (beta v); kg = k e^(G_C - G);
 qg = q e^G, G the sums of the chunk's gates) and D = e^G_C:
@@ -7,22 +7,22 @@ qg = q e^G, G the sums of the chunk's gates) and D = e^G_C:
     dv' = dv + kg dS        dS' = D dS + scale * qg^T do - w^T dv'                   backward, dv = Aqk^T do
 
 Forward:
-1. summary_kernel        each segment by itself: what it leaves from zero, R [K, V], and its transition M [K, K]
-2. delta_carry_kernel    through the segments of this rank: each one's incoming state from its tokens, and the matrix
-                         by which it depends on the rank's; of the last one, the rank's local state and its transition
+1. summary_kernel        each segment alone: its local state R [K, V] (from zero), and its transition M [K, K]
+2. delta_carry_kernel    over the segments of this rank: each one's incoming state from this rank's tokens, and the
+                         matrix from the rank's incoming state to it; the rank's local state and transition
 3. All-Scan over the ranks with that transition (transition.py): only a state is sent
-4. delta_states_kernel   each segment from its incoming state: that of each chunk, and v_new
+4. delta_states_kernel   each segment from its incoming state: each chunk's incoming state, and v_new
 Backward, the same from the last rank to the first with the transposed transitions of forward:
-1. adjoint_kernel        each segment from zero: what it leaves
-   (the last one of a sequence from the gradient of its final state, so that its transition is needed nowhere)
+1. adjoint_kernel        each segment from zero: its local gradient
+   (the last segment of a sequence from the gradient of its final state, so that its transition is not needed)
 2. delta_carry_kernel, 3. All-Scan with the transposed transition
 4. adjoint_kernel        each segment from its incoming gradient: that of each chunk's outgoing state, and dv'
 
 Gates G are sums from the chunk's first token on, times log2(e), float32: KDA's [tokens, H, K], with TOTALS of whole
-chunks only, [chunks, H, K], or with SCALAR Gated DeltaNet's [tokens, H], where k and q come without their decays, from
-HK heads; then kg = e^(G_C - G) k, as a factor of the rows of v_new and kg dS. Products take operands in PRECISION,
-"bf16" or "tf32x3", and sum in float32; R, M and the states between segments are float32, and their products of three
-TF32 parts.
+chunks only, [chunks, H, K]. With SCALAR they are Gated DeltaNet's [tokens, H]; k and q are then without decays, in HK
+heads, and kg = e^(G_C - G) k is applied as a factor of the rows of v_new and kg dS. Products take operands in
+PRECISION, "bf16" or "tf32x3", and sum in float32; R, M and the states between segments are float32, and their products
+of three TF32 parts.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def chunk_decay(
     SCALAR: tl.constexpr,
     TOTALS: tl.constexpr,
 ):
-    """D of chunk ``chunk``, which begins with token ``start``, [BK]; with SCALAR all alike. Where there is no such
-    chunk, that of any token."""
+    """Load D [BK] of chunk ``chunk``, which begins with token ``start``; with SCALAR all values are equal. Without such
+    a chunk, the decay of any token."""
     last = tl.maximum(tl.minimum(start + BT, end) - 1, 0).to(tl.int64) * H + h
     if TOTALS:
         last = chunk.to(tl.int64) * H + h
@@ -61,7 +61,7 @@ def chunk_decay(
 
 @triton.jit
 def token_decays(p_g, h, start, end, H: tl.constexpr, BT: tl.constexpr):
-    """With SCALAR, for the tokens of a chunk: (the decay up to the token, that behind it) [BT]; 0 beyond ``end``."""
+    """Return, with SCALAR, (the decay up to each token of a chunk, the decay behind it) [BT]; 0 beyond ``end``."""
     t = start + tl.arange(0, BT)
     last = (tl.minimum(start + BT, end) - 1).to(tl.int64) * H + h
     b_g = tl.load(p_g + t.to(tl.int64) * H + h, mask=t < end, other=0.0)
@@ -89,12 +89,12 @@ def summary_kernel(
     TOTALS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """BR rows of a segment's transition M and BV columns of the same rows of R, which it leaves from zero. A segment
-    with which its sequence ends has neither.
+    """BR rows of a segment's transition M, and BV columns of the same rows of its local state R. The last segment of a
+    sequence has neither.
 
-    By rows, from the last chunk to the first, since one product serves both:
-        A = Z kg^T,  R = R + A u,  Z = Z D - A w,     Z from the identity; in the end Z = M.
-    The diagonal of Z, which is near 1 where little decays, is not rounded in the product.
+    By rows, from the last chunk to the first, since one product then serves both:
+        A = Z kg^T,  R = R + A u,  Z = Z D - A w,     Z starts as the identity and ends as M.
+    The diagonal of Z, near 1 for weak decay, is not rounded in the product.
     """
     NR: tl.constexpr = (K + BR - 1) // BR
     i_r, i_v, s, h = tl.program_id(0) % NR, tl.program_id(0) // NR, tl.program_id(1), tl.program_id(2)
@@ -132,7 +132,7 @@ def summary_kernel(
 
 @triton.jit
 def times(p_matrix, p_x, b_sum, k, c, stride_i, stride_j, stride_x, K: tl.constexpr, C, BJ: tl.constexpr):
-    """matrix x + sum: [K, K] by the columns c of [K, C], both in memory, BJ columns of the matrix at a time."""
+    """matrix x + sum: matrix [K, K], columns c of x [K, C]; both in memory, BJ columns of the matrix at a time."""
     for n in tl.range((K + BJ - 1) // BJ, num_stages=2):
         j = n * BJ + tl.arange(0, BJ)
         at = k[:, None] * stride_i + j[None, :] * stride_j
@@ -151,9 +151,9 @@ def delta_carry_kernel(
     p_first_segments,  # int32 [B + 1]
     p_outside,  # float32 [N, H, K, V], the states at the beginning of each sequence; None for zeros
     p_incoming,  # float32 [NS, H, K, V]; out, each segment's incoming state from this rank's tokens
-    p_through,  # float32 [NS, H, K, K]; out, by which the rank's incoming state comes to each segment; None: none does
-    p_own,  # float32 [B, H, K, V]; out, what the rank leaves
-    p_dense,  # float32 [B, H, K, K]; out, by which the rank's incoming state leaves it; None without p_through
+    p_through,  # float32 [NS, H, K, K]; out, transition from the rank's incoming state to each segment; or None
+    p_own,  # float32 [B, H, K, V]; out, the rank's local state
+    p_dense,  # float32 [B, H, K, K]; out, the rank's transition; None without p_through
     H: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
@@ -162,11 +162,11 @@ def delta_carry_kernel(
     BJ: tl.constexpr,
     REVERSE: tl.constexpr,
 ):
-    """Through the segments of one sent state and head: X = M X + R. A program has BC columns of one of two X.
+    """Pass X = M X + R through the segments of one sent state and head. A program has BC columns of one of two X.
 
-    The state, from this rank's local ones, is in p_incoming and p_own; and if a state enters this rank, the identity
-    without R is in p_through and p_dense. REVERSE: from the last segment to the first, M transposed, ends for
-    beginnings.
+    The first X is the state from this rank's tokens: p_incoming and p_own. The second X, only if this rank has an
+    incoming state, starts as the identity and omits R: p_through and p_dense. REVERSE: from the last segment to the
+    first, M transposed, ends and beginnings exchanged.
     """
     NV: tl.constexpr = (V + BC - 1) // BC
     i_c, i = tl.program_id(0), tl.program_id(1)
@@ -175,7 +175,7 @@ def delta_carry_kernel(
     BEGIN: tl.constexpr = LAST if REVERSE else FIRST
     FINISH: tl.constexpr = FIRST if REVERSE else LAST
     COMES: tl.constexpr = LEFT if REVERSE else ENTERED
-    KNOWN: tl.constexpr = FIRST | LAST if REVERSE else LAST  # adjoint_kernel began with the last one's incoming state
+    KNOWN: tl.constexpr = FIRST | LAST if REVERSE else LAST  # adjoint_kernel starts with the last one's incoming state
     stride_i, stride_j = 1 if REVERSE else K, K if REVERSE else 1
     state = i_c < NV
     C = tl.where(state, V, K)
@@ -206,7 +206,7 @@ def delta_carry_kernel(
             b_next = tl.zeros([BK, BC], tl.float32)
         if state | ((flags & COMES) != 0):
             tl.store(p_here + offsets, b_x, mask=inside)
-            tl.debug_barrier()  # times() reads all of it
+            tl.debug_barrier()  # times() reads all of X
             if (flags & KNOWN) == 0:
                 b_next = times(p_transition + row * K, p_here, b_next, k, c, stride_i, stride_j, C, K, C, BJ)
             b_x = b_next
@@ -237,8 +237,8 @@ def load_incoming(
     HAS_PREV: tl.constexpr,
     COMES: tl.constexpr,
 ):
-    """The incoming state of a segment, transposed [BV, BK], from this rank's tokens and from the other ranks;
-    p_incoming, which had the first part, then has it too."""
+    """Load a segment's incoming state, transposed [BV, BK], from this rank's tokens and from the other ranks. Also
+    stores it to p_incoming, which holds the first part before."""
     at, inside = transposed_at(s * H + h, i_v, K, V, BK, BV)
     b_state = load(p_incoming, at, inside)
     if HAS_PREV:
@@ -272,7 +272,7 @@ def delta_states_kernel(
     p_g,  # float32, see above
     p_segments,  # int32 [NS, SEGMENT_WORDS]
     p_incoming,  # float32 [NS, H, K, V]; in and out, see load_incoming
-    p_through,  # float32 [NS, H, K, K]; None: nothing enters this rank
+    p_through,  # float32 [NS, H, K, K]; None without an incoming state
     p_prev,  # float32 [B, H, K, V]; None without p_through
     p_states,  # [NC, H, K, V]; out, each chunk's incoming state
     p_v_new,  # [tokens, H, V]; out
@@ -289,11 +289,11 @@ def delta_states_kernel(
     TOTALS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Through the chunks of one segment, from its incoming state: that of each chunk, and v_new.
+    """Pass through the chunks of one segment, from its incoming state: each chunk's incoming state, and v_new.
 
-    The state is held transposed, [BV, BK]: so it and v_new are left operands of the products, which tensor cores take
-    from registers, and nothing that a product waits for goes through shared memory. A chunk's decay is loaded while the
-    one before is computed.
+    The state is held transposed, [BV, BK]: so it and v_new are left operands of the products, which tensor cores read
+    from registers, and no dependent operand goes through shared memory. The next chunk's decay is loaded during the
+    computation of a chunk.
     """
     i_v, s, h = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     p_segment, start, end, chunk, num_chunks = segment(p_segments, s, BT)
@@ -327,8 +327,8 @@ def delta_states_kernel(
 def final_gradient(
     p_outside, p_segment, h, i_v, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr
 ):
-    """The gradient behind a segment [BV, BK]: of the final state where its sequence ends, if p_outside is there; else
-    zeros."""
+    """Load the gradient behind a segment [BV, BK]: the final state's, if its sequence ends and p_outside is no None;
+    else zeros."""
     b_state = tl.zeros([BV, BK], tl.float32)
     if p_outside is not None:
         ends = (tl.load(p_segment + FLAGS) & LAST) != 0
@@ -352,7 +352,7 @@ def local_gradients(
     BV: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Of a chunk, (do, what v_new has of it inside of the chunk: p_dv, or Aqk^T do) [BV, BT]."""
+    """Return (do, the gradient of v_new from inside the chunk: p_dv, or Aqk^T do) [BV, BT] of a chunk."""
     at_v, inside_v = rows(h, first, end, H, V, BT, BV, i_v)
     b_do = tl.trans(load(p_do, at_v, inside_v))
     if p_dv is None:
@@ -366,7 +366,7 @@ def local_gradients(
 
 @triton.jit
 def store_gradients(p_dstates, p_dv_new, b_state, b_dv, at_s, inside_s, at_v, inside_v):
-    """Of a chunk's outgoing state, and dv', which are transposed here."""
+    """Store the gradient of a chunk's outgoing state, and dv'; both arguments are transposed."""
     tl.store(p_dstates + at_s, tl.trans(cast(b_state, p_dstates.dtype.element_ty)), mask=inside_s)
     tl.store(p_dv_new + at_v, tl.trans(cast(b_dv, p_dv_new.dtype.element_ty)), mask=inside_v)
 
@@ -378,16 +378,16 @@ def adjoint_kernel(
     p_w,  # [tokens, H, K]
     p_g,  # float32, see above
     p_do,  # [tokens, H, V]
-    p_dv,  # [tokens, H, V]; None: of p_scores
+    p_dv,  # [tokens, H, V]; None: computed from p_scores
     p_scores,  # Aqk [tokens, H, BT]; None with p_dv
     p_segments,  # int32 [NS, SEGMENT_WORDS]
-    p_incoming,  # float32 [NS, H, K, V]; in and out, see load_incoming; this and what follows up to p_dinitial: or None
-    p_through,  # float32 [NS, H, K, K]; None: nothing enters this rank
+    p_incoming,  # float32 [NS, H, K, V]; in and out, see load_incoming; all from here to p_dinitial may be None
+    p_through,  # float32 [NS, H, K, K]; None without an incoming gradient
     p_prev,  # float32 [B, H, K, V]; None without p_through
     p_dstates,  # [NC, H, K, V]; out, the gradient of each chunk's outgoing state
     p_dv_new,  # dv' [tokens, H, V]; out
-    p_dinitial,  # float32 [N, H, K, V]; out, of the states before the first token of each sequence that begins here
-    p_local,  # float32 [NS, H, K, V]; out, what each segment leaves from zero; None with p_incoming
+    p_dinitial,  # float32 [N, H, K, V]; out, gradients of the initial states of the sequences that begin here
+    p_local,  # float32 [NS, H, K, V]; out, each segment's local gradient, from zero; None with p_incoming
     p_outside,  # float32 [N, H, K, V], gradients of final states; or None
     scale,  # float
     H: tl.constexpr,
@@ -402,12 +402,12 @@ def adjoint_kernel(
     TOTALS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """The gradient of the state through the chunks of one segment, from the last to the first; held as by
+    """Pass the gradient of the state through the chunks of one segment, from the last to the first; held as by
     delta_states_kernel.
 
-    From zero, or where its sequence ends from p_outside, it writes what the segment leaves (p_local), unless its
-    sequence begins with it. With p_incoming, from the segment's incoming gradient, it writes p_dstates, p_dv_new and
-    p_dinitial.
+    Without p_incoming it starts from zero, or from p_outside if the sequence ends, and writes the segment's local
+    gradient (p_local), unless the sequence begins with the segment. With p_incoming it starts from the segment's
+    incoming gradient, and writes p_dstates, p_dv_new and p_dinitial.
     """
     EVERY_CHUNK: tl.constexpr = p_incoming is not None
     HAS_PREV: tl.constexpr = p_through is not None
@@ -471,7 +471,7 @@ def scalar_gradient_kernel(
     p_states,  # [NC, H, K, V]
     p_dstates,  # [NC, H, K, V]
     p_chunks,  # int32 [NC, 2]
-    p_dq,  # [tokens, H, K], of each head, since heads share the rows of q and k; out
+    p_dq,  # [tokens, H, K], per head, since heads share the rows of q and k; out
     p_dk,  # [tokens, H, K], the same; out
     p_dw,  # [tokens, H, K]; out
     p_dg,  # float32 [tokens, H]; out
@@ -486,10 +486,10 @@ def scalar_gradient_kernel(
     BV: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Gated DeltaNet: gradients of q, k and the gates' sums of one chunk and head, but for what comes through w and u,
-    whose gradients are dw, given here, and dv'.
+    """Gated DeltaNet: gradients of q, k and the gates' sums of one chunk and head, without the terms through w and u;
+    their gradients are dw, an output of this kernel, and dv'.
 
-    With S the state that enters the chunk, dS the gradient of that which leaves it, and, for tokens t >= s,
+    With S the chunk's incoming state, dS the gradient of its outgoing state, and, for tokens t >= s,
     P_ts = scale * e^(G_t - G_s) (do_t . v_new_s):
         dq = scale * e^G do S^T + P k       dk = e^(G_C - G) v_new dS^T + P^T q       dw = -dv' S^T
         dG = q . dq - k . dk, and at the last token also e^G_C <S, dS> + sum_s k_s . e^(G_C - G_s) v_new_s dS^T
@@ -508,7 +508,7 @@ def scalar_gradient_kernel(
     b_pairs *= exp2(tl.minimum(b_g[:, None] - b_g[None, :], 0.0)) * scale
     b_pairs = tl.where(t[:, None] >= t[None, :], b_pairs, 0.0)
     b_dg = tl.zeros([BT], tl.float32)
-    b_of_states = tl.zeros([BT], tl.float32)  # sum_k of k times what dk has of dS
+    b_of_states = tl.zeros([BT], tl.float32)  # sum over columns of k times the dS term of dk
     b_inner = tl.zeros([BJ], tl.float32)  # <S, dS>
     for j in range((K + BJ - 1) // BJ):
         b_dq = tl.zeros([BT, BJ], tl.float32)

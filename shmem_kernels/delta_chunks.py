@@ -1,30 +1,30 @@
 """Delta rules inside of a chunk, forward: KDA, and Gated DeltaNet, whose gate is the same in all channels.
 
-With G_t the sum of a chunk's gates up to token t, G the sum of all, S the state that enters the chunk:
+With G_t the sum of a chunk's gates up to token t, G the sum of all, S the chunk's incoming state:
 
     Aqk[t, s] = scale sum_c q_t k_s e^(G_t - G_s), s <= t       Akk[t, s] = beta_t sum_c k_t k_s e^(G_t - G_s), s < t
     T = (1 + Akk)^-1      w = T (beta k e^G)      u = T (beta v)      kg = k e^(G - G_t)      qg = q e^G
     v_new = u - w S       o = scale qg S + Aqk v_new       S' = e^G S + kg^T v_new
 
-operands_kernel   Aqk and T, unless they are there; w, u, kg, qg and G of each chunk by itself; in two launches, the
-                  second of which is for strong chunks
-anchors_kernel    between the two, of these where their stretches begin
+operands_kernel   Aqk and T, unless they are inputs; w, u, kg, qg and G of each chunk alone; in two launches, the second
+                  for strong chunks
+anchors_kernel    between the two, for strong chunks: the first tokens of their stretches
 output_kernel     from chunk to chunk of a segment: o, without storing states
 
 Between them the segments' states are sent, see delta.py.
 
-**Decays between two tokens.** e^(G_t - G_s) has to be a factor of t times one of s, to be part of a product of
-matrices. Tokens are cut into stretches: the first begins with the chunk, another one with each token up to which the
-sum of any channel's gates from the one before on is below -LIMIT, by gates up to there alone, so that nothing depends
-on later tokens. A chunk of one stretch is weak, others are strong. With the anchor of a stretch where its first token
-ends (of the first one where the chunk begins), its tokens have e^(sum from the anchor on), and as the earlier ones of
-pairs e^-(that); tokens before it e^(sum up to the anchor). Beyond 4 stretches, in the rest, tokens are paired by
-halves: of 2n tokens, n = 32 to 1, the later n have e^(sum from the middle on), the earlier n e^(sum up to the middle);
-and each with itself.
+**Decays between two tokens.** For a product of matrices e^(G_t - G_s) must be a factor of t times a factor of s. The
+tokens of a chunk are divided into stretches. The first stretch begins with the chunk. A new one begins with each token
+at which the sum of any channel's gates since the start of the stretch is below -LIMIT; only gates up to that token
+count, so that nothing depends on later tokens. A chunk of one stretch is weak, others are strong. The anchor of a
+stretch is the end of its first token (of the first stretch: the beginning of the chunk). A token of the stretch has the
+factor e^(sum from the anchor on), and as the earlier token of a pair e^-(the same sum); a token before the stretch
+e^(sum up to the anchor). Tokens beyond 4 stretches, the rest, are paired by halves: of 2n tokens, n = 32 to 1, the
+later n have e^(sum from the middle on), the earlier n e^(sum up to the middle); and each token is paired with itself.
 
-Of one gate a head (SCALAR) scores are multiplied by the decays, of sums of the gates between two tokens.
+With one gate per head (SCALAR) scores are multiplied by decays from sums of the gates between two tokens.
 
-So no factor that counts is above e^LIMIT, and a sum has the gates between two tokens only: exact for every gate, but
+So no relevant factor is above e^LIMIT, and a sum has the gates between two tokens only: exact for every gate, except
 that factors below 2^-71 are 0. tests/support/delta_chunks.py has the same in float64, with the error analysis.
 
 q, k [tokens, HK, K], v, u, o [tokens, H, V], g [tokens, H, K] (SCALAR: [tokens, H]), beta [tokens, H]; w, kg, qg
@@ -58,17 +58,18 @@ from .delta import load_incoming, transposed_at
 from .segment_table import ENTERED, FLAGS, LAST, SEQUENCE, segment
 
 LIMIT = tl.constexpr(124.0)  # to base 2
-# A chunk whose sum is not below MILD is weak, a stretch ends where one is below STEEP. These sums, and those of the
-# 16 bits of each gate that bfloat16 takes, add in other orders and differ by less than 2^-7: no token of a weak chunk
-# would end a stretch, and no sum within one is below -LIMIT
+# A chunk is weak if no sum is below MILD; a stretch ends at a sum below STEEP. These sums, and the sums of gates that
+# are rounded to 16 bits for bfloat16 products, add in different orders and differ by less than 2^-7: so no token of a
+# weak chunk would end a stretch, and no sum within a stretch is below -LIMIT
 MILD = tl.constexpr(-LIMIT.value + 0.0625)
 STEEP = tl.constexpr(-LIMIT.value + 0.03125)
-# e^G_t is multiplied by BIG and e^-G_s by SMALL. Both are then within 2^-69 and 2^69, and a query, a key or a gradient
-# times one of them within float32's range: without, a gradient of 1e-9 lost digits, and one of 2e7 overflowed
+# e^G_t is multiplied by BIG and e^-G_s by SMALL. Both are then within 2^-69 and 2^69, and their products with queries,
+# keys and gradients are in float32's range: without, a gradient of 1e-9 lost digits, and one of 2e7 overflowed
 BIG = tl.constexpr(2.0**55)
 SMALL = tl.constexpr(2.0**-55)
-# Tables of blocks.load_weights: of halves of 1, 2 .. 32 tokens which tokens' gates a token sums up, and which pairs are
-# of two halves; the sums to where the chunk begins, and to each token as an anchor, negative for tokens behind it
+# Tables of blocks.load_weights. For halves of 1, 2 .. 32 tokens: the gates in each token's sum (SUMS), and the pairs
+# across two halves (PAIRS). Sums to the beginning of the chunk, and to each token as an anchor, negative for tokens
+# behind it (ANCHORED)
 SUMS = tl.constexpr(3)
 PAIRS = tl.constexpr(9)
 ANCHORED = tl.constexpr(15)
@@ -76,8 +77,8 @@ ANCHORED = tl.constexpr(15)
 
 @triton.jit
 def tile(h, start, end, H: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BW: tl.constexpr, i_w=0):
-    """blocks.rows in two parts, (offset, int32 offsets from there, mask): tensors of one shape share the registers
-    of the latter."""
+    """blocks.rows in two parts, (offset, int32 offsets from there, mask): tensors of one shape share the registers of
+    the int32 offsets."""
     t, w = tl.arange(0, BT), tl.arange(0, BW)
     inside = (t < end - start)[:, None] & (i_w * BW + w < W)[None, :]
     return (start.to(tl.int64) * H + h) * W + i_w * BW, t[:, None] * (H * W) + w[None, :], inside
@@ -85,7 +86,7 @@ def tile(h, start, end, H: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BW: 
 
 @triton.jit
 def state_tile(i_state, i_v, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, i_k):
-    """blocks.state_at in the same way."""
+    """blocks.state_at in two parts, as ``tile``."""
     k, v = tl.arange(0, BK), tl.arange(0, BV)
     inside = (i_k * BK + k < K)[:, None] & (i_v * BV + v < V)[None, :]
     return (i_state.to(tl.int64) * K + i_k * BK) * V + i_v * BV, k[:, None] * V + v[None, :], inside
@@ -93,8 +94,8 @@ def state_tile(i_state, i_v, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr,
 
 @triton.jit
 def halves(n, BT: tl.constexpr):
-    """Of blocks of 2 ** (n + 1) tokens (whose gates sum up to the middle from either side, which pairs are of a later
-    and an earlier half), [BT, BT]."""
+    """Return, for blocks of 2 ** (n + 1) tokens, (the gates in each token's sum to the middle, the pairs of a later and
+    an earlier half), both [BT, BT]."""
     t, u = tl.arange(0, BT)[:, None], tl.arange(0, BT)[None, :]
     middle = ((t >> (n + 1)) << (n + 1)) + (1 << n)
     where = ((u > middle) & (u <= t)) | ((u > t) & (u <= middle))
@@ -105,7 +106,7 @@ def halves(n, BT: tl.constexpr):
 def weighted(
     p_weights, i: tl.constexpr, TRANSPOSED: tl.constexpr, b_x, b_sum, BT: tl.constexpr, PRECISION: tl.constexpr
 ):
-    """sum + x weighted by a table (blocks.load_weights) of ones; see sums_of, without whose registers it does."""
+    """sum + x weighted by a table (blocks.load_weights) of ones; like sums_of, with fewer registers."""
     b_weights = load_weights(p_weights, i, BT)
     if TRANSPOSED:
         b_weights = tl.trans(b_weights)
@@ -116,7 +117,7 @@ def weighted(
 def gates_at(
     p_g, h, start, end, j, H: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BJ: tl.constexpr, SCALAR: tl.constexpr
 ):
-    """[BT, BJ], to base 2."""
+    """Load gates [BT, BJ], to base 2."""
     if SCALAR:
         t = start + tl.arange(0, BT)
         return load_gates(p_g, t.to(tl.int64) * H + h, t < end)[:, None] + tl.zeros([BT, BJ], tl.float32)
@@ -126,8 +127,8 @@ def gates_at(
 
 @triton.jit
 def gate_sums(p_weights, i, TRANSPOSED: tl.constexpr, b_g, BT: tl.constexpr, PRECISION: tl.constexpr):
-    """Sums of gates by a table of weights. In bfloat16 a gate is the sum of two parts, 16 bits: to 2^-17 of itself, and
-    the same one in all sums."""
+    """Sums of gates by a table of weights. In bfloat16 a gate is split into two parts, 16 bits: a relative error of
+    2^-17, the same in all sums."""
     b_weights = load_weights(p_weights, i, BT)
     if TRANSPOSED:
         b_weights = tl.trans(b_weights)
@@ -141,14 +142,14 @@ def gate_sums(p_weights, i, TRANSPOSED: tl.constexpr, b_g, BT: tl.constexpr, PRE
 
 @triton.jit
 def anchored_sums(p_weights, anchor, b_g, BT: tl.constexpr, PRECISION: tl.constexpr):
-    """Of the gates between each token and the anchor, with the other sign behind it."""
+    """Sums of the gates between each token and the anchor, negated for tokens behind it."""
     return gate_sums(p_weights, ANCHORED + anchor, False, b_g, BT, PRECISION)
 
 
 @triton.jit
 def after_anchor(b_sums):
-    """(factor of the later token of a pair, of the earlier one) [BT, BJ], times BIG and SMALL, of a stretch of tokens
-    behind an anchor."""
+    """Return the factors (of the later token of a pair, of the earlier one) [BT, BJ], times BIG and SMALL, for the
+    stretch behind an anchor."""
     return exp2(tl.minimum(-b_sums, 0.0)) * BIG, exp2(tl.minimum(b_sums, LIMIT)) * SMALL
 
 
@@ -162,8 +163,8 @@ def anchors_kernel(
     BT: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """In place of what is not 0 in p_strong [NC, H] the chunk's anchors, 8 bits each, BT for none: the first tokens of
-    the stretches, and of the rest."""
+    """Replace each nonzero word of p_strong [NC, H] by the chunk's anchors, 8 bits each, BT for none: the first tokens
+    of the stretches, and of the rest."""
     n, h = tl.program_id(0) // H, tl.program_id(0) % H
     if tl.load(p_strong + n * H + h) == 0:
         return
@@ -184,14 +185,15 @@ def anchors_kernel(
 
 @triton.jit
 def halves_of(p_weights, m, b_g, beyond, BT: tl.constexpr, PRECISION: tl.constexpr):
-    """(factor of the later token of a pair, of the earlier one) between halves of 2 ** (m + 1) tokens, of the rest."""
+    """Return the factors (of the later token of a pair, of the earlier one) between halves of 2 ** (m + 1) tokens of
+    the rest."""
     b_factor = exp2(gate_sums(p_weights, SUMS + m, False, b_g, BT, PRECISION))
     return tl.where(tl.arange(0, BT)[:, None] >= beyond, b_factor, 0.0), b_factor
 
 
 @triton.jit
 def add_strong_pairs(b_aq, b_ak, b_q, b_k, b_g, p_weights, packed, BT: tl.constexpr, PRECISION: tl.constexpr):
-    """Aqk and Akk with what these channels give; of the first stretch with the same bits as without STRONG."""
+    """Add these channels' terms to Aqk and Akk; in the first stretch with the same bits as without STRONG."""
     t = tl.arange(0, BT)[:, None]
     i, first, anchor = 0, 0, 0
     while (i < 32) & (first < BT):
@@ -217,7 +219,7 @@ def add_strong_pairs(b_aq, b_ak, b_q, b_k, b_g, p_weights, packed, BT: tl.conste
 
 @triton.jit
 def scalar_decays(p_g, h, start, end, H: tl.constexpr, BT: tl.constexpr):
-    """Of one gate a head: (e^G_t, e^(G - G_t) [BT], e^G)."""
+    """Return (e^G_t, e^(G - G_t) [BT], e^G) for one gate per head."""
     u = start + tl.arange(0, BT)
     b_g = load_gates(p_g, u.to(tl.int64) * H + h, u < end)[None, :]
     b_before = exp2(tl.sum(tl.where(lower(BT, 0), b_g, 0.0), 1))
@@ -226,7 +228,7 @@ def scalar_decays(p_g, h, start, end, H: tl.constexpr, BT: tl.constexpr):
 
 @triton.jit
 def decays_between(p_g, p_weights, h, start, end, H: tl.constexpr, BT: tl.constexpr, PRECISION: tl.constexpr):
-    """e^(G_t - G_s), s <= t, of one gate a head [BT, BT], of sums of the gates between two tokens alone."""
+    """Return e^(G_t - G_s), s <= t, [BT, BT] for one gate per head, from sums of the gates between two tokens only."""
     u = start + tl.arange(0, BT)
     b_g = load_gates(p_g, u.to(tl.int64) * H + h, u < end)[:, None]
     return exp2(gate_sums(p_weights, ONWARD, True, tl.where(lower(BT, 1), b_g, 0.0), BT, PRECISION))
@@ -234,7 +236,7 @@ def decays_between(p_g, p_weights, h, start, end, H: tl.constexpr, BT: tl.conste
 
 @triton.jit
 def chunk_of(p_chunks, p_beta, n, h, H: tl.constexpr, BT: tl.constexpr):
-    """(first token, end, where a number of each token lies, whether there is such a token, beta) of chunk n."""
+    """Return (first token, end, offsets of one number per token, their mask, beta) of chunk n."""
     start, end = tl.load(p_chunks + 2 * n), tl.load(p_chunks + 2 * n + 1)
     t = start + tl.arange(0, BT)
     at, inside = t.to(tl.int64) * H + h, t < end
@@ -243,8 +245,9 @@ def chunk_of(p_chunks, p_beta, n, h, H: tl.constexpr, BT: tl.constexpr):
 
 @triton.jit
 def inverse(b_a, BT: tl.constexpr, PRECISION: tl.constexpr):
-    """Of 1 + a, a [BT, BT] below the diagonal. With X the inverses of the diagonal blocks of n tokens and a' the part
-    of a between the two of each pair of blocks, those of 2n tokens are X - X a' X: forward substitution by blocks."""
+    """Return the inverse of 1 + a; a [BT, BT] is strictly lower triangular. With X the inverses of the diagonal blocks
+    of n tokens and a' the part of a between the two blocks of each pair, the inverses for 2n tokens are X - X a' X:
+    forward substitution by blocks."""
     where, b_pairs = halves(0, BT)
     b_x = tl.where(lower(BT, 0) & upper(BT, 0), 1.0, tl.where(b_pairs, -b_a, 0.0))
     n = 1
@@ -286,10 +289,10 @@ def operands_kernel(
     STRONG: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Of one chunk and head Aqk, T, w, u, kg, qg and the sum of the gates. SOLVED: Aqk and T are there. Otherwise
-    without STRONG of weak chunks, with STRONG then of the others, by p_strong [NC, H]: this writes what is not 0 for
-    these, and with STRONG takes anchors_kernel's anchors from there."""
-    n, h = tl.program_id(0) // H, tl.program_id(0) % H  # tokens of all heads lie together
+    """Aqk, T, w, u, kg, qg and the sum of the gates of one chunk and head. SOLVED: Aqk and T are inputs. Otherwise the
+    launch without STRONG computes weak chunks and marks strong ones in p_strong [NC, H] by a nonzero word; the launch
+    with STRONG then computes these, with anchors_kernel's anchors in p_strong."""
+    n, h = tl.program_id(0) // H, tl.program_id(0) % H  # heads of a token are adjacent in memory
     start, end, at_t, inside_t, b_beta = chunk_of(p_chunks, p_beta, n, h, H, BT)
     c = tl.arange(0, BJ)
     if not SOLVED:
@@ -335,7 +338,7 @@ def operands_kernel(
             tl.store(p_sums + (n * H + h).to(tl.int64) * K + j * BJ + c, b_total, mask=j * BJ + c < K)
             b_least = tl.minimum(b_least, b_total)
         else:
-            tl.store(p_w + base + at, cast(b_kb, p_w.dtype.element_ty), mask=inside)  # until T is there
+            tl.store(p_w + base + at, cast(b_kb, p_w.dtype.element_ty), mask=inside)  # until T is computed
             if SCALAR:
                 b_aq = product(b_q, tl.trans(b_k), b_aq, PRECISION)
                 b_ak = product(b_k, tl.trans(b_k), b_ak, PRECISION)
@@ -364,7 +367,7 @@ def operands_kernel(
         b_ak = tl.where(lower(BT, 1), b_ak * b_beta[:, None], 0.0)
         b_solved = cast(inverse(b_ak, BT, PRECISION), p_solved.dtype.element_ty)
         tl.store(p_solved + base_a + at_a, b_solved, mask=inside_a)
-        tl.debug_barrier()  # other threads read what is in p_w
+        tl.debug_barrier()  # p_w, for loads by other threads
         for j in range((K + BJ - 1) // BJ):
             base, at, inside = tile(h, start, end, H, K, BT, BJ, j)
             b_w = product(b_solved, load(p_w + base, at, inside), tl.zeros([BT, BJ], tl.float32), PRECISION)
@@ -387,7 +390,7 @@ def output_kernel(
     p_sums,  # float32 [NC, H, K]
     p_segments,  # int32 [NS, SEGMENT_WORDS]
     p_incoming,  # float32 [NS, H, K, V]
-    p_through,  # float32 [NS, H, K, K]; None: nothing enters this rank
+    p_through,  # float32 [NS, H, K, K]; None without an incoming state
     p_prev,  # float32 [B, H, K, V]; None without p_through
     p_o,  # [tokens, H, V]; out
     p_final,  # float32 [N, H, K, V]; out, or None
@@ -401,8 +404,8 @@ def output_kernel(
     BJ: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Through the chunks of one segment, from its incoming state: o [tokens, H, V], and p_final as delta_states_kernel,
-    whose way to hold the state this is. p_through and p_final may be None."""
+    """Pass through the chunks of one segment, from its incoming state: o [tokens, H, V], and p_final. Holds the state
+    and writes p_final as delta_states_kernel. p_through and p_final may be None."""
     HAS_PREV: tl.constexpr = p_through is not None
     i_v, s, h = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     p_segment, start, end, chunk, num_chunks = segment(p_segments, s, BT)

@@ -1,8 +1,8 @@
-"""Delta rules inside of a chunk, backward; see delta_chunks.py for what is what.
+"""Delta rules inside of a chunk, backward; delta_chunks.py defines the symbols.
 
-With dS' the gradient of the state that leaves the chunk and dv_new = Aqk^T do + kg dS', which adjoint_kernel (delta.py)
-has made, pairs_kernel makes what needs no decays of pairs, and gradient_kernel, strong_gradient_kernel or
-scalar_gradient_kernel all else:
+Inputs are dS', the gradient of the chunk's outgoing state, and dv_new = Aqk^T do + kg dS', both from adjoint_kernel
+(delta.py). pairs_kernel computes the terms without decays of pairs; gradient_kernel, strong_gradient_kernel or
+scalar_gradient_kernel compute all others:
 
     r = T^T dv_new, the gradient of the right side of (1 + Akk) v_new = beta v - beta k e^G S
     dAqk = do v_new^T, s <= t         dAkk = -r v_new^T, s < t         dv = beta r
@@ -10,7 +10,7 @@ scalar_gradient_kernel all else:
     dq   = scale e^G do S^T  +  scale sum_s dAqk[t, s] k_s e^(G_t - G_s)
     dk'  = beta (X - e^G r S^T)                                                        as the later token
     dk'' = e^(G - G_t) v_new dS'^T + sum_t (scale dAqk[t, s] q_t + dAkk[t, s] beta_t k_t) e^(G_t - G_s)  as the earlier
-    dk = dk' + dk''        dG_t = q . dq + k . dk' - k . dk'', both without s = t, which would only leave errors
+    dk = dk' + dk''        dG_t = q . dq + k . dk' - k . dk'', both without s = t, which cancels up to rounding
     dG at the last token also + sum_t k_t . e^(G - G_t) v_new dS'^T + e^G <S, dS'>_row;  dg = the sum of dG from t on
 """
 
@@ -40,7 +40,7 @@ from .delta_chunks import (
 
 @triton.jit
 def rounded(b_x, dtype: tl.constexpr):
-    """As it is as an operand of a product, but for ties."""
+    """Round as an operand of a product is rounded, except for ties."""
     if dtype == tl.bfloat16:
         return ((b_x.to(tl.int32, bitcast=True) + 0x8000) & -65536).to(tl.float32, bitcast=True)
     else:
@@ -49,7 +49,7 @@ def rounded(b_x, dtype: tl.constexpr):
 
 @triton.jit
 def sums_at(n, h, H: tl.constexpr, BT: tl.constexpr):
-    """Where sums of pairs_kernel lie: dAqk[t, t], and BT numbers on what dbeta has by then."""
+    """Return the offsets of pairs_kernel's sums: dAqk[t, t], and, BT numbers further, its terms of dbeta."""
     return (n * H + h).to(tl.int64) * (2 * BT) + tl.arange(0, BT)
 
 
@@ -78,9 +78,9 @@ def pairs_kernel(
     SCALAR: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Of one chunk and head dv; r = T^T dv_new in place of dv_new; scale dAqk and dAkk, s < t (pairs [NC, H, 2, BT,
-    BT]), of one gate a head times the decays; and sums, see sums_at."""
-    n, h = tl.program_id(0) // H, tl.program_id(0) % H  # tokens of all heads lie together
+    """For one chunk and head: dv; r = T^T dv_new in place of dv_new; scale dAqk and dAkk, s < t (pairs [NC, H, 2, BT,
+    BT]), with SCALAR times the decays; and sums, see sums_at."""
+    n, h = tl.program_id(0) // H, tl.program_id(0) % H  # heads of a token are adjacent in memory
     start, end, at_t, inside_t, b_beta = chunk_of(p_chunks, p_beta, n, h, H, BT)
     base_a, at_a, inside_a = tile(h, start, end, H, BT, BT, BT)
     b_solved = tl.trans(load(p_solved + base_a, at_a, inside_a))
@@ -124,9 +124,9 @@ def by_states(
     BV: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """do S^T, r S^T and v_new dS^T [BT, BJ], and b_last [BJ] with the sums of S dS over V, of the j-th columns of a
-    chunk: the products with its incoming state and with the gradient of its outgoing one. of_v: pointers to do, r,
-    v_new; states: to S, dS; place: n, h, first and last token, j."""
+    """Return do S^T, r S^T and v_new dS^T [BT, BJ], and b_last [BJ] plus the sums of S dS over V, for the j-th columns
+    of a chunk: the products with its incoming state S and the gradient dS of its outgoing state. of_v: pointers to do,
+    r, v_new; states: to S, dS; place: n, h, first and last token, j."""
     p_do, p_r, p_v_new = of_v
     p_states, p_dstates = states
     n, h, start, end, j = place
@@ -176,8 +176,8 @@ def gradient_kernel(
     SCALAR: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Of one weak chunk and head dq, dk [tokens, H, K], dg and dbeta; behind pairs_kernel."""
-    n, h = tl.program_id(0) // H, tl.program_id(0) % H  # tokens of all heads lie together
+    """dq, dk [tokens, H, K], dg and dbeta of one weak chunk and head; runs after pairs_kernel."""
+    n, h = tl.program_id(0) // H, tl.program_id(0) % H  # heads of a token are adjacent in memory
     if tl.load(p_strong + n * H + h) != 0:
         return
     DTYPE: tl.constexpr = tl.bfloat16 if PRECISION == "bf16" else tl.float32
@@ -252,8 +252,8 @@ def scalar_gradient_kernel(
     SCALAR: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """The same of one gate a head, whatever it is: pairs have their decays."""
-    n, h = tl.program_id(0) // H, tl.program_id(0) % H  # tokens of all heads lie together
+    """gradient_kernel for one gate per head, of any strength: the pairs already contain their decays."""
+    n, h = tl.program_id(0) // H, tl.program_id(0) % H  # heads of a token are adjacent in memory
     DTYPE: tl.constexpr = tl.bfloat16 if PRECISION == "bf16" else tl.float32
     start, end, at_t, inside_t, b_beta = chunk_of(p_chunks, p_beta, n, h, H, BT)
     p_parts += sums_at(n, h, H, BT)
@@ -261,7 +261,7 @@ def scalar_gradient_kernel(
     b_before, b_after, decay = scalar_decays(p_g, h, start, end, H, BT)
     p_pairs += (n * H + h).to(tl.int64) * (2 * BT * BT)
     b_gates = tl.zeros([BT], tl.float32)  # dG
-    b_left = tl.zeros([BT], tl.float32)  # what a token leaves in the state, of dg after it
+    b_left = tl.zeros([BT], tl.float32)  # terms of later dg through the state, by token
     b_last = tl.zeros([BJ], tl.float32)
     for j in range((K + BJ - 1) // BJ):
         base_k, at_k, inside_k = tile(h // (H // HK), start, end, HK, K, BT, BJ, j)
@@ -290,7 +290,7 @@ def scalar_gradient_kernel(
 
 @triton.jit
 def pairs_of(p_pairs, first, beyond, BT: tl.constexpr):
-    """scale dAqk and dAkk of the later tokens first .. beyond, [BT, BT]."""
+    """Load scale dAqk and dAkk of the later tokens first .. beyond, [BT, BT]."""
     t, s = tl.arange(0, BT)[:, None], tl.arange(0, BT)[None, :]
     at, own = t * BT + s, (t >= first) & (t < beyond)
     return tl.load(p_pairs + at, mask=own, other=0.0), tl.load(p_pairs + BT * BT + at, mask=own, other=0.0)
@@ -298,8 +298,8 @@ def pairs_of(p_pairs, first, beyond, BT: tl.constexpr):
 
 @triton.jit
 def as_later(pairs, tokens, factors, begin, sums, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
-    """dq, dk, dG and dbeta with what pairs give to the later of two tokens, of decays that are products of these
-    factors. begin: what the products begin with."""
+    """Add the pairs' terms for the later token to dq, dk, dG and dbeta; decays are products of these factors. begin:
+    start values of the matrix products."""
     b_pq, b_pk = pairs
     b_q, b_k, b_beta = tokens
     b_row, b_column = factors
@@ -320,7 +320,7 @@ def as_later(pairs, tokens, factors, begin, sums, DTYPE: tl.constexpr, PRECISION
 
 @triton.jit
 def as_earlier(pairs, tokens, factors, sums, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
-    """dk and dG with what they give to the earlier one."""
+    """Add the pairs' terms for the earlier token to dk and dG."""
     b_pq, b_pk = pairs
     b_q, b_k, b_beta = tokens
     b_row, b_column = factors
@@ -365,9 +365,9 @@ def strong_gradient_kernel(
     REST: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """The same of chunks of several stretches, stretch by stretch, each of which loads what it takes again, or it would
-    fill registers."""
-    n, h = tl.program_id(0) // H, tl.program_id(0) % H  # tokens of all heads lie together
+    """gradient_kernel for chunks of several stretches, one stretch at a time. Each stretch loads its operands again, to
+    save registers."""
+    n, h = tl.program_id(0) // H, tl.program_id(0) % H  # heads of a token are adjacent in memory
     packed = tl.load(p_strong + n * H + h)
     if (packed == 0) | ((packed >> 24 < BT) != REST):
         return
@@ -444,7 +444,7 @@ def strong_gradient_kernel(
         b_g = gates_at(p_g, h, start, end, j, H, K, BT, BJ, SCALAR)
         b_by_state *= exp2(gate_sums(p_weights, BEFORE, True, b_g, BT, PRECISION))
         tl.store(p_dk + base + at, cast(b_dk + b_by_state, p_dk.dtype.element_ty), mask=inside)
-        # not the difference of what all tokens give and later ones: it may be much less than these
+        # not a difference of sums over all tokens and over later ones: it may be much smaller than both
         b_through = (b_last * exp2(tl.sum(b_g, 0)))[None, :] + b_zeros
         b_by_state *= load(p_k + base_k, at_k, inside_k).to(tl.float32)
         b_through = weighted(p_weights, BEFORE, False, b_by_state, b_through, BT, PRECISION)

@@ -1,9 +1,9 @@
-"""What delta rules take, of raw arguments: norms of queries and keys, gates and beta; and the gradients of these.
+"""Computes inputs of delta rules from raw arguments: normalized queries and keys, gates, beta; and their gradients.
 
-normalize_kernel, normalize_back_kernel   y = x / sqrt(|x|^2 + 1e-6), of each row of D numbers
-gate_kernel, gate_back_kernel             of each of W numbers a token, K a head, with z = x + dt_bias, r = exp(A_log):
-                                          -r softplus(z), or BOUNDED, which beta is, too, bound sigmoid(r z)
-sums_kernel                               the gradients of A_log and dt_bias, of gate_back_kernel's parts
+normalize_kernel, normalize_back_kernel   y = x / sqrt(|x|^2 + 1e-6) for each row of D numbers
+gate_kernel, gate_back_kernel             for each of W numbers a token, K a head, with z = x + dt_bias, r = exp(A_log):
+                                          -r softplus(z); BOUNDED, also used for beta: bound sigmoid(r z)
+sums_kernel                               the gradients of A_log and dt_bias, from gate_back_kernel's parts
 
 In float32. Sums over tokens have one order for each number of tokens: no atomics.
 """
@@ -35,7 +35,7 @@ def normalize_kernel(
     BD: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """p_factors float32 [rows]: 1 / sqrt(|x|^2 + 1e-6)."""
+    """Normalize rows; p_factors float32 [rows]: 1 / sqrt(|x|^2 + 1e-6)."""
     at, inside = block_at(tl.program_id(0), 0, rows, D, ROWS, BD)
     b_x = load(p_x, at, inside).to(tl.float32)
     b_factors = 1.0 / tl.sqrt(tl.sum(b_x * b_x, 1) + EPS)
@@ -55,7 +55,7 @@ def normalize_back_kernel(
     BD: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """dx of dy."""
+    """dx from dy."""
     at, inside = block_at(tl.program_id(0), 0, rows, D, ROWS, BD)
     b_y, b_dy = load(p_y, at, inside).to(tl.float32), load(p_dy, at, inside).to(tl.float32)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -66,7 +66,7 @@ def normalize_back_kernel(
 
 @triton.jit
 def parameters_at(p_A_log, p_dt_bias, j, W: tl.constexpr, K: tl.constexpr, BW: tl.constexpr):
-    """(r, dt_bias) [1, BW] of columns j * BW .. + BW, 1 and 0 where there are none."""
+    """Load (r, dt_bias) [1, BW] of columns j * BW .. + BW; 1 and 0 if the argument is None."""
     column = j * BW + tl.arange(0, BW)
     b_rate, b_bias = tl.full([BW], 1.0, tl.float32), tl.zeros([BW], tl.float32)
     if p_A_log is not None:
@@ -78,7 +78,7 @@ def parameters_at(p_A_log, p_dt_bias, j, W: tl.constexpr, K: tl.constexpr, BW: t
 
 @triton.jit
 def sigmoid(b_x):
-    """(sigmoid, its derivative, log(1 + e^-|x|)), none of which loses digits where it is small."""
+    """Return (sigmoid, its derivative, log(1 + e^-|x|)), all accurate also where they are small."""
     b_e = tl.exp(-tl.abs(b_x))
     b_part = 1.0 / (1.0 + b_e)
     # log(1 + e) = 2 atanh(s), s <= 1/3; the GPU's logarithm of a number near 1 has few digits
@@ -136,8 +136,8 @@ def gate_back_kernel(
     BLOCKS: tl.constexpr,
     BOUNDED: tl.constexpr,
 ):
-    """BLOCKS blocks of rows a program. p_parts [programs of a column, 2, W]: sums over a program's rows of what dA_log
-    and ddt_bias are the sums of; or None."""
+    """BLOCKS blocks of rows a program. p_parts [programs of a column, 2, W]: a program's partial sums of dA_log and
+    ddt_bias; or None."""
     columns: tl.constexpr = (W + BW - 1) // BW
     i, j = tl.program_id(0) // columns, tl.program_id(0) % columns
     b_rate, b_bias = parameters_at(p_A_log, p_dt_bias, j, W, K, BW)
@@ -177,7 +177,7 @@ def sums_kernel(
     BN: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """Of one head, over its parts. p_dA_log or p_ddt_bias may be None."""
+    """Sum the parts of one head. p_dA_log or p_ddt_bias may be None."""
     h, k = tl.program_id(0), tl.arange(0, BK)
     b_of_rate, b_of_bias = tl.zeros([BK], tl.float32), tl.zeros([BK], tl.float32)
     for n in range(loop_bound((parts + BN - 1) // BN)):

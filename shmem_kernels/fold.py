@@ -1,4 +1,4 @@
-"""Rows of blocks of tokens in reverse order, and sums of such with rows in order."""
+"""Reverses the rows of blocks of tokens, and adds reversed blocks to blocks in order."""
 
 from __future__ import annotations
 
@@ -53,7 +53,8 @@ def fold_kernel(
     ROWS: tl.constexpr,
     MANY: tl.constexpr,
 ):
-    """Row t of out's blocks is the sum of rows t of ``many`` of x and of rows (shift - t) mod n of as many reversed."""
+    """Row t of an output block is the sum of rows t of MANY blocks of x and of rows (shift - t) mod n of MANY blocks of
+    reversed."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     token, head, block = row // H, row % H, tl.program_id(1).to(tl.int64)
     w = tl.arange(0, BW)

@@ -1,4 +1,4 @@
-"""What the GLA kernels alone share: incoming states, and what forward and backward store for each other."""
+"""Functions shared by the GLA kernels: incoming states, and the formats of tensors saved between kernels."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .segment_table import STATE_INDEX
 
 @triton.jit
 def parts_product(b_high, b_low, b_y, b_sum, PRECISION: tl.constexpr):
-    """``dot_split`` of high + low, which are bfloat16 ("bf16"; without it low is not looked at)."""
+    """``dot_split`` of high + low, both bfloat16, with "bf16"; otherwise low is ignored."""
     if PRECISION != "bf16":
         return product(b_high, b_y, b_sum, PRECISION)
     b_y_high = high_half(b_y)
@@ -28,7 +28,7 @@ def pair_decays(b_g, BC: tl.constexpr):
 
 @triton.jit
 def decayed(b_own, b_gates, b_prev):
-    """own + 2 ** gates * prev; where the decay is 0 nothing passes, not even Inf or NaN."""
+    """own + 2 ** gates * prev; own where the decay is 0, even if prev is Inf or NaN."""
     b_decay = exp2(b_gates)[:, None]
     return b_own + tl.where(b_decay == 0.0, 0.0, b_decay * b_prev)
 
@@ -49,7 +49,7 @@ def load_incoming_state(
     BV: tl.constexpr,
     i_k=0,
 ):
-    """The state that enters a segment [BK, BV]: from this rank's tokens, and from the other ranks."""
+    """Load a segment's incoming state [BK, BV]: from this rank's tokens and from the other ranks."""
     k = i_k * BK + tl.arange(0, BK)
     b_gates = tl.load(p_gates + (s * H + h) * K + k, mask=k < K, other=0.0)
     at, inside = state_at(s * H + h, i_v, K, V, BK, BV, i_k)
@@ -73,7 +73,7 @@ def load_da(p_da, h, t, end, i_s, H: tl.constexpr, BT: tl.constexpr, BC: tl.cons
 
 @triton.jit
 def load_passed(p_passed, n, h, k, H: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr):
-    """What dg has from state to state, the same for all tokens of the chunk; it is in PARTS parts."""
+    """Load the state-to-state term of dg, the same for all tokens of the chunk; it is stored in PARTS parts."""
     b_sum = tl.zeros(k.shape, tl.float32)
     for i in tl.static_range(PARTS):
         b_sum += tl.load(p_passed + ((n * H + h) * PARTS + i) * K + k, mask=k < K, other=0.0)
@@ -92,7 +92,7 @@ def store_split(p, p_low, at, inside, b_x, PRECISION: tl.constexpr):
 
 @triton.jit
 def load_fine(p, p_low, at, inside, PRECISION: tl.constexpr):
-    """What store_split has stored, in float32; the relative error is at most 2 ** -16, in few numbers 2 ** -15."""
+    """Load a result of store_split in float32; the relative error is at most 2 ** -16, in few numbers 2 ** -15."""
     b_x = load(p, at, inside).to(tl.float32)
     if PRECISION == "bf16":
         b_low = tl.load(p_low + at, mask=inside, other=0).to(tl.int32)
@@ -102,7 +102,7 @@ def load_fine(p, p_low, at, inside, PRECISION: tl.constexpr):
 
 @triton.jit
 def passed(b_dstate, b_gate, p_states, p_low, at, inside, PRECISION: tl.constexpr):
-    """decay * sum over columns of dstate * states: what the gates' gradient has from state to state, of these rows."""
+    """decay * sum over columns of dstate * states: the state-to-state term of the gates' gradient, for these rows."""
     return exp2(b_gate) * tl.sum(b_dstate * load_fine(p_states, p_low, at, inside, PRECISION), 1)
 
 

@@ -2,26 +2,26 @@
 
 With S[n] the incoming state of chunk n and D[n] = dL/d(its outgoing state):
 
-    operands_kernel   q_in, k_out and A as in forward, unless they were kept
+    operands_kernel   q_in, k_out and A as in forward, unless they were saved
     state_kernel      REVERSE: the gradient of the state over each segment alone
     carry_kernel      REVERSE: over this rank's segments; then scan_kernel (scan.py) in reverse, over the ranks
-    state_kernel      of every chunk: S[n]; needs no remote gradient: overlapped with the scan, on a stream of its own
-    da_kernel         dA = scale * do v^T; likewise overlapped, on the caller's stream
-    output_kernel     REVERSE: D[n];  dv = A^T do + k_out D;  what passes from state to state (below). K above 128:
-                      state_kernel, REVERSE and of every chunk, and for dv value_grad_kernel
-    grad_kernel       dq = scale * exp(gates up to) * (do S^T) + what dA gives
-                      dk = exp(gates after) * (v D^T) + what dA gives
+    state_kernel      for every chunk: S[n]; needs no remote gradient: overlapped with the scan, on a side stream
+    da_kernel         dA = scale * do v^T; also overlapped, on the caller's stream
+    output_kernel     REVERSE: D[n];  dv = A^T do + k_out D;  the state-to-state term of dg (below). K above 128:
+                      state_kernel, REVERSE and for every chunk, and value_grad_kernel for dv
+    grad_kernel       dq = scale * exp(gates up to) * (do S^T) + terms of dA
+                      dk = exp(gates after) * (v D^T) + terms of dA
                       dg
 
-dg_t collects every term whose decay holds g_t; within a chunk those are
+dg_t is the sum of all terms whose decay contains g_t; within a chunk these are
 
     pairs s < t <= r of the chunk:                 sum_{r >= t} (q dq_pairs - k dk_pairs)_r
     from the state to tokens r >= t:               sum_{r >= t} (q dq_state)_r
     from tokens s < t to the state:                sum_{s < t} (k dk_state)_s
     from state to state:                           exp(all gates) * sum_v D * S
 
-A token's product with itself holds no gate, so it is left out of the sums and added to dq and dk afterwards.
-Decays are formed as in gla_fwd.py, strong-decay chunks left to a kernel of their own as there.
+A token's product with itself contains no gate, so it is excluded from the sums and added to dq and dk afterwards.
+Decays are computed as in gla_fwd.py; strong-decay chunks have their own kernel, as there.
 Source: ZeCO, arXiv 2507.01004, section 3; GLA, arXiv 2312.06635, appendix.
 """
 
@@ -63,7 +63,7 @@ def da_kernel(
     BV: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """dA = scale * do v^T of one chunk: p_da has what is below the diagonal (see load_da), p_diagonal the diagonal."""
+    """dA = scale * do v^T of one chunk: p_da: the part below the diagonal (see load_da), p_diagonal: the diagonal."""
     n, h = tl.program_id(0), tl.program_id(1)
     start, end = tl.load(p_chunks + 2 * n), tl.load(p_chunks + 2 * n + 1)
     b_da = tl.zeros([BT, BT], tl.float32)
@@ -144,7 +144,7 @@ def grad_kernel(
 ):
     """dq, dk, dg of one chunk, BK columns, unless its decay is strong.
 
-    What is loaded again is what registers could not keep.
+    Blocks that do not fit into registers are loaded again.
     """
     i_k, n, h = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if tl.load(p_strong + n * H + h) != 0:
@@ -157,14 +157,15 @@ def grad_kernel(
     t = start + tl.arange(0, BT)
     b_diagonal = tl.load(p_diagonal + t.to(tl.int64) * H + h, mask=t < end, other=0.0)[:, None]
 
-    b_dq, b_dk = b_zero, b_zero  # do S^T, v D^T: together, so that their loads are on the way together
+    b_dq, b_dk = b_zero, b_zero  # do S^T, v D^T: in one loop, so that their loads overlap
     for i_v in range((V + BV - 1) // BV):
         at_v, inside_v = rows(h, start, end, H, V, BT, BV, i_v)
         at_s, inside_s = state_at(n * H + h, i_v, K, V, BK, BV, i_k)
         b_dq = product(load(p_do, at_v, inside_v), tl.trans(load(p_states, at_s, inside_s)), b_dq, PRECISION)
         b_dk = product(load(p_v, at_v, inside_v), tl.trans(load(p_dstates, at_s, inside_s)), b_dk, PRECISION)
 
-    # As in operands_kernel: half the difference of the gates up to a token and behind it, and the half that both lack
+    # As in operands_kernel: half the difference of the gates up to a token and those behind it; the other half of the
+    # chunk's gates is a factor of both
     b_gates = dot_split(load_weights(p_weights, HALVES, BT), load_gates(p_g, at, inside), b_zero, PRECISION)
     b_rest = exp2(0.5 * tl.load(p_gate + (n * H + h) * K + k, mask=k < K, other=0.0))[None, :]
 

@@ -5,29 +5,29 @@ The tokens of this rank are cut into segments, and those into chunks of BT token
     operands_kernel   k_out: every key decayed to the end of its chunk; the sum of the chunk's gates
                       q_in: every query decayed from the beginning of its chunk;
                       A[t, s] = scale * sum_k q_t k_s exp(g_{s+1} + ... + g_t), s <= t in one chunk
-    keys_kernel       in its place where the scan takes long: k_out and the sum alone; operands_kernel then makes the
-                      rest, overlapped with the scan
-    state_kernel      each segment alone, from a zero state: what it leaves, and the sum of its gates
+    keys_kernel       before a long scan, in its place: k_out and the sum alone; operands_kernel then computes the rest,
+                      overlapped with the scan
+    state_kernel      each segment alone, from a zero state: its local state, and the sum of its gates
     carry_kernel      each segment's incoming state from this rank's own tokens; the rank's local state
     scan_kernel       (scan.py) All-Scan of that over the ranks: this rank's incoming state
-    output_kernel     a segment at a time, its state in registers, beginning with its incoming state from this rank and,
-                      decayed, from the others:
+    output_kernel     a segment at a time, its state in registers, starting with its incoming state: from this rank's
+                      tokens, plus that of the other ranks, decayed:
                       o = A v + scale * q_in S,  then  S = exp(the chunk's gates) S + k_out^T v
 
 In block sizes: rank > piece (of one sequence) > segment (up to 4,096 tokens) > chunk (BT = 64 tokens) > sub-block (BC,
 strong-decay chunks only); BK and BV columns of K and V, BR tokens a step of keys_kernel, BS columns of K at a time.
 
-The gates are read by operands_kernel and keys_kernel (strong_decay_kernel, gla_strong.py) alone; what follows are
-products of matrices. The scan is a kernel of its own because it waits: few programs with few registers, so that a late
-neighbour costs the others as little as possible.
+Only operands_kernel and keys_kernel (strong_decay_kernel, gla_strong.py) read the gates; the later kernels are products
+of matrices. The scan is a separate kernel because it waits: few programs with few registers, so that a straggler
+occupies few resources.
 
-**Exact for every gate.** A decay between two places is the exponential of the *sum of the gates between them*, and that
-sum is formed by adding those gates only: never as a difference of two cumulative sums, and never as a product of one
-factor below 1 and one above. So no gate from 0 to -inf overflows, cancels or loses the small terms. The exception is
-operands_kernel where a chunk's gates are so mild that such a product is harmless; it is decided chunk by chunk, and
-``strong_decay_kernel`` takes the other chunks, those of strong decay.
+**Exact for every gate.** A decay between two tokens is the exponential of the *sum of the gates between them*, and that
+sum adds those gates only: never a difference of two cumulative sums, and never a product of one factor below 1 and one
+above. So no gate from 0 to -inf overflows, cancels or loses small terms. The exception is operands_kernel, for chunks
+whose gates are so mild that such a product is harmless. This is decided for each chunk; ``strong_decay_kernel`` takes
+the other chunks, those of strong decay.
 
-**Sequences.** A piece is what this rank has of one sequence; segments lie inside one piece, chunks inside one segment.
+**Sequences.** A piece is this rank's part of one sequence; segments lie inside one piece, chunks inside one segment.
 The tables are int32, made by ``allscan/tokens/packing.py``: ``p_segments`` [NS, SEGMENT_WORDS], ``p_chunks`` [NC, 2]
 (first token, end), ``p_first_segments`` [B + 1]: the first segment of each of the B states that are sent over the ranks
 (B is 1 for packed sequences).
@@ -37,9 +37,9 @@ Tensors: q, k, g, q_in, k_out [tokens, H, K], v, o [tokens, H, V], A [tokens, H,
 gates of chunks and segments as logarithms to base 2, g natural; ``p_strong`` [NC, H] int32; ``p_weights`` [3, BT, BT]
 bfloat16 (blocks.load_weights).
 PRECISION is that of the products' operands: "bf16" for bfloat16 inputs, with TF32 for A, and "tf32x3" for others
-(float16 could not hold the small end of a decay). With "tf32x3" all is stored as float32. With "bf16" q_in, k_out and
-incoming states of chunks are stored as bfloat16, the last with 8 bits more beside it; A as bfloat16 where it is used
-for o alone, and as float32 where it is used for dv.
+(float16 has too small a range for decays). With "tf32x3" all is stored as float32. With "bf16" q_in, k_out and incoming
+states of chunks are stored as bfloat16, the states with 8 more bits in a second tensor; A as bfloat16 if only o uses
+it, as float32 if dv uses it, too.
 Source: ZeCO, arXiv 2507.01004, section 3; GLA, arXiv 2312.06635, section 4.
 """
 
@@ -82,10 +82,10 @@ def keys_kernel(
     BK: tl.constexpr,
     RANGE: tl.constexpr,
 ):
-    """Of one chunk: k_out, the sum of its gates, and whether its decay is strong (below 2 ** -RANGE).
+    """For one chunk k_out, the sum of its gates, and whether its decay is strong (below 2 ** -RANGE).
 
-    One warp per 128 columns, BR tokens at a time from the last, in blocks [BK / 4, BR, 4]: of the layouts tried, sums
-    over tokens cost least with these.
+    One warp per 128 columns, BR tokens at a time from the last, in blocks [BK / 4, BR, 4]: the fastest of the tried
+    layouts for sums over tokens.
     """
     n, h = tl.program_id(0), tl.program_id(1)
     start, end = tl.load(p_chunks + 2 * n), tl.load(p_chunks + 2 * n + 1)
@@ -126,14 +126,14 @@ def operands_kernel(
     KEYS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """q_in and A of one chunk; with KEYS also what keys_kernel makes, otherwise that is given. strong_decay_kernel
-    writes q_in, k_out and A of strong chunks: with KEYS it runs behind this kernel and writes over them, otherwise it
-    has run, and this kernel leaves them alone.
+    """q_in and A of one chunk; with KEYS also the outputs of keys_kernel, which otherwise are inputs.
+    strong_decay_kernel writes q_in, k_out and A of strong chunks: with KEYS it runs after this kernel and overwrites
+    them, otherwise it has run before, and this kernel skips strong chunks.
 
     With G the sum of the chunk's gates and b_t half of (the sum of the gates up to t) - (the sum of those behind t)
         A = scale * (q exp2(b)) (k exp2(-b))^T,    q_in = q exp2(b) exp2(G / 2),    k_out = k exp2(-b) exp2(G / 2)
-    where no exponent is beyond half of the chunk's range. An error of b, at most RANGE * 2 ** -18 ("bf16"), is one of
-    each decay.
+    where no exponent exceeds half of the chunk's range. An absolute error of b, at most RANGE * 2 ** -18 ("bf16"), is a
+    relative error of each decay.
     """
     n, h = tl.program_id(0), tl.program_id(1)
     if not KEYS:
@@ -174,13 +174,13 @@ def state_kernel(
     p_y,  # v, REVERSE do [tokens, H, V]
     p_gate,  # float32 [NC, H, K]
     p_segments,  # int32 [NS, SEGMENT_WORDS]
-    p_state,  # float32 [NS, H, K, V]; of every chunk [NC, H, K, V] in the dtype of what is stored
+    p_state,  # float32 [NS, H, K, V]; for every chunk [NC, H, K, V] in the storage dtype
     p_low,  # int8 [NC, H, K, V], see store_split; or None
-    p_segment_gate,  # float32 [NS, H, K]; None of every chunk
+    p_segment_gate,  # float32 [NS, H, K]; None for every chunk
     p_own,  # float32 [NS, H, K, V], the segments' incoming states from this rank; None for zeros: see below
     p_gates,  # float32 [NS, H, K]; None without p_own
     p_prev,  # float32 [B, H, K, V]; None without p_own
-    p_states,  # like p_state; REVERSE and of every chunk, else None
+    p_states,  # like p_state; REVERSE and for every chunk, else None
     p_passed,  # float32 [NC, H, blocks of V, K]; with p_states
     scale,  # float
     H: tl.constexpr,
@@ -192,12 +192,12 @@ def state_kernel(
     REVERSE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Through the chunks of one segment: BK rows and BV columns of S = decay S + x^T y. Forward (x, y = k_out, v): the
-    state. REVERSE (q_in, do), from the last chunk to the first, times scale: the gradient of the state.
+    """Pass through the chunks of one segment: BK rows and BV columns of S = decay S + x^T y. Forward (x, y = k_out, v):
+    the state. REVERSE (q_in, do), from the last chunk to the first, times scale: the gradient of the state.
 
-    From zero, it writes what the segment leaves (p_state) and the sum of its gates (p_segment_gate). Of every chunk,
-    from the segment's incoming state (p_own, p_gates, p_prev), it writes each chunk's incoming state (p_state, p_low)
-    or, REVERSE, what output_kernel would write to p_dstates and, with p_states and p_low, to p_passed.
+    From zero, it writes the segment's local state (p_state) and the sum of its gates (p_segment_gate). For every chunk,
+    from the segment's incoming state (p_own, p_gates, p_prev), it writes each chunk's incoming state (p_state, p_low);
+    REVERSE, it writes output_kernel's p_dstates to p_state and, with p_states and p_low, its p_passed.
     """
     EVERY_CHUNK: tl.constexpr = p_own is not None
     V_BLOCKS: tl.constexpr = (V + BV - 1) // BV
@@ -237,7 +237,7 @@ def state_kernel(
 
 @triton.jit
 def _block_of_state(K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
-    """This program's block of a state [K, V]: its rows, which words are inside, and their offsets."""
+    """Return this program's block of a state [K, V]: (rows, mask, offsets)."""
     k, v = tl.program_id(0) * BK + tl.arange(0, BK), tl.program_id(1) * BV + tl.arange(0, BV)
     return k, (k < K)[:, None] & (v < V)[None, :], k[:, None] * V + v[None, :]
 
@@ -250,8 +250,8 @@ def carry_kernel(
     p_segments,  # int32 [NS, SEGMENT_WORDS]
     p_first_segments,  # int32 [B + 1]
     p_outside,  # float32 [N, H, K, V], the states at the beginning of each sequence; None for zeros
-    p_own,  # float32 [B, H, K, V]; out, what this rank leaves
-    p_decay,  # float32 [B, H, K]; out, by what it multiplies its incoming state
+    p_own,  # float32 [B, H, K, V]; out, this rank's local state
+    p_decay,  # float32 [B, H, K]; out, the decay of its incoming state
     p_final,  # float32 [N, H, K, V]; out, the states at the end of each sequence that ends here; or None
     H: tl.constexpr,
     K: tl.constexpr,
@@ -260,10 +260,11 @@ def carry_kernel(
     BV: tl.constexpr,
     REVERSE: tl.constexpr,
 ):
-    """The states through this rank's segments; one program for BK rows and BV columns of one sent state and head.
+    """Carry the states through this rank's segments; one program for BK rows and BV columns of a sent state and head.
 
-    p_gates are the gates by which this rank's incoming state decays up to each segment, -inf where it does not get
-    there. For the scan over the ranks: p_own, p_decay. REVERSE: gradients, from the ends to the beginnings.
+    p_gates: the summed gates from this rank's edge to each segment, the decay of the rank's incoming state; -inf for
+    segments that it does not reach. Inputs of the scan over the ranks: p_own, p_decay. REVERSE: gradients, from the
+    ends to the beginnings.
     """
     i = tl.program_id(2)
     index, h = i // H, i % H
@@ -314,8 +315,8 @@ def final_kernel(
     BV: tl.constexpr,
     REVERSE: tl.constexpr,
 ):
-    """Add this rank's incoming state (p_prev) to the end of the sequence that comes with it, if it is
-    here: the first segment with which one ends. Arguments and programs as in carry_kernel."""
+    """Add this rank's incoming state (p_prev) to the final state of its sequence, if the sequence ends on this rank:
+    with the first segment that ends one. Arguments and programs as in carry_kernel."""
     i = tl.program_id(2)
     index, h = i // H, i % H
     k, inside, offsets = _block_of_state(K, V, BK, BV)
@@ -349,7 +350,7 @@ def output_kernel(
     p_gates,  # float32 [NS, H, K]
     p_prev,  # float32 [B, H, K, V]
     p_o,  # o, REVERSE dv [tokens, H, V]
-    p_states,  # [NC, H, K, V], what entered the chunks; this and what follows None forward
+    p_states,  # [NC, H, K, V], the chunks' incoming states; this and the next three are None in forward
     p_low,  # int8 [NC, H, K, V], see load_fine (gla_blocks.py); or None
     p_dstates,  # [NC, H, K, V]; out
     p_passed,  # float32 [NC, H, blocks of V, K]; out
@@ -363,13 +364,13 @@ def output_kernel(
     REVERSE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Through the chunks of one segment, from its incoming state: o = A y + scale * z S, then S = decay S + x^T y.
+    """Pass through the chunks of one segment, from its incoming state: o = A y + scale * z S, then S = decay S + x^T y.
 
     Forward: x, y, z = k_out, v, q_in. REVERSE, from the last chunk to the first: x, y, z = q_in, do, k_out, A
     transposed, o is dv, and scale * S the gradient D of the chunk's outgoing state, which is written to p_dstates. With
-    what entered the chunk (p_states and p_low) p_passed becomes decay * sum_v D * states: what dg has from state to
-    state. Where K is above 128 a program's part of the state would not fit into registers beside that: state_kernel and
-    value_grad_kernel (gla_bwd.py) do it.
+    the chunk's incoming state (p_states and p_low) p_passed becomes decay * sum_v D * states: the state-to-state term
+    of dg. For K above 128 a program's part of the state does not fit into registers with these: state_kernel and
+    value_grad_kernel (gla_bwd.py) are used instead.
     """
     i_v, s, h = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     p_segment, start, end, chunk, num_chunks = segment(p_segments, s, BT)

@@ -1,12 +1,12 @@
-"""Chunks of strong decay: what operands_kernel (gla_fwd.py) and grad_kernel (gla_bwd.py) leave, for any gates.
+"""Chunks of strong decay, which operands_kernel (gla_fwd.py) and grad_kernel (gla_bwd.py) skip; for any gates.
 
-There a decay is a quotient of two exponentials, which is harmless as long as a chunk's gates are mild. That is decided
-chunk by chunk (``p_strong`` [NC, H]). Here a chunk is taken by sub-blocks of BC tokens. Within a sub-block
-each pair of tokens has its decay by itself; between two sub-blocks it is the product of three exponentials of sums of
+Those kernels compute a decay as a quotient of two exponentials, harmless if a chunk's gates are mild. This is decided
+for each chunk (``p_strong`` [NC, H]). Here a chunk is processed by sub-blocks of BC tokens. Within a sub-block each
+pair of tokens has its own decay; between two sub-blocks the decay is the product of three exponentials of sums of
 gates, none above 1.
 
-Mostly no chunk is strong, so that these kernels only look: a few programs, which look at LOOK flags at a time and take
-the strong chunks in turn.
+Mostly no chunk is strong, and these kernels only read flags: a few programs read LOOK flags at a time and take the
+strong chunks in turn.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .gla_blocks import from_states, load_da, load_passed, pair_decays
 
 
 class Pointers(NamedTuple):
-    """What strong_decay_grad_kernel hands on, see its parameters."""
+    """Pointers that strong_decay_grad_kernel passes to its functions; see its parameters."""
 
     q: Any
     k: Any
@@ -39,15 +39,14 @@ class Pointers(NamedTuple):
 
 @triton.jit
 def _begin():
-    """(number of the next strong chunk that is this program's, first of the flags that it looks at, how many strong
-    chunks there are before these)."""
+    """Return (number of this program's next strong chunk, first flag to read, number of strong chunks before it)."""
     number = tl.program_id(0)
     return number, number * 0, number * 0
 
 
 @triton.jit
 def _flags(p_strong, first, before, N, LOOK: tl.constexpr):
-    """(flags first .. first + LOOK of N, 1 where a chunk is strong; how many strong chunks there are up to these)."""
+    """Return (flags first .. first + LOOK of N, 1 for a strong chunk; number of strong chunks up to their end)."""
     i = first + tl.arange(0, LOOK)
     b_strong = (tl.load(p_strong + i, mask=i < N, other=0) != 0).to(tl.int32)
     return b_strong, before + tl.sum(b_strong, 0)
@@ -55,7 +54,7 @@ def _flags(p_strong, first, before, N, LOOK: tl.constexpr):
 
 @triton.jit
 def _strong_chunk(p_chunks, b_strong, first, number, H: tl.constexpr, LOOK: tl.constexpr):
-    """(number of the chunk, head, first token, end) of strong chunk ``number`` of these flags, counted from 0."""
+    """Return (index of the chunk, head, first token, end) of strong chunk ``number`` of these flags, from 0."""
     mine = (b_strong != 0) & (tl.cumsum(b_strong, 0) == number + 1)
     chunk = first + tl.sum(tl.where(mine, tl.arange(0, LOOK), 0), 0)
     n, h = chunk // H, chunk % H
@@ -123,7 +122,7 @@ def _rows(
     start = chunk_start + i_sub * BC
     at_a, inside_a = rows(h, start, end, H, BT, BC, BC)
 
-    # Its own sub-block, every pair by itself; BS columns of K at a time
+    # Pairs within the sub-block, each with its own decay; BS columns of K at a time
     b_a = tl.zeros([BC, BC], tl.float32)
     for i_s in tl.static_range(BK // BS):
         at, inside = rows(h, start, end, H, K, BC, BS, i_s)
@@ -133,7 +132,7 @@ def _rows(
     b_a = tl.where(lower(BC, 0), b_a * scale, 0.0)
     tl.store(p_a + at_a + i_sub * BC, cast(b_a, p_a.dtype.element_ty), mask=inside_a)
 
-    # Earlier sub-blocks, nearest first, which are whole; b_between: the gates of the sub-blocks in between
+    # Earlier sub-blocks, all complete, nearest first; b_between: the gates of the sub-blocks in between
     own, inside = rows(h, start, end, H, K, BC, BK)
     b_g = load_gates(p_g, own, inside)
     b_gates = sums_of(lower(BC, 0), b_g, PRECISION)  # [BC, BK]
@@ -154,7 +153,7 @@ def _rows(
     b_q *= exp2(b_gates + b_between[None, :])
     tl.store(p_q_in + own, cast(b_q, p_q_in.dtype.element_ty), mask=inside)
 
-    # Later sub-blocks are not seen, but keys decay over them, to the end of the chunk
+    # Queries do not see later sub-blocks, but keys decay over them to the end of the chunk
     b_after = sums_of(upper(BC, 1), b_g, PRECISION)
     i = i_sub + 1
     while i < BT // BC:
@@ -233,13 +232,13 @@ def _grad_columns(
     PRECISION: tl.constexpr,
 ):
     """dq, dk, dg of one chunk, BS columns."""
-    # From the last sub-block: the sums of what later tokens give to dg
+    # From the last sub-block to the first: terms of dg from later tokens
     b_later = load_passed(p_passed, n, h, i_s * BS + tl.arange(0, BS), H, K, PARTS)
     for i in range(BT // BC):
         i_sub = BT // BC - 1 - i
         b_later = _grad_rows(p, b_later, n, h, start, end, i_sub, i_s, scale, H, K, V, BT, BC, BV, BS, PRECISION)
-    # From the first: of what earlier ones give by way of the state
-    tl.debug_barrier()  # other threads read what is in p.dg
+    # From the first to the last: terms of dg from earlier tokens, through the state
+    tl.debug_barrier()  # p.dg, for loads by other threads
     b_earlier = tl.zeros([BS], tl.float32)
     for i in range(BT // BC):
         own, inside = rows(h, start + i * BC, end, H, K, BC, BS, i_s)
@@ -271,7 +270,7 @@ def _grad_from_state(
     BS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """What D gives to dk of the BC tokens of a sub-block: exp(gates after) * (v D^T) [BC, BS]."""
+    """The term of D in dk, for the BC tokens of a sub-block: exp(gates after) * (v D^T) [BC, BS]."""
     start = chunk_start + i_sub * BC
     own, inside = rows(h, start, end, H, K, BC, BS, i_s)
     b_after = sums_of(upper(BC, 1), load_gates(p_g, own, inside), PRECISION)
@@ -303,7 +302,7 @@ def _grad_rows(
     BS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """dq and dk of BC tokens (a sub-block) and BS columns, and of dg what these and later tokens give.
+    """dq and dk of BC tokens (a sub-block) and BS columns, and the terms of dg from these and later tokens.
 
     b_later [BS]: the sum of q dq - k dk_pairs over the later sub-blocks. Returns it with this one.
     """
@@ -313,12 +312,12 @@ def _grad_rows(
     b_k = load(p.k, own, inside).to(tl.float32)
     b_g = load_gates(p.g, own, inside)
 
-    # Its own sub-block, every pair by itself
+    # Pairs within the sub-block, each with its own decay
     b_pairs = pair_decays(b_g, BC) * _load_da(p.da, h, start, end, i_sub, H, BT, BC, PRECISION)[:, :, None]
     b_dq = tl.sum(b_pairs * b_k[None, :, :], 1)  # [BC, BS]
     b_dk = tl.sum(b_pairs * b_q[:, None, :], 0)
 
-    # Earlier sub-blocks, nearest first, which are whole, and the state before them give dq; b_between: the gates in
+    # dq from earlier sub-blocks, all complete, nearest first, and from the state before them; b_between: the gates in
     # between
     b_far = tl.zeros([BC, BS], tl.float32)
     b_between = tl.zeros([BS], tl.float32)
@@ -335,7 +334,7 @@ def _grad_rows(
     b_state = from_states(p.do, p.states, n, h, start, end, i_s, H, K, V, BC, BS, BV, PRECISION) * scale
     b_dq += b_far * exp2(b_gates) + b_state * exp2(b_gates + b_between[None, :])
 
-    # Later sub-blocks give dk
+    # dk from later sub-blocks
     b_far = tl.zeros([BC, BS], tl.float32)
     b_between = tl.zeros([BS], tl.float32)
     i = i_sub + 1

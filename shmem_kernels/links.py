@@ -1,23 +1,22 @@
 """How a tile crosses one link of the chain. The kind of link is fixed when a kernel is compiled, alike at both ends.
 
-``SENTINEL``  Stores into the mapped inbox. Every word says for itself that it has arrived: a free slot is filled with
-              -0.0, which is never sent (the sender turns -0.0 into +0.0), and the receiver polls the words themselves.
-              A 4-byte store arrives whole, so no word needs an order to another, and no fence is paid. (PTX promises
-              that of relaxed stores; these are plain ones, 16 bytes a thread, of which we assume that they arrive whole
-              and in bounded time. The tests' thousands of epochs of fresh values would show where they do not.)
-              So a scan sends a word on as soon as it has come (``pass_words``).
+``SENTINEL``  Stores into the mapped inbox. The words themselves signal their arrival: a free slot is filled with -0.0,
+              which is never sent (the sender turns -0.0 into +0.0), and the receiver polls the words. A 4-byte store
+              arrives whole, so words need no order among themselves, and no fence. (PTX promises that for relaxed
+              stores. These are plain stores of 16 bytes a thread; we assume that they arrive whole and in bounded time.
+              The tests' thousands of epochs of fresh values would detect a violation.) So a scan can forward each word
+              on arrival (``pass_words``).
 ``SIGNAL``    Stores into the mapped inbox, then the arrival word as a release.
-``PUT``       NVSHMEM's put with signal, for a neighbour that is not mapped (another node). Puts may overtake each
-              other.
+``PUT``       NVSHMEM's put with signal, for a neighbour that is not mapped (another node). Puts may be reordered.
 ``NONE``      There is no neighbour on this side.
 
 **Arrival words.** With every tile one int64 is sent: its epoch in the low half, and in the high half the *tag*, 31 bits
-that say which call the sender is in (channel.py). There is one for each slot of each tile, and the receiver waits until
-its low half *equals* the epoch: a put that overtakes another one cannot be taken for it, and a word needs no reset.
-Then the receiver compares the tag with its own, before it uses or forwards anything of the tile.
+that identify the sender's call (channel.py). Each slot of each tile has its own word. The receiver waits until the low
+half *equals* the epoch: so a reordered put is not mistaken for another, and the word needs no reset. Then the receiver
+compares the tag with its own, before it uses or forwards any part of the tile.
 
-**Credits.** ``freed`` says up to which epoch all tiles were consumed. Over mapped memory it is one word, whose stores
-arrive in their order. Over PUT there is a word for each slot, so that a late credit cannot take back a newer one.
+**Credits.** ``freed`` is the last epoch whose tiles were all consumed. Over mapped memory it is one word, whose stores
+arrive in order. Over PUT it is one word per slot, so that a late credit cannot overwrite a newer one.
 """
 
 from __future__ import annotations
@@ -53,9 +52,9 @@ PUT = tl.constexpr(2)
 SENTINEL_BITS = tl.constexpr(-(2**31))  # -0.0 as int32
 EPOCH_BITS = tl.constexpr(0xFFFFFFFF)  # of an arrival word
 
-POLLS_OF_WORDS = tl.constexpr(32)  # before pass_words looks at the arrival word alone
+POLLS_OF_WORDS = tl.constexpr(32)  # then pass_words polls the arrival word alone
 
-# What a block sees of a tile that it waits for
+# State of an awaited tile, as seen by a block
 HERE = tl.constexpr(0)
 OTHER = tl.constexpr(1)
 MISSING = tl.constexpr(2)
@@ -82,7 +81,7 @@ def give_credit(channel, tile, consumed):
     if channel.RECV != NONE:
         if ((channel.DEPTH == 1) | (tile == 0)) & (consumed > 0):
             if channel.RECV == PUT:
-                # a put of a spare word, because it signals once a block; signal_op would once a thread
+                # a put of a spare word: it signals once per block, signal_op once per thread
                 pe = tl.load(channel.info + INFO_PREV_PE).to(tl.int32)
                 spare: tl.constexpr = channel.DEPTH
                 nvshmem.putmem_signal_nbi_block(
@@ -95,18 +94,18 @@ def give_credit(channel, tile, consumed):
                     pe,
                 )
             else:
-                # no release: what prev must see, the slots read and refilled, was done by launches that have ended
+                # no release: earlier, completed launches have read and refilled the slots
                 tl.store(channel.prev_freed, consumed)
 
 
 @triton.jit
 def wait_credit(channel, tile, epoch, ok):
-    """Wait until next has consumed what this epoch's slot held; whether all is well."""
+    """Wait until next has consumed the previous tile of this epoch's slot. Returns whether all is well."""
     if channel.SEND != NONE:
         p_freed = channel.freed
         if channel.SEND == PUT:
             p_freed += epoch % channel.DEPTH
-        # without acquire, since the stores that it allows depend on it
+        # no acquire: the stores that it allows depend on it
         if ok & (poll_word(p_freed) < epoch - channel.DEPTH):
             ok = wait_signal(channel, p_freed, epoch - channel.DEPTH, INFO_NEXT, tile)
     return ok
@@ -128,7 +127,7 @@ def post(channel, tile, epoch, word, b_value):
         tl.store(channel.outbox + slot_offsets(channel, tile, epoch), b_value)
         tl.debug_barrier()  # the whole tile is in the outbox before any thread puts its part
         pe = tl.load(channel.info + INFO_NEXT_PE).to(tl.int32)
-        # the outbox slot is free again when the receiver gives the credit for it: no quiet
+        # no quiet: the receiver's credit frees the outbox slot
         nvshmem.putmem_signal_nbi_block(
             channel.next_inbox + at * SIZE,
             channel.outbox + at * SIZE,
@@ -142,20 +141,20 @@ def post(channel, tile, epoch, word, b_value):
 
 @triton.jit
 def _words_of(b_value):
-    """As they are sent: without a -0.0."""
+    """Return the words to send: -0.0 becomes +0.0."""
     b_words = b_value.to(tl.int32, bitcast=True)
     return tl.where(b_words == SENTINEL_BITS, 0, b_words)
 
 
 @triton.jit
 def combine(b_state, b_decay, b_prev):
-    """The outgoing state of a rank, of the incoming one."""
+    """Return a rank's outgoing state for its incoming one."""
     return tl.where(b_decay == 0.0, b_state, b_decay * b_prev + b_state)
 
 
 @triton.jit
 def take(channel, tile, epoch, word, ok):
-    """Wait for the tile whose arrival word is ``word``: (the tile [BK, BV], whether all is well)."""
+    """Wait for the tile with this arrival word. Returns (the tile [BK, BV], whether all is well)."""
     if channel.RECV == SENTINEL:
         b_prev, seen, ok = _take_sentinel(channel, tile, epoch, word, ok)
     else:
@@ -168,12 +167,11 @@ def take(channel, tile, epoch, word, ok):
 
 @triton.jit
 def pass_words(channel, tile, epoch, word, ok, sends, b_state, b_decay, p_out, b_inside):
-    """Over sentinel links: take the tile by words, and do with each what is to be done as it comes: store it to
-    ``p_out`` [BK, BV] where ``b_inside``; if the tile ``sends``, combine it and send it on; free its place in the slot.
-    Returns whether all is well.
+    """Over sentinel links, process each word on arrival: store it to ``p_out`` [BK, BV] where ``b_inside``; with
+    ``sends`` combine it and send it on; free its place in the slot. Returns whether all is well.
 
-    Words go by fours, which are stored at once. A thread takes them when it has seen them, and the arrival word with
-    the tag that is expected; what another thread has seen does not matter to it.
+    Words are processed in groups of four, stored at once. A thread processes a group after it has seen the group and
+    the arrival word with the expected tag, independently of other threads.
     """
     _a_word_for_each_thread(channel)
     at = slot_offsets(channel, tile, epoch)
@@ -181,7 +179,7 @@ def pass_words(channel, tile, epoch, word, ok, sends, b_state, b_decay, p_out, b
     p_next = (channel.next_inbox + at).to(tl.pointer_type(tl.int32), bitcast=True)
     p_arrived = channel.arrived + _arrival(channel, tile, epoch)
     b_free = tl.full([channel.BK, channel.BV], SENTINEL_BITS, tl.int32)
-    b_left = b_free != 0  # what has not come yet
+    b_left = b_free != 0  # words that have not arrived
     started = tl.full([], 0, tl.int64)
     seen = started  # of the arrival word: may differ between threads
     polls = 0
@@ -190,10 +188,10 @@ def pass_words(channel, tile, epoch, word, ok, sends, b_state, b_decay, p_out, b
         if ok & sends:
             tl.store(channel.next_arrived + _arrival(channel, tile, epoch), word)
     while ok & (state == MISSING):
-        # a long wait looks at the arrival word alone until that has come, for the sake of other kernels
+        # a long wait polls only the arrival word until that arrives: less memory traffic for other kernels
         due = (seen == word) | (polls <= POLLS_OF_WORDS)
         b_words = tl.load(p_words, mask=b_left & due, other=SENTINEL_BITS, volatile=True)
-        # opaque: a scalar that is loaded counts as uniform, and a branch may be made of what it selects
+        # opaque: Triton takes a loaded scalar as uniform, and may turn a select on it into a branch
         seen = opaque(tl.load(p_arrived, volatile=True))
         b_new = _in_fours((b_words != SENTINEL_BITS) & (seen == word), channel.BK, channel.BV)
         b_prev = b_words.to(tl.float32, bitcast=True)
@@ -221,7 +219,7 @@ def pass_words(channel, tile, epoch, word, ok, sends, b_state, b_decay, p_out, b
 
 @triton.jit
 def _in_fours(b_here, BK: tl.constexpr, BV: tl.constexpr):
-    """Which words are ``b_here`` with the three beside them, so that stores of them need not be cut."""
+    """Select the words whose whole group of four is ``b_here``, so that 16-byte stores stay whole."""
     if BV >= 4:
         b_all = tl.min(tl.reshape(b_here.to(tl.int32), [BK, BV // 4, 4]), axis=2, keep_dims=True)
         b_here = tl.reshape(tl.broadcast_to(b_all, [BK, BV // 4, 4]), [BK, BV]) > 0
@@ -231,11 +229,11 @@ def _in_fours(b_here, BK: tl.constexpr, BV: tl.constexpr):
 
 @triton.jit
 def _a_word_for_each_thread(channel):
-    """So that no two warps hold the same words, and a reduction of them is over the whole block.
+    """Assert that no two warps hold the same words, so that a reduction of them is over the whole block.
 
-    Of one warp several lanes may hold the same word, where the tile has fewer than 32. They load it by one instruction,
-    which reads an address once for all its lanes, so that none finds the word refilled that another has seen. If a lane
-    did, it would wait in vain: a time-out, not a wrong number."""
+    Lanes of one warp may hold the same word if the tile has fewer than 32. They load it by one instruction, which reads
+    an address once for all lanes, so that no lane finds a word refilled that another has seen. If one did, its wait
+    would time out: no wrong number."""
     tl.static_assert(
         (num_warps() == 1) | (channel.BK * channel.BV >= 32 * num_warps()),
         "a tile needs at least one word for each thread: launch with fewer warps or choose larger tiles",
@@ -266,10 +264,10 @@ def _take_sentinel(channel, tile, epoch, word, ok):
 
 @triton.jit
 def _poll_tile(p_words, p_arrived, word):
-    """(The words of a tile, HERE if all of them and the arrival word have come, MISSING if not, OTHER if the arrival
-    word has another tag)."""
+    """Return (the words of a tile, state): HERE if they and the arrival word have arrived, MISSING if not, OTHER if the
+    arrival word has another tag."""
     b_words = tl.load(p_words, volatile=True)  # [BK, BV]
-    b_seen = tl.load(p_arrived + tl.zeros([1, 1], tl.int32), volatile=True)  # every thread looks for itself
+    b_seen = tl.load(p_arrived + tl.zeros([1, 1], tl.int32), volatile=True)  # a load by every thread
     b_state = tl.where(b_seen == word, HERE, tl.where((b_seen ^ word) & EPOCH_BITS == 0, OTHER, MISSING))
     return b_words, tl.max(tl.where(b_words == SENTINEL_BITS, MISSING, b_state))  # block-uniform
 
@@ -299,7 +297,7 @@ def _take_signal(channel, tile, epoch, word, ok):
 
 @triton.jit
 def free_slot(channel, tile, epoch):
-    """After the tile was taken: make its slot ready for another one."""
+    """Make the slot of a received tile ready for another one."""
     if channel.RECV == SENTINEL:
         p_slot = channel.inbox + slot_offsets(channel, tile, epoch)
         b_free = tl.full([channel.BK, channel.BV], SENTINEL_BITS, tl.int32)

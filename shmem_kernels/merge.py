@@ -15,7 +15,7 @@ def merge_kernel(
     rows,  # T * H
     T,
     H,
-    tokens,  # for which p_o and p_lse have memory, of which these T are some
+    tokens,  # size of the token dimension of p_o's and p_lse's memory; these T are a part of it
     V: tl.constexpr,
     BV: tl.constexpr,
     ROWS: tl.constexpr,

@@ -1,15 +1,15 @@
 """The exclusive scan over several nodes: a slice of the state for each GPU of a node, slices scanned over the nodes.
 
-A member of a node gives the owner of a slice its part of it, state and decays; the owner folds the parts of its node,
-scans their total over the nodes, along its *rail*, and gives each member its incoming state. docs/rails.md says what
-is sent, how much memory that takes, and why no rank waits for ever. In short: a launch has the same number of programs
-on all ranks, a program handles the same tiles on all of them, and waits for programs of its own number only, in an
-order that is the same everywhere.
+Each member of a node sends the owner of a slice its part of that slice, state and decays. The owner folds the parts of
+its node, scans their total over the nodes, along its *rail*, and sends each member its incoming state. docs/rails.md
+describes the messages, the memory, and why no rank waits for ever. In short: a launch has the same number of programs
+on all ranks; a program handles the same tiles on all ranks, and waits only for programs with its own index, in the
+same order on all ranks.
 
 Every message crosses a link of links.py, with the arrival word of the tile. ``node`` is a Channel whose words (epochs,
-tags, forward epochs) are those of the whole scan, and whose inbox takes what owners send; ``rail`` is the channel of a
-chain over the nodes. The others are made here, of addresses in a table, since a member has as many links as its node
-has members.
+tags, forward epochs) are those of the whole scan, and whose inbox receives the owners' tiles; ``rail`` is the channel
+of a chain over the nodes. All other links are built here from addresses in a table, since a member has a link to each
+member of its node.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ from .links import NONE, combine, free_slot, give_credit, post, take, wait_credi
 from .tiles import load_decays, load_tile, tile_offsets
 from .wait import INFO_NEXT, INFO_WORDS, poll_word, wait_signal
 
-RAILS = tl.constexpr(3)  # the kind of link of ``node``, by which nothing crosses
+RAILS = tl.constexpr(3)  # link type of ``node``, which carries no tiles itself
 SMALLEST = tl.constexpr(2.0**-126)
 EACH_INFO = tl.constexpr(INFO_WORDS)  # node.info: of this rank; then of each member, by position; then of each round
 
 
-# The table of a rank: int64 words, the fields of a Table, then those of a Member for each member of its node by
-# position, then those of a Round twice for each round over the nodes: for states and for decays. The host writes rows
-# by name; TABLE, MEMBER and ROUND say to kernels where each field of a row lies.
+# The table of a rank, int64 words: the fields of a Table; a Member for each member of its node, by position; two Rounds
+# for each round over the nodes: for states and for decays. The host writes rows by name; TABLE, MEMBER and ROUND are
+# the kernels' offsets of the fields of a row.
 
 
 class Table(NamedTuple):
-    """Of this rank."""
+    """This rank's place in its node."""
 
-    members: Any  # of this rank's node
-    position: Any  # of this rank among them, in the order of ranks
-    first: Any  # the position of the first of them in the direction of the scan
+    members: Any  # number of members of this rank's node
+    position: Any  # this rank's position among them, in the order of ranks
+    first: Any  # position of the first member in the direction of the scan
     step: Any  # from one position to the next in that direction: 1 or -1
-    givers: Any  # how many of them give: all but the last rank of all
+    givers: Any  # number of members that send parts: all but the last rank of the whole scan
     in_first_node: Any  # whether this node is the first in that direction
 
 
 class Member(NamedTuple):
-    """Addresses in a member's memory, for what this rank sends to it."""
+    """Addresses in a member's memory, for this rank's messages to it."""
 
     states: Any
     states_arrived: Any
@@ -58,8 +58,8 @@ class Member(NamedTuple):
     begun: Any
 
 
-# inbox to prev_freed: addresses, as in a Link; receives, sends: whether there is somebody to send to this rank, and
-# somebody to send to; info: the offset of the round's words in node.info.
+# inbox to prev_freed: addresses, as in a Link; receives, sends: whether this rank receives and sends in this round;
+# info: the offset of the round's words in node.info.
 Round = namedtuple("Round", "inbox next_inbox outbox arrived next_arrived freed prev_freed receives sends info")
 
 TABLE = tl.constexpr(Table(*range(len(Table._fields))))
@@ -71,7 +71,7 @@ ROUND_WORDS = tl.constexpr(len(Round._fields))
 
 
 class Slice(NamedTuple):
-    """What a rank knows of the slices, its own above all: one argument. Addresses are device addresses."""
+    """The slices, mainly this rank's own, as one kernel argument. Addresses are device addresses."""
 
     table: Any  # int64, see above
     states: Any  # float32 [members, DEPTH, SLICE, BK * BV], mine: the members' states
@@ -86,8 +86,8 @@ class Slice(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """The state of this rank and where its incoming state goes; made in a kernel, in the call that uses it, like those
-    below."""
+    """This rank's state, and the address for its incoming state. Built in a kernel, in the call that uses it, like the
+    classes below."""
 
     state: Any  # float32 [G, K, V]
     decay: Any  # float32, element (g, k) at g * stride_g + k * stride_k; not read without HAS_DECAY
@@ -108,17 +108,17 @@ _Link = namedtuple(
 
 
 class Link(_Link):
-    """What links.py must know of a link; see Channel."""
+    """The fields of a channel that links.py uses; see Channel."""
 
 
 def _constants(node, num_tiles, BV, LINK) -> tuple[Any, ...]:
-    """Of a Link, what is known when a kernel is compiled."""
+    """Return the compile-time fields of a Link."""
     return num_tiles, node.BK, BV, node.DEPTH, LINK, LINK
 
 
 class Outlet(Link):
-    """Made in a kernel, in the call that uses it, since no variable and nothing that a jit function returns has
-    constants: a Link by which ``post`` goes to addresses of another rank's memory."""
+    """A Link by which ``post`` sends to addresses of another rank's memory. Built in a kernel, in the call that uses
+    it: variables and results of jit functions cannot hold constants."""
 
     def __new__(cls, node, next_inbox, next_arrived, num_tiles, BV, LINK) -> Link:  # type: ignore[misc]
         return Link(
@@ -136,7 +136,7 @@ class Outlet(Link):
 
 
 class Inlet(Link):
-    """Likewise, by which ``take`` and ``free_slot`` look at this rank's memory. info: of who sends."""
+    """A Link by which ``take`` and ``free_slot`` use this rank's memory; see Outlet. info: the sender's."""
 
     def __new__(cls, node, inbox, arrived, clock, info, num_tiles, BV, LINK) -> Link:  # type: ignore[misc]
         return Link(
@@ -154,7 +154,7 @@ class Inlet(Link):
 
 
 class RoundLink(Link):
-    """Likewise, of a round over the nodes; ``words``: what _round_words has returned."""
+    """The Link of a round over the nodes; see Outlet. ``words``: the result of _round_words."""
 
     def __new__(cls, node, own, words, BV) -> Link:  # type: ignore[misc]
         inbox, next_inbox, outbox, arrived, next_arrived, freed, prev_freed, info = words
@@ -187,8 +187,8 @@ def rails_kernel(
 
 @triton.jit
 def _scan_over_nodes(inputs, node, rail, own):
-    """Tiles program_id, program_id + num_programs, ... in ascending order: those that others own are given to them,
-    then the own ones are scanned, then the others are taken."""
+    """Process tiles program_id, program_id + num_programs, ... in ascending order: send the tiles of other owners to
+    them, scan the own ones, then receive the others."""
     me = _this_rank(own)
     begun = _begin(node, rail, own, me)
     tile = tl.program_id(0)
@@ -210,7 +210,7 @@ def _scan_over_nodes(inputs, node, rail, own):
 
 @triton.jit
 def _this_rank(own):
-    """Its Table."""
+    """Return this rank's Table."""
     p = own.table
     return Table(
         tl.load(p + TABLE.value.members).to(tl.int32),
@@ -224,26 +224,26 @@ def _this_rank(own):
 
 @triton.jit
 def _is_first(me):
-    """Whether no rank is before this one in the direction of the scan."""
+    """Check whether this rank is the first in the direction of the scan."""
     return me.in_first_node & (me.position == me.first)
 
 
 @triton.jit
 def _member(own, position):
-    """Where a member's row of the table lies."""
+    """Return the address of a member's row of the table."""
     return own.table + TABLE_WORDS + position * MEMBER_WORDS
 
 
 @triton.jit
 def _round(own, me, i):
-    """Where a round's row lies; of each round there are two."""
+    """Return the address of a round's row; each round has two."""
     return own.table + TABLE_WORDS + me.members * MEMBER_WORDS + i * ROUND_WORDS
 
 
 @triton.jit
 def _begin(node, rail, own, me):
-    """Begin the epoch: say so to all who send to this rank, and wait until those whom it sends to have begun the launch
-    that says that their slots are free. Returns (epoch, its arrival word, whether all is well)."""
+    """Begin the epoch: notify the ranks that send to this one, and wait until this rank's receivers have begun the
+    launch that frees their slots. Returns (epoch, its arrival word, whether all is well)."""
     program = tl.program_id(0)
     epoch = tl.load(node.epoch + program) + 1
     word = _arrival_word(node, program, epoch)
@@ -252,7 +252,7 @@ def _begin(node, rail, own, me):
         member = 0
         while member < me.members:
             if member != me.position:
-                # no release: the slots were read and refilled by launches that have ended
+                # no release: earlier, completed launches have read and refilled the slots
                 tl.store(_words(_member(own, member) + MEMBER.value.begun), epoch)
             member += 1
     give_credit(rail, program, epoch - 1)
@@ -274,7 +274,7 @@ def _wait_for_members(node, me, program, epoch, ok):
     while member < me.members:
         if member != me.position:
             p_begun = node.freed + member
-            # without acquire at first, as in wait_credit: the stores that it allows depend on it
+            # no acquire at first, as in wait_credit: the stores that it allows depend on it
             if ok & (poll_word(p_begun) < epoch - node.DEPTH + 1):
                 p_info = node.info + (1 + member) * EACH_INFO
                 ok = wait_signal(
@@ -290,7 +290,7 @@ def _wait_for_members(node, me, program, epoch, ok):
 
 @triton.jit
 def _give_tile(inputs, node, own, me, begun, tile):
-    """Give this rank's part of a tile to its owner, unless nobody is behind this rank."""
+    """Send this rank's part of a tile to its owner, except on the last rank."""
     epoch, word, ok = begun
     gives = (me.position - me.first) * me.step < me.givers
     if gives & ok & (tl.load(node.epoch + tile) == epoch - 1):
@@ -317,7 +317,7 @@ def _scan_tile(inputs, node, rail, own, me, begun, tile):
         b_incoming, well = _over_a_chain(rail, part, epoch, word, well, b_sum, b_product)
     else:
         b_incoming, well = _over_rounds(node, own, me, (epoch, word, well), part, b_sum, b_product)
-    tl.debug_barrier()  # before threads read words that others have seen; one warp has had no barrier
+    tl.debug_barrier()  # threads read words below that other threads have polled; one warp has had no barrier
     _hand_out(inputs, node, own, me, (epoch, word, well), tile, (b_own, b_own_decay, b_incoming))
     tl.debug_barrier()  # all threads have read the parts before their slots are refilled
     _free_parts(node, own, me, epoch, part, well)
@@ -327,7 +327,7 @@ def _scan_tile(inputs, node, rail, own, me, begun, tile):
 
 @triton.jit
 def _take_tile(inputs, node, own, me, begun, tile):
-    """Take this rank's incoming state of a tile from the owner."""
+    """Receive this rank's incoming state of a tile from the owner."""
     epoch, word, ok = begun
     well = ok & (tl.load(node.epoch + tile) == epoch - 1)
     offsets, inside = tile_offsets(node, tile, inputs.K, inputs.V)
@@ -353,7 +353,7 @@ def _take_tile(inputs, node, own, me, begun, tile):
 
 @triton.jit
 def _fold(node, own, me, call, part, mine):
-    """The node's total from zero, of what its members give: (state, product of decays, whether all is well).
+    """Fold the members' parts from zero into the node's total: (state, product of decays, whether all is well).
 
     call: (epoch, arrival word, whether all is well so far); mine: this rank's own (state, decay)."""
     epoch, word, well = call
@@ -384,7 +384,7 @@ def _fold(node, own, me, call, part, mine):
 
 @triton.jit
 def _hand_out(inputs, node, own, me, call, tile, states):
-    """Scan the members once more, from the node's incoming state, and give each its own.
+    """Scan the members once more, from the node's incoming state, and send each its incoming state.
 
     states: this rank's own (state, decay), and the incoming state."""
     epoch, word, well = call
@@ -415,7 +415,7 @@ def _hand_out(inputs, node, own, me, call, tile, states):
 
 @triton.jit
 def _read_again(node, own, member, part, epoch):
-    """(state, decay) that a member has given, which were seen to have come."""
+    """Load a member's (state, decay) again, after their arrival."""
     slot = (member * node.DEPTH + (epoch % node.DEPTH).to(tl.int32)) * own.SLICE + part
     rows = tl.arange(0, node.BK)[:, None]
     p_slot = own.states + slot * (node.BK * node.BV) + rows * node.BV
@@ -445,7 +445,7 @@ def _free_parts(node, own, me, epoch, part, well):
 
 @triton.jit
 def _own_part(inputs, node, me, tile):
-    """(state [BK, BV], decay [BK, 1]) of this rank; of the first one its outgoing state stands for its state."""
+    """Return this rank's (state [BK, BV], decay [BK, 1]); the first rank's outgoing state replaces its state."""
     b_state = load_tile(inputs.state, node, tile, inputs.K, inputs.V)
     b_decay = tl.full([node.BK, 1], 1.0, tl.float32)
     if inputs.HAS_DECAY:
@@ -458,7 +458,7 @@ def _own_part(inputs, node, me, tile):
 
 @triton.jit
 def _first(inputs, node, tile):
-    """The incoming state of the first rank."""
+    """Return the incoming state of the first rank."""
     b_first = tl.zeros([node.BK, node.BV], tl.float32)
     if inputs.HAS_INITIAL:
         b_first = load_tile(inputs.initial, node, tile, inputs.K, inputs.V)
@@ -467,7 +467,8 @@ def _first(inputs, node, tile):
 
 @triton.jit
 def _over_a_chain(rail, part, epoch, word, well, b_sum, b_product):
-    """(This node's incoming state, whether all is well), where its outgoing state is b_product * that + b_sum."""
+    """Scan over the nodes as a chain: return (this node's incoming state, whether all is well). The outgoing state is
+    b_product * incoming + b_sum."""
     b_incoming = tl.zeros([rail.BK, rail.BV], tl.float32)
     if (rail.RECV != NONE) & (rail.SEND != NONE):
         stopped = all_decays_zero(b_product)
@@ -488,9 +489,9 @@ def _over_a_chain(rail, part, epoch, word, well, b_sum, b_product):
 
 @triton.jit
 def _over_rounds(node, own, me, call, part, b_sum, b_product):
-    """The same by recursive doubling. (b_incoming, b_passes) is of the 0, 1, 3, 6, 12 ... nodes before this one; a
-    round adds those before them, from a node that has as many. The first round sends a node's own total, the second
-    that and the one before it (123-recursive doubling: Traeff, arXiv 2507.04785)."""
+    """Scan over the nodes by recursive doubling; returns as _over_a_chain. (b_incoming, b_passes) covers the 0, 1, 3,
+    6, 12 ... nodes before this one; a round adds as many nodes before them. The first round sends a node's own total,
+    the second that and the one before it (123-recursive doubling: Traeff, arXiv 2507.04785)."""
     epoch, word, well = call
     b_incoming = tl.zeros([node.BK, node.BV], tl.float32)
     b_passes = tl.full([node.BK, 1], 1.0, tl.float32)
@@ -533,7 +534,7 @@ def _round_words(node, p_round):
 
 @triton.jit
 def _end(node, tile, epoch, well, p_out, inside):
-    """End the tile's epoch, or spoil its output."""
+    """End the tile's epoch; after a fault mark it BROKEN and fill the output with NaN."""
     if well:
         finish(node, tile, epoch)
     else:
@@ -543,13 +544,13 @@ def _end(node, tile, epoch, well, p_out, inside):
 
 @triton.jit
 def _column(b_decays):
-    """[BK, 1] of [BK, BD], whose columns are alike."""
+    """Return one column [BK, 1] of [BK, BD], whose columns are equal."""
     return tl.max(b_decays, axis=1)[:, None]
 
 
 @triton.jit
 def _times(b_later, b_earlier):
-    """The product of two decays, which is 0 if and only if one of them is, the other NaN or Inf even."""
+    """Return the product of two decays: 0 if and only if one of them is 0, even if the other is NaN or Inf."""
     b_product = b_later * b_earlier
     b_product = tl.where(tl.abs(b_product) < SMALLEST, SMALLEST, b_product)
     return tl.where((b_later == 0.0) | (b_earlier == 0.0), 0.0, b_product)
@@ -557,7 +558,7 @@ def _times(b_later, b_earlier):
 
 @triton.jit
 def _floats(p_address):
-    """The address of a tile, found in a table."""
+    """Convert an address from a table to a pointer to a tile."""
     return tl.multiple_of(tl.load(p_address).to(tl.pointer_type(tl.float32)), 16)
 
 

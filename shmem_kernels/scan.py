@@ -37,11 +37,11 @@ def scan_kernel(
 ):
     """A program takes tiles program_id, program_id + num_programs, ...; a tile is BK rows and BV columns of a matrix.
 
-    First it sends those that depend on nothing. Then it takes its tiles in ascending order; what the next one needs is
-    loaded while this one is waited for, or on its way.
+    First it sends its tiles with zero decays. Then it processes its tiles in ascending order, and loads the next
+    tile's inputs while it waits for this one or sends it.
     """
     tile = tl.program_id(0)
-    # under way while the epoch begins
+    # loads overlap with begin()
     b_state = load_tile(p_state, channel, tile, K, V)  # [BK, BV]
     b_decay = tl.full([channel.BK, 1], 1.0, tl.float32)
     if HAS_DECAY:
@@ -54,7 +54,7 @@ def scan_kernel(
                 shift_ahead(channel, tile, (epoch, word, ok), load_tile(p_state, channel, tile, K, V))
             else:
                 b_ahead = load_decays(p_decay, channel, tile, stride_g, stride_k, K, V)
-                if all_decays_zero(b_ahead):  # of others the state is not needed yet
+                if all_decays_zero(b_ahead):  # loads the state only then: others do not need it yet
                     send_ahead(channel, tile, (epoch, word, ok), load_tile(p_state, channel, tile, K, V), b_ahead)
             tile += tl.num_programs(0)
         tile = tl.program_id(0)
@@ -94,8 +94,8 @@ def shift_rows_kernel(
     V: tl.constexpr,
     HAS_INITIAL: tl.constexpr,
 ):
-    """R_{p+1}[k] = R_p[k + rows] + state_p[k], of rows 0 .. K - 1: see checks.Shift. The rows of a tile come from those
-    of others, so one program takes all tiles, and sends the first when it has the last."""
+    """R_{p+1}[k] = R_p[k + rows] + state_p[k], for rows 0 .. K - 1: see checks.Shift. Rows of a tile depend on other
+    tiles, so one program takes all tiles, and sends the first after it has received the last."""
     epoch, word, ok = begin(channel, 0)
     tile = tl.program_id(0)
     while tile < channel.num_tiles:
@@ -116,6 +116,6 @@ def shift_rows_kernel(
         if ok:
             post(channel, tile, epoch, word, load_tile(p_state, channel, tile, K, V) + b_passed)
             finish(channel, tile, epoch)
-        else:  # of all tiles if of one
+        else:  # a fault of one tile is one of all tiles
             tl.store(channel.epoch + tile, BROKEN)
         tile += 1

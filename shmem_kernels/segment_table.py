@@ -1,4 +1,4 @@
-"""The table of segments: what this rank has of each sequence, in parts that programs go through."""
+"""The table of segments: this rank's tokens of each sequence, in parts that programs process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SEGMENT_WORDS = tl.constexpr(6)
 FIRST = tl.constexpr(1)  # its sequence begins with this segment
 LAST = tl.constexpr(2)  # its sequence ends with this segment
 ENTERED = tl.constexpr(4)  # its sequence began on a rank before this one
-LEFT = tl.constexpr(8)  # its sequence goes on behind this rank
+LEFT = tl.constexpr(8)  # its sequence continues on the next rank
 
 
 @triton.jit

@@ -1,11 +1,11 @@
-"""The scan over segments: a rank has n of them, one behind the other, and each gets the state that enters it.
+"""The scan over segments: a rank has n consecutive segments, and each gets its incoming state.
 
     R' = decay_s * R + state_s        or        R' = transition_s R + state_s
 
-A tile's state R comes from the rank before, goes through this rank's segments in registers and on to the next rank. The
-fold of one segment is the same function wherever the segment lies, in the order of the sequence, and what a link does
-to a state (no -0.0 is sent) is done at every segment's boundary. So the bits do not depend on where ranks end: one rank
-runs the same kernels, with nothing to wait for.
+A tile's state R arrives from the rank before, passes this rank's segments in registers, and is sent to the next rank.
+Every segment is folded by the same function, in the order of the sequence, wherever it lies. A link's change of a state
+(no -0.0 is sent) is applied at every segment boundary. So the bits do not depend on the rank boundaries: one rank runs
+the same kernels, without waits.
 """
 
 from __future__ import annotations
@@ -19,25 +19,26 @@ from .links import SENTINEL_BITS, post
 from .segment_table import END, FIRST, FLAGS, LAST, SEGMENT_WORDS, SEQUENCE, START
 from .tiles import load_tile, tile_offsets, tile_place
 
-# EXTERNAL: what p_external has of [G, K, V]
+# EXTERNAL: the meaning of p_external [G, K, V]
 NOTHING = tl.constexpr(0)
-INITIAL = tl.constexpr(1)  # the state before the first segment of all; of the first rank
-ADDED = tl.constexpr(2)  # is added to what comes
+INITIAL = tl.constexpr(1)  # the state before the very first segment, on the first rank
+ADDED = tl.constexpr(2)  # added to the received state
 
 AHEAD = tl.constexpr(4)  # segments whose states are loaded while R is waited for
 
 
 @triton.jit
 def without_negative_zero(b_state):
-    """As a link would deliver it: see links.post."""
+    """Return the state as a link would deliver it: see links.post."""
     b_words = b_state.to(tl.int32, bitcast=True)
     return tl.where(b_words == SENTINEL_BITS, 0, b_words).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def fold(b_state, b_decay, b_prev):
-    """The state behind a segment with this state and decay, of that before it: [BK, BV] float32, ``b_decay``
-    broadcastable. One rounding, in every kernel; where the decay is 0 nothing passes."""
+    """Return the state after a segment, of the segment's state and decay and the state before it: [BK, BV] float32,
+    ``b_decay`` broadcastable. One rounding, in every kernel. A decay of 0 discards the state before, even Inf or
+    NaN."""
     b_decay = b_decay + tl.zeros_like(b_prev)
     b_next = tl.where(b_decay == 0.0, b_state, tl.fma(b_decay, b_prev, b_state))
     return without_negative_zero(b_next)
@@ -45,7 +46,7 @@ def fold(b_state, b_decay, b_prev):
 
 @triton.jit
 def _place(i, n, MATRICES: tl.constexpr, DESCENDING: tl.constexpr):
-    """(The first matrix of the i-th segment that is gone through, whether there is such a segment)."""
+    """Return (the first matrix of the i-th segment in the order of the scan, whether it exists)."""
     s = n - 1 - i if DESCENDING else n * 0 + i
     return s.to(tl.int64) * MATRICES, i < n
 
@@ -54,7 +55,7 @@ def _place(i, n, MATRICES: tl.constexpr, DESCENDING: tl.constexpr):
 def _load_segment(
     p_states, p_decays, channel, tile, place, strides, K: tl.constexpr, V: tl.constexpr, HAS_DECAY: tl.constexpr
 ):
-    """State [BK, BV] and decays [BK, 1] of a tile of a segment; 0 and 1 where there is none."""
+    """Load the state [BK, BV] and decays [BK, 1] of a tile of a segment; 0 and 1 without a segment."""
     matrix, there = place
     stride_g, stride_k = strides
     offsets, inside = tile_offsets(channel, tile, K, V)
@@ -69,7 +70,7 @@ def _load_segment(
 
 @triton.jit
 def _entered(channel, tile, begun, p_external, K: tl.constexpr, V: tl.constexpr, EXTERNAL: tl.constexpr):
-    """(The state before this rank's first segment, whether all is well)."""
+    """Return (the state before this rank's first segment, whether all is well)."""
     epoch, word, ok = begun
     b_first = tl.zeros([channel.BK, channel.BV], tl.float32)
     b_external = b_first
@@ -103,7 +104,7 @@ def segments_kernel(
 ):
     """A program takes tiles program_id, program_id + num_programs, ...
 
-    AHEAD segments are loaded before R is waited for, those behind them while others are folded.
+    It loads AHEAD segments before it waits for R, and later ones while it folds earlier ones.
     """
     tile = tl.program_id(0)
     begun = begin(channel, tile)
@@ -153,8 +154,8 @@ def _times(
     BJ: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """transition R + sum, of R [BK, BV] that this program has just stored to p_prev [K, V]: with BJ below BK columns of
-    the transition at a time, and as many rows of R from there."""
+    """transition R + sum. R [BK, BV] is also in p_prev [K, V], where this program has just stored it: with BJ < BK it
+    loads BJ columns of the transition at a time, and BJ rows of R from there."""
     i, v = place
     stride_i, stride_j = strides
     if BJ >= b_prev.shape[0]:
@@ -192,9 +193,9 @@ def dense_segments_kernel(
     EXTERNAL: tl.constexpr,
     DESCENDING: tl.constexpr,
 ):
-    """The same with transitions; as in transition_kernel a tile is BV whole columns, products are of three TF32 parts,
-    and of a transition larger than BJ columns the rows of R are read back from p_incoming. Products are made of zeros,
-    too: whether a state is one depends on where a rank begins."""
+    """segments_kernel with transitions. As in transition_kernel a tile is BV whole columns, products are of three TF32
+    parts, and with a transition larger than BJ columns the rows of R are read back from p_incoming. Products with a
+    zero state are computed, too: whether a state is zero depends on the rank boundaries."""
     tile = tl.program_id(0)
     begun = begin(channel, tile)
     while tile < channel.num_tiles:
@@ -216,9 +217,9 @@ def dense_segments_kernel(
 
 @triton.jit
 def gated_segments_kernel(
-    p_state,  # float32 [NS, H, K, V]; in, each segment's local state; out, its incoming state, whichever rank's
+    p_state,  # float32 [NS, H, K, V]; in, each segment's local state; out, its incoming state, from all ranks
     p_gate,  # float32 [NS, H, K]
-    p_gates,  # float32 [NS, H, K]; out, -inf: by which nothing is added to incoming states
+    p_gates,  # float32 [NS, H, K]; out, -inf: later kernels then add nothing to the incoming states
     p_segments,  # int32 [NS, SEGMENT_WORDS]
     p_first_segments,  # int32 [B + 1]
     p_outside,  # float32 [N, H, K, V], the states at the beginning of each sequence; None for zeros
@@ -229,12 +230,12 @@ def gated_segments_kernel(
     H: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
-    HALVES: tl.constexpr,  # of a rank's tokens: 2 in the zigzag layout
-    HALF: tl.constexpr,  # the one that is gone through
+    HALVES: tl.constexpr,  # parts of a rank's tokens: 2 in the zigzag layout
+    HALF: tl.constexpr,  # the part of this scan
     REVERSE: tl.constexpr,
 ):
-    """carry_kernel (gla_fwd.py) and the scan over the ranks in one, in the order of the sequence. States are loaded
-    while others are folded, up to three segments ahead."""
+    """carry_kernel (gla_fwd.py) and the scan over the ranks in one, in the order of the sequence. Loads states up to
+    three segments ahead of the fold."""
     tile = tl.program_id(0)
     begun = begin(channel, tile)
     BEGIN: tl.constexpr = LAST if REVERSE else FIRST
@@ -277,7 +278,7 @@ def delta_segments_kernel(
     p_segments,  # int32 [NS, SEGMENT_WORDS]
     p_first_segments,  # int32 [B + 1]
     p_outside,  # float32 [N, H, K, V], the states at the beginning of each sequence; None for zeros
-    p_incoming,  # float32 [NS, H, K, V]; out, each segment's incoming state, whichever rank's
+    p_incoming,  # float32 [NS, H, K, V]; out, each segment's incoming state, from all ranks
     p_external,  # float32 [B, H, K, V], of the first rank: its incoming state; None for zeros
     p_outgoing,  # float32 [B, H, K, V]; out, the outgoing state
     channel,
@@ -341,8 +342,8 @@ def row_sums_kernel(
     BW: tl.constexpr,
     PRODUCT: tl.constexpr,
 ):
-    """The sum of each row of x, or of x * y, BW columns at a time: a program for a row, so that its bits depend on
-    nothing but the row."""
+    """The sum of each row of x, or of x * y, BW columns at a time. One program per row, so that the bits depend on the
+    row only."""
     row = tl.program_id(0).to(tl.int64)
     b_sum = tl.zeros([BW], tl.float32)
     for i in range((W + BW - 1) // BW):

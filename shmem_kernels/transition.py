@@ -29,11 +29,11 @@ def transition_kernel(
 ):
     """R_{p+1} = transition_p R_p + state_p. A tile is BV whole columns, since a row of the product needs all of R's.
 
-    A program takes tiles that follow one another. With BJ >= BK it holds a tile's transition before it waits for R; a
-    larger transition it takes BJ columns at a time afterwards, STAGES ahead, and reads as many rows of R back from
-    p_out. Products are of three TF32 parts each, as accurate as float32. A first rank that begins with 0 sends its
-    state as it is. TRANSPOSED: products of what is not held are of the transposed, whose rows are too few for wgmma, so
-    that they are mma, which is not asynchronous and needs no barriers of its own.
+    A program takes consecutive tiles. With BJ >= BK it loads a tile's transition before it waits for R; of a larger
+    transition it loads BJ columns at a time afterwards, STAGES ahead, and reads as many rows of R back from p_out.
+    Products are of three TF32 parts each, as accurate as float32. A first rank that begins with 0 sends its state
+    unchanged. TRANSPOSED: the products of a transition that is not held use transposed operands. These have too few
+    rows for wgmma, so Triton uses mma, which is not asynchronous and needs no barriers of its own.
     """
     PRODUCT: tl.constexpr = (channel.SEND != NONE) and ((channel.RECV != NONE) or HAS_INITIAL)
     HELD: tl.constexpr = PRODUCT and BJ >= channel.BK
@@ -51,7 +51,7 @@ def transition_kernel(
         if HAS_INITIAL:
             b_first = tl.load(p_initial + state + offsets, mask=inside, other=0.0)
         if HELD:
-            row = i + opaque(tile - tile)  # or the offsets would stay in registers over the whole loop
+            row = i + opaque(tile - tile)  # keeps the offsets out of registers during the loop
             at = row[:, None] * stride_i + row[None, :] * stride_j
             b_transition = tl.load(dense + at, mask=(i < K)[:, None] & (i < K)[None, :], other=0.0)  # [BK, BK]
         b_prev, ok = receive(channel, tile, epoch, word, begun_well, b_first)

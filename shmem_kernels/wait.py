@@ -1,13 +1,13 @@
-"""Waiting for another rank: bounded by the clock, and what is left for the host to read where a wait was in vain.
+"""Waits for another rank, bounded by the clock, and the fault record that the host reads.
 
 **Block-uniform polling.** Triton takes a scalar to be the same in all threads, but warps that load a changing word, or
-read a clock, may see different values and then take different branches around a barrier. So one thread looks, by an
-atomic addition of 0, which Triton compiles to a load, and the block shares what it saw; a tile's own words are looked
-at by all threads and reduced over the block.
+read a clock, may see different values and then take different branches around a barrier. So one thread polls, by an
+atomic addition of 0, which Triton compiles to a load, and shares the value with the block. All threads poll a tile's
+own words and reduce the result over the block.
 
-**Faults.** Every wait ends after ``timeout`` by the clock, and later where another rank compiles; a tile
-that arrives from a rank that is desynchronized (channel.py) is not taken. The first fault of a communicator writes the
-record below, in memory that the host can read; later waits of the communicator give up at once.
+**Faults.** Every wait ends after ``timeout`` by the clock, or later if another rank compiles. A tile from a
+desynchronized rank (channel.py) is not taken. The first fault of a communicator writes the record below, in memory that
+the host can read; later waits of the communicator give up at once.
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ INFO_FAULT = tl.constexpr(6)  # address of an int64: 1 once there was a fault in
 INFO_RECORD = tl.constexpr(7)  # address of the record below, in memory that the host can read
 INFO_WORDS = 8
 
-# Words of the record (int64), written once, by the first fault, RECORD_SET last; then what host and waits tell
-# each other
+# Words of the record (int64), written once, by the first fault, RECORD_SET last; then a word shared by host and waits
 RECORD_SET = tl.constexpr(0)
 RECORD_KIND = tl.constexpr(1)
 RECORD_RANK = tl.constexpr(2)
@@ -39,8 +38,8 @@ RECORD_NEIGHBOUR = tl.constexpr(3)
 RECORD_TILE = tl.constexpr(4)
 RECORD_EXPECTED = tl.constexpr(5)  # TIMED_OUT: an epoch. OUT_OF_STEP: the arrival word (links.py) that was expected
 RECORD_SEEN = tl.constexpr(6)  # likewise
-# Not of a fault: even nanoseconds that the host gives waits besides the timeout (comm/compile_watch.py); odd once a
-# wait has taken a quarter of the timeout
+# Not part of a fault: nanoseconds, an even number, by which the host extends the timeout (comm/compile_watch.py); odd
+# once a wait has taken a quarter of the timeout
 RECORD_EXTRA = tl.constexpr(7)
 RECORD_WORDS = 8
 
@@ -50,7 +49,7 @@ OUT_OF_STEP = tl.constexpr(1)
 
 @builtin
 def clock_ns(_semantic=None) -> int | core.tensor:
-    """A clock in nanoseconds. In the interpreter, where a rank is a process, it lets other processes run too."""
+    """Return a clock in nanoseconds. In the interpreter, where a rank is a process, also yield to other processes."""
     if _semantic is None:
         time.sleep(2e-5)
         return time.monotonic_ns()
@@ -61,21 +60,21 @@ def clock_ns(_semantic=None) -> int | core.tensor:
 
 @builtin
 def polls_before_backoff(_semantic=None) -> core.constexpr:
-    """How often a wait looks at full speed; a longer one pauses in between, for the sake of other kernels."""
+    """Return the number of polls at full speed; a longer wait pauses between polls, to leave bandwidth to others."""
     return core.constexpr(0 if _semantic is None else 32)
 
 
 @builtin
 def polls_per_clock(_semantic=None) -> core.constexpr:
-    """How often a wait looks before it looks at the clock, and for a fault elsewhere. In the interpreter tiles wait one
-    behind the other, so that each of them is to find a fault soon."""
+    """Return the number of polls between two looks at the clock and the fault word. Small in the interpreter, where
+    tiles wait one after another and each must find a fault soon."""
     return core.constexpr(4 if _semantic is None else 64)
 
 
 @builtin
 def backoff(polls, _semantic=None) -> None:
-    """Let other warps run for half a microsecond or so; in the interpreter other processes, the longer the more often
-    this wait has looked in vain."""
+    """Yield to other warps for about half a microsecond; in the interpreter to other processes, for a time that grows
+    with ``polls``."""
     if _semantic is None:
         time.sleep(min(3e-4 * polls.handle.data.item(), 3e-3))
     else:
@@ -86,8 +85,8 @@ def backoff(polls, _semantic=None) -> None:
 
 @builtin
 def opaque(x, _semantic=None) -> core.tensor:
-    """``x`` (int32 or int64), of which the compiler knows nothing: neither that it is the same in all threads, nor that
-    what depends on it can move out of a loop."""
+    """Hide ``x`` (int32 or int64) from the compiler: it then neither assumes the same value in all threads, nor moves
+    dependent code out of a loop."""
     if _semantic is None:
         return x
     move = ("mov.b64 $0, $1;", "=l,l") if x.dtype.is_int64() else ("mov.b32 $0, $1;", "=r,r")
@@ -96,19 +95,19 @@ def opaque(x, _semantic=None) -> core.tensor:
 
 @builtin
 def num_warps(_semantic=None) -> core.constexpr:
-    """Warps of a program, at compile time; 1 in the interpreter."""
+    """Return the number of warps of a program, at compile time; 1 in the interpreter."""
     return core.constexpr(1 if _semantic is None else warps_of(_semantic))
 
 
 @triton.jit
 def poll_word(p_word):
-    """What one thread sees at ``p_word``, for all threads of the block."""
+    """Load ``p_word`` in one thread and share the value with the block."""
     return tl.atomic_add(p_word, 0, sem="relaxed", scope="sys")
 
 
 @triton.jit
 def now(channel, tile):
-    """The clock of one thread, for all threads of the block."""
+    """Read the clock in one thread and share the value with the block."""
     tl.store(channel.clock + tile, clock_ns())
     tl.debug_barrier()
     return poll_word(channel.clock + tile)
@@ -116,7 +115,7 @@ def now(channel, tile):
 
 @triton.jit
 def fault(channel, KIND: tl.constexpr, NEIGHBOUR: tl.constexpr, tile, expected, seen):
-    """From here on every wait of this communicator gives up. The first fault writes the record."""
+    """Make every later wait of this communicator give up. The first fault writes the record."""
     p_fault = tl.load(channel.info + INFO_FAULT).to(tl.pointer_type(tl.int64))
     if tl.atomic_xchg(p_fault, 1, sem="relaxed", scope="sys") == 0:
         p_record = tl.load(channel.info + INFO_RECORD).to(tl.pointer_type(tl.int64))
@@ -133,7 +132,7 @@ def fault(channel, KIND: tl.constexpr, NEIGHBOUR: tl.constexpr, tile, expected, 
 
 @triton.jit
 def gave_up(channel, started, NEIGHBOUR: tl.constexpr, tile, expected, seen):
-    """Whether a wait that began at ``started`` is to end: its time is over, or there was a fault elsewhere."""
+    """Check whether a wait that began at ``started`` must end: timed out, or after a fault elsewhere."""
     over = poll_word(tl.load(channel.info + INFO_FAULT).to(tl.pointer_type(tl.int64))) != 0
     waited = now(channel, tile) - started
     timeout = tl.load(channel.info + INFO_TIMEOUT_NS)
@@ -149,9 +148,9 @@ def gave_up(channel, started, NEIGHBOUR: tl.constexpr, tile, expected, seen):
 def wait_signal(channel, p_word, value, NEIGHBOUR: tl.constexpr, tile):
     """Wait until the int64 at ``p_word`` is at least ``value``; True if it is, False if the wait timed out.
 
-    NEIGHBOUR (INFO_PREV or INFO_NEXT) and ``tile`` say in the record of a time-out who was waited for, and for what.
+    NEIGHBOUR (INFO_PREV or INFO_NEXT) and ``tile`` identify the awaited rank and tile in the record of a time-out.
     """
-    # acquire: what the writer stored before it set the word, for the loads and stores below
+    # acquire: the writer's stores before it set the word, for the loads and stores below
     seen = tl.atomic_add(p_word, 0, sem="acquire", scope="sys")
     if seen < value:
         started = now(channel, tile)
@@ -172,5 +171,5 @@ def wait_signal(channel, p_word, value, NEIGHBOUR: tl.constexpr, tile):
 def set_signal(p_word, value):
     """Set the int64 at ``p_word``, a mapped address, to ``value`` after everything that this block has stored."""
     tl.debug_barrier()  # all threads' stores before the release of the one thread that signals
-    # release: this block's stores, for whoever acquires the word
+    # release: this block's stores, for the rank that acquires the word
     tl.atomic_xchg(p_word, value, sem="release", scope="sys")
