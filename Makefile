@@ -1,27 +1,27 @@
 # make demo      a GLA language model on real text, unsplit and split over ranks; sets everything up
 # make check     ruff, types and the quick tests: the inner loop
 # make test      the whole CPU suite, ruff, types and the documentation
-# make test-gpu  the same cases and more on the GPUs of this machine; writes tests/gpu/last_run.json; GO_ON=--go-on: only
-#                what has not passed since the last change, as after a run that was cut; GPUS=2: each test has two of
-#                them, and more tests run at once
+# make test-gpu  the same cases and more on this machine's GPUs; writes tests/gpu/last_run.json. GO_ON=--go-on: only
+#                tests that have not passed since the last change, e.g. after an interrupted run. GPUS=2: each test uses
+#                two of the GPUs, and more tests run at once
 # make test-network  put links over UCX and TCP on this machine: on CPU ranks, and on two GPUs by NVSHMEM
-# make test-triton   the GPU tests that show the kernels right with another Triton: TRITON=its folder; and times of both
+# make test-triton   the GPU tests of the kernels' results with another Triton (TRITON=its folder), and times of both
 # make peer      flash-linear-attention's own tests with the operators split over ranks: PEER=its checkout; with GPUs
 # make matrix    the quick tests with other versions of torch, Triton, Python, transformers and NVSHMEM, on CPUs
-# make bench     what this machine can hold
-# make docs      the documentation into site/, its tables and API pages written, its examples run
-# make venv      the environment alone
+# make bench     benchmarks that fit this machine, and plots
+# make docs      build the documentation into site/: write tables and API pages, run examples
+# make venv      the environment only
 #
-# OPTIONS: of pytest, for check, test and peer, as -x, -k kda or --junitxml=results.xml; --ranks N of peer.
-# With PYTHON=python3, say, they run with that interpreter and what it has, and no environment is made. test-gpu and peer
-# take python3 by themselves where that has all it needs, else an environment with CUDA's packages.
+# OPTIONS: pytest's options for check, test, peer, e.g. -x, -k kda or --junitxml=results.xml; for peer also --ranks N.
+# PYTHON=python3, for example, uses that interpreter and its packages, and creates no environment. test-gpu and peer use
+# python3 if it has all required packages, else an environment with CUDA's packages.
 
 VENV := .venv
-# of test-gpu at once: each has ranks of its own on every GPU, of about 3 GB each, beside two tests that take many more
-# (tests/support/gpu_schedule.py), and takes nearly three cores while it compiles
+# Jobs of test-gpu at once: each has its own ranks on every GPU, about 3 GB each, plus two tests that take much
+# more (tests/support/gpu_schedule.py), and uses nearly three cores during compilation
 JOBS = $(shell nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits 2>/dev/null | awk -v cores=$$(nproc) -v each=$(GPUS) 'NR == 1 {n = int($$1 / 8000)} END {n *= each ? int(NR / each) : 1; m = int(cores * 3 / 8); n = n < m ? n : m; print (n > 0 ? n : 1)}')
 FEW_JOBS = $(shell echo $$(($(JOBS) > 2 ? 2 : $(JOBS))))
-# of test at once: one more than there are cores, which ranks that wait for one another leave free
+# Workers of test: one more than cores, since waiting ranks leave cores idle
 WORKERS = $(shell n=$$(nproc); echo $$(($$n < 8 ? $$n + 1 : 8)))
 ifdef PYTHON
   GIVEN := $(PYTHON)
@@ -31,15 +31,15 @@ else
   READY := $(VENV)/ready
 endif
 
-# a bare checkout needs no installation, nor do the processes that are started from here
+# A checkout needs no installation, and neither do the processes started from here
 export PYTHONPATH := $(CURDIR)$(addprefix :,$(PYTHONPATH))
 
 .PHONY: venv demo check test test-gpu test-network test-triton peer on-gpu network-on-gpu triton-on-gpu peer-on-gpu matrix bench docs clean
 
 venv: $(VENV)/ready
 
-# Triton 3.6, whose registers the tests count, is last: torch's wheel for CUDA asks for a later one.
-# Megatron-core's wheels ask for Python 3.12; what is tested of it runs on earlier ones, too (without it: tests skipped)
+# Triton 3.6, for which the tests count registers, is installed last: torch's wheel for CUDA requires a later one.
+# Megatron-core's wheels require Python 3.12; its tested parts also run on earlier ones (without it tests are skipped)
 $(VENV)/ready: setup.py
 	python3 -m venv $(VENV)
 	$(VENV)/bin/python -m pip install -q --upgrade 'setuptools>=64' wheel
@@ -88,14 +88,15 @@ triton-on-gpu:
 	$(OTHER) -m bench.versions --no-fla --json build/other.json
 	$(PYTHON) -m bench.versions --compare build/usual.json build/other.json
 
-# First, many at once with ranks of their own on the same GPUs, all but what others would disturb; then what has failed
-# among them, as where memory ran out; then the others. GO_ON=--go-on: only what has not passed since the last change
+# First all tests that tolerate others on the same GPUs, many at once, each with its own ranks; then those that failed,
+# e.g. out of memory, with fewer at once; then the tests marked alone. GO_ON=--go-on: only tests that have not passed
+# since the last change
 on-gpu:
 	$(PYTHON) -m pytest --gpu -m 'not alone' -n $(JOBS) $(addprefix --gpus=,$(GPUS)) $(GO_ON); first=$$?; \
 	if test $$first = 1; then $(PYTHON) -m pytest --gpu -m 'not alone' -n $(FEW_JOBS) $(addprefix --gpus=,$(GPUS)) --go-on; first=$$?; fi; \
 	$(PYTHON) -m pytest --gpu -m alone $(addprefix --gpus=,$(GPUS)) $(GO_ON) && exit $$first
 
-# Without GPUs, what runs on CPU ranks
+# Without GPUs, the part on CPU ranks
 test-network:
 ifdef GIVEN
 	$(GIVEN) -m pytest --network $(OPTIONS)
@@ -113,7 +114,7 @@ $(VENV)/ready-network: $(VENV)/ready
 	$(VENV)/bin/python -m pip install -q --no-build-isolation -e '.[network]'
 	touch $@
 
-# One environment at a time, removed afterwards; ONLY: one of those that `nox -f tests/matrix/noxfile.py -l` lists
+# One environment at a time, removed afterwards. ONLY: a session that `nox -f tests/matrix/noxfile.py -l` lists
 matrix: $(READY)
 	PYENV_VERSION=$$(pyenv versions --bare 2>/dev/null | paste -sd:) $(PYTHON) -m nox -f tests/matrix/noxfile.py $(if $(ONLY),-s $(ONLY))
 

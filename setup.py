@@ -2,23 +2,23 @@ import re
 
 from setuptools import find_packages, setup
 
-URL = ""  # of the repository, once it has one: the package index does not know where relative links lead
+URL = ""  # of the repository, once published: the package index cannot resolve relative links
 
 
 def for_the_index(text: str) -> str:
-    """The README with absolute links; without URL, relative ones become their words, and pictures go."""
+    """Return the README with absolute links. Without URL, replace relative links by their text and drop pictures."""
     picture, link = r"!\[([^]]*)\]\((?!https?:)([^)]+)\)\n*", r"\[([^]]*)\]\((?!https?:|#)([^)]+)\)"
     parts = text.split("```")
-    for i in range(0, len(parts), 2):  # those that are no code
+    for i in range(0, len(parts), 2):  # even parts are not code
         parts[i] = re.sub(picture, rf"![\1]({URL}/raw/main/\2)\n\n" if URL else "", parts[i])
         parts[i] = re.sub(link, rf"[\1]({URL}/blob/main/\2)" if URL else r"\1", parts[i])
     return "```".join(parts)
 
 
-# No upper bounds of what torch brings along: Triton and NVSHMEM are those of the torch that is installed, and pip would
-# take an older torch for them. docs/versions.md says which are tested; `allscan doctor` compares.
+# No upper bounds for dependencies of torch (Triton, NVSHMEM): an upper bound would make pip install an older torch.
+# docs/versions.md lists the tested versions; `allscan doctor` compares.
 NVSHMEM = ">=3.4"
-# Links in allscan/, which find_packages would follow; files that it would leave out, in a checkout without links
+# Symbolic links in allscan/. find_packages would follow them, and in a checkout without symbolic links omit them
 LINKED = "allscan.bindings", "allscan.shmem_kernels"
 FLA = "flash-linear-attention>=0.6,<0.7"
 
@@ -45,8 +45,8 @@ setup(
         "transformers": ["transformers>=5.18"],
         "megatron": ["megatron-core>=0.19,<0.20", FLA, "einops"],
         "bench": ["matplotlib"],
-        # the bitcode, so that kernels which call NVSHMEM can be compiled and checked without a GPU; the version that
-        # PyTorch 2.11 brings along, because the tests count registers and stack (3.6: 128 bytes of stack)
+        # nvidia-nvshmem has the bitcode to compile and check kernels that call NVSHMEM without a GPU; in the version
+        # of PyTorch 2.11, because the tests count registers and stack (3.6: 128 bytes of stack)
         "test": [
             "pytest",
             "pytest-xdist",
@@ -61,7 +61,7 @@ setup(
             "flash-linear-attention==0.6.0",
             "transformers==5.23.0",
             "accelerate>=1.15,<2",  # transformers' Trainer, in an example
-            "megatron-core==0.19.2; python_version >= '3.12'",  # for earlier ones see the Makefile
+            "megatron-core==0.19.2; python_version >= '3.12'",  # for earlier Pythons see the Makefile
         ],
     },
     entry_points={"console_scripts": ["allscan=allscan.tools.doctor:main"]},

@@ -4,7 +4,7 @@ A generated part lies between ``<!-- generated: NAME -->`` and ``<!-- end -->``.
 
     table X        a table, from bench/results/*.csv or tests/gpu/last_run.json: a function below
     api X [a b]    signature and docstring of the public name X, read from its source; a, b: members of a class
-    program P N    the text of README.md's or a docs page's N-th block of Python, so that it stands in one place
+    program P N    the N-th block of Python in README.md or a docs page, so that its text has one source
 
 With --check nothing is written; the exit status is 1 if a page differs from its sources. Needs griffe, but no GPU,
 torch or Triton: sources are parsed, not imported.
@@ -35,7 +35,7 @@ def _rows(name: str) -> list[dict[str, str]]:
 
 
 def _find(name: str, **wanted: object) -> dict[str, str]:
-    """The one row with these values."""
+    """Return the only row with these values."""
     found = [row for row in _rows(name) if all(row[key] == str(value) for key, value in wanted.items())]
     if len(found) != 1:
         raise LookupError(f"{len(found)} rows of {name}.csv have {wanted}")
@@ -47,7 +47,7 @@ def _number(text: str, digits: int) -> str:
 
 
 def _pair(row: dict[str, str]) -> str:
-    """Latency / back to back, in microseconds."""
+    """Format latency / back-to-back time, in microseconds."""
     back = row.get("back_to_back_us") or row["free_running_us"]
     return f"{_number(row['p50_us'], 1)} / {_number(back, 1)}"
 
@@ -66,7 +66,7 @@ def _scan(method: str, ranks: int, size: int = 2 << 20) -> dict[str, str]:
 
 
 def headline() -> str:
-    """README's: what the split costs beside one GPU, and beside the strongest alternative that was measured."""
+    """README.md: split models against one GPU, and against the strongest alternative measured."""
     windows = _find("scan_h100", bytes=2 << 20, method="windows (fused fold)")
     now = _find("scan_variants_h100", bytes=2 << 20, variant="now", words=4096, warps=8)
     step = functools.partial(_find, "operator", gates=0, T=16384)
@@ -142,7 +142,7 @@ def headline() -> str:
 
 
 def scan() -> str:
-    """docs/results.md: the scan beside others, H200s."""
+    """docs/results.md: the scan against other methods, H200s."""
     methods = ["sentinel", "peer copy", "all_gather (no fold)", "all_gather (fused fold)", "all_gather", "ring"]
     names = ["All-Scan", "bare copy to a neighbour, latency", "NCCL all-gather alone"]
     names += ["and its fold, fused", "and its fold, by operators", "NCCL ring"]
@@ -173,12 +173,12 @@ def _operator(name: str) -> str:
 
 
 def operator() -> str:
-    """docs/results.md: zeco_gla beside the same local kernels with other communication, H200s."""
+    """docs/results.md: zeco_gla against the same local kernels with other communication, H200s."""
     return _operator("operator")
 
 
 def operator_h100() -> str:
-    """The same on 2 H100s."""
+    """docs/results.md: the table of ``operator`` on 2 H100s."""
     return _operator("operator_h100")
 
 
@@ -217,7 +217,7 @@ def hybrid() -> str:
 
 
 def megatron() -> str:
-    """docs/integrations/megatron.md: its hybrids, by bench.megatron."""
+    """docs/integrations/megatron.md: Megatron's hybrids, measured by bench.megatron."""
     if not (ROOT / "bench" / "results" / "megatron.csv").exists():
         return "`python -m bench.megatron` writes a csv; none is in bench/results yet.\n"
     names = {
@@ -249,7 +249,7 @@ HYBRIDS = {
 
 
 def _hybrids(method: str) -> dict[str, dict[str, str]]:
-    """Rows of the models that were measured, by how they are told of."""
+    """Return the rows of the measured models, by the model's name in the text."""
     return {
         told: _find("hybrid", model=model, method=method)
         for model, told in HYBRIDS.items()
@@ -270,7 +270,7 @@ def zigzag() -> str:
 
 
 def worth() -> str:
-    """docs/worth_it.md: what the split adds to one rank's both passes of zeco_gla, us."""
+    """docs/worth_it.md: time that the split adds to both passes of zeco_gla on one rank, us."""
     rows = []
     for ranks in (2, 4):
         where = {"gates": 0, "pass": "forward+backward", "T": 16384, "ranks": ranks}
@@ -281,7 +281,8 @@ def worth() -> str:
 
 
 def worth_kda() -> str:
-    """The same of zeco_kda by tokens, over fla's chunk_kda on one rank, as CUDA graphs; fla's own exchange is eager."""
+    """docs/worth_it.md: time that the split adds to fla's chunk_kda on one rank, by tokens, as CUDA graphs; fla's own
+    exchange is eager."""
     rows = []
     for tokens in (2048, 4096, 16384):
         row = [f"{tokens:,}"]
@@ -297,7 +298,7 @@ def worth_kda() -> str:
 
 
 def memory() -> str:
-    """docs/memory.md: peaks beside inputs, both passes, one GPU or a rank of 2."""
+    """docs/memory.md: peak memory without the inputs, both passes, one GPU or a rank of 2."""
     rows = []
     for method in ("zeco_gla", "zeco_gla, recompute=False", "fla chunk_gla"):
         row = _find("local", shape="1x16384x16x128x128", sequences="", method=method, sources="c2ee9aef2fcb")
@@ -309,7 +310,7 @@ def memory() -> str:
 
 
 def alternatives() -> str:
-    """docs/results.md: the scan beside the strongest others, 2 H100s; All-Scan of scan_variants_h100.csv."""
+    """docs/results.md: the scan against the strongest others, 2 H100s; All-Scan from scan_variants_h100.csv."""
     rows = []
     names = "peer copy", "pull and fold", "windows (fused fold)", "windows (no fold)"
     for size, told, words, warps in ((1 << 18, "0.25 MiB", 1024, 2), (2 << 20, "2 MiB", 4096, 8)):
@@ -366,7 +367,7 @@ def _delta(rule: str, methods: dict[str, str] = _DELTA, sizes=((16384, 32), (163
 
 
 def local_kda() -> str:
-    """docs/delta.md: KDA on one GPU, our own chunk kernels beside fla's."""
+    """docs/delta.md: KDA on one GPU, allscan's chunk kernels against fla's."""
     names = {
         "zeco_kda, chunk=allscan": "**`zeco_kda`**",
         "zeco_kda, chunk=fla": '`zeco_kda(chunk="fla")`',
@@ -426,7 +427,7 @@ def chain() -> str:
 
 
 def hop() -> str:
-    """docs/results.md: what the parts of a hop take, by clocks in the kernel."""
+    """docs/results.md: times of the parts of a hop, by clocks in the kernel."""
     parts = [row for row in _rows("chain") if row["kind"].startswith("hop: ")]
     sizes = {int(row["bytes"]): _CHAIN_BYTES[int(row["bytes"])] for row in parts}
     kinds = dict.fromkeys(row["kind"] for row in parts)
@@ -439,7 +440,7 @@ def hop() -> str:
 
 
 def invariant() -> str:
-    """docs/invariant.md: zeco_gla with segments beside without."""
+    """docs/invariant.md: zeco_gla with segments against without."""
     rows = []
     for name in ("zeco", "zeco, invariant 2048", "zeco, invariant 1024"):
         both = [_find("operator_invariant", method=name, **{"pass": one}) for one in ("forward", "forward+backward")]
@@ -479,7 +480,7 @@ def _package():
 
 
 def _signature(found) -> str:
-    """With defaults, without annotations; a line that is too long gets a line for each argument."""
+    """Format a signature with defaults, without annotations; if too long for one line, with a line per argument."""
     taken, star = [], False
     for x in found.parameters:
         kind = x.kind.value
@@ -497,7 +498,7 @@ def _signature(found) -> str:
 
 
 def _docstring(found) -> str:
-    """In Markdown."""
+    """Convert a docstring to Markdown."""
     import griffe
 
     if found.docstring is None:
@@ -514,7 +515,7 @@ def _docstring(found) -> str:
             told.append("Example:\n\n```\n" + "\n".join(text for _, text in section.value) + "\n```")
         else:
             title = {"parameters": "Arguments"}.get(kind, kind.capitalize())
-            if kind == "returns":  # a text; griffe takes each line for a value with a name
+            if kind == "returns":  # plain text; griffe would parse each line as a named value
                 lines = re.search(r"^Returns:\n((?: .*\n?|\n)+)", found.docstring.value, re.M)[1]
                 told.append("Returns:\n\n" + textwrap.dedent(lines).strip())
                 continue
@@ -528,7 +529,7 @@ def _docstring(found) -> str:
 
 
 def api(name: str, *members: str) -> str:
-    """A heading, the signature, the docstring; below it those of members."""
+    """Return a heading, the signature and the docstring, followed by those of members."""
     found = _package()[name.removeprefix("allscan.")]
     found = found.final_target if found.is_alias else found
     told = [f"## {name}\n"]
@@ -548,12 +549,12 @@ def api(name: str, *members: str) -> str:
 
 
 def program(page: str, number: str) -> str:
-    """A block of Python of another page."""
+    """Return a block of Python from another page."""
     return f"\n```python\n{PYTHON.findall((ROOT / page).read_text(encoding='utf-8'))[int(number) - 1]}```\n\n"
 
 
 def generate(text: str) -> str:
-    """The page with its generated parts as they are to be."""
+    """Return the page with its generated parts up to date."""
 
     def part(match: re.Match[str]) -> str:
         begin, kind, arguments, end = match.groups()
