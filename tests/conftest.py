@@ -1,6 +1,6 @@
-"""Ranks for the tests: processes in Triton's interpreter, or one for each GPU with ``--gpu``.
+"""Provides ranks for the tests: processes in Triton's interpreter, or with ``--gpu`` one per GPU.
 
-This process itself never interprets: it compiles kernels for sm_90.
+This process itself does not use the interpreter: it compiles kernels for sm_90.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ def pytest_configure(config):
     worker = getattr(config, "workerinput", None)  # of pytest-xdist
     if config.getoption("--gpu") and torch.cuda.device_count() > 1:
         choose_gpus(config, worker)
-    if worker:  # whose threads, and those of its ranks, would wait for cores that the other workers have
+    if worker:  # more threads, here and in its ranks, would compete for cores with the other workers
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         torch.set_num_threads(1)
     if config.getoption("--share"):
         os.environ["ALLSCAN_TRANSPORT"] = "ipc"
     elif config.option.markexpr == "kernels":
-        pass  # with another Triton: no record
+        pass  # another version of Triton: no record
     elif config.getoption("--gpu") and not worker:
         of = gpu_record.what_runs(os.path.join(ROOT, "tests"), config.getoption("--gpus"))
         record = gpu_record.Record(OF_GPU, of)
@@ -47,7 +47,7 @@ def pytest_configure(config):
 
 
 def choose_gpus(config, worker):
-    """Set CUDA_VISIBLE_DEVICES before CUDA starts: each worker of pytest-xdist has another GPU first."""
+    """Set CUDA_VISIBLE_DEVICES before CUDA starts: each worker of pytest-xdist has a different first GPU."""
     devices = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
     count = config.getoption("--gpus")
     if worker or (count and not config.getoption("numprocesses", None)):
@@ -70,17 +70,17 @@ def pytest_collection_modifyitems(config, items):
         if sharing and ("nvshmem" in item.nodeid or item.get_closest_marker("alone")):
             size = largest + 1
         over_network = (item.get_closest_marker("network") is not None) == config.getoption("--network")
-        marks = {mark.name for mark in item.iter_markers()}  # keywords have the names of folders, too
+        marks = {mark.name for mark in item.iter_markers()}  # keywords would include the names of folders
         here = ("gpu" in marks) <= on_gpu and not ("cpu" in marks and on_gpu)
         here = here and ("every_shape" in marks) == (config.option.markexpr == "every_shape")
         wanted = over_network and here and size <= largest
         (kept if wanted and before.get(item.nodeid, (None,))[0] != "passed" else dropped).append(item)
     if any("import_fla" in vars(item.module) for item in kept) and importlib.util.find_spec("fla"):
-        ranks.PRELOAD = [*ranks.PRELOAD, "fla.models.gla", "fla.ops.kda"]  # which take ten seconds
+        ranks.PRELOAD = [*ranks.PRELOAD, "fla.models.gla", "fla.ops.kda"]  # importing them takes ten seconds
     for module in {item.module for item in kept} if config.option.markexpr != "quick" else ():
         ranks.PRELOAD = [*ranks.PRELOAD, *vars(module).get("PRELOAD", ())]
     config.hook.pytest_deselected(items=dropped)
-    if not on_gpu:  # those of the whole package last longest, and are not to begin when the other workers end
+    if not on_gpu:  # tests of the whole package are the longest and must not start last
         kept.sort(key=lambda item: os.path.dirname(item.path) != os.path.join(ROOT, "tests"))
     items[:] = kept
     if on_gpu and hasattr(config, "workerinput"):
@@ -99,18 +99,18 @@ def pytest_xdist_make_scheduler(config, log):
 
 @pytest.fixture(autouse=True)
 def free_cached_memory():
-    """Of this process, which runs some tests of GPUs itself, for the ranks of others."""
+    """Free this process's cached GPU memory for ranks of other tests: it runs some GPU tests itself."""
     yield
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
 
 
 class Pool:
-    """Ranks that tests share. After a test that failed they must still answer, or others take their place."""
+    """Ranks shared by tests. After a failed test they are replaced if they do not answer."""
 
     def __init__(self, size, device):
         self.size, self.ranks = size, ranks.Ranks(size, device)
-        self.begun, self._answers = set(), {}  # tests that run side by side, by name: [(value, error)] by rank
+        self.begun, self._answers = set(), {}  # started tests; results by test: [(value, error)] by rank
 
     def run(self, *arguments, timeout=240.0):
         try:
@@ -133,8 +133,8 @@ class Pool:
             self.ranks = ranks.Ranks(self.size, self.ranks.device)
 
     def answers_of(self, item, others, timeout=240.0):
-        """Of a test by rank, which runs with those of the ``others`` that have not begun yet, as far as there are ranks
-        for them."""
+        """Return a test's results by rank. Run it together with tests from ``others`` that have not started, as many as
+        the ranks allow."""
         if item.nodeid not in self._answers:
             items = [item, *(other for other in others if other.nodeid not in self.begun)]
             places = side_by_side.fitting(items, self.size)
@@ -148,12 +148,13 @@ class Pool:
 
 
 def count_of_ranks(config):
-    """That the GPUs are for."""
+    """Return the number of ranks on the GPUs."""
     return config.getoption("--share") or torch.cuda.device_count()
 
 
 def device_for(size, config):
-    """Of the ranks of a test, which is skipped where there are fewer GPUs and no parameter ``size`` has said so."""
+    """Return the device of a test's ranks. Skip the test if there are too few GPUs; tests with a parameter ``size`` are
+    deselected before."""
     if not config.getoption("--gpu"):
         return "cpu"
     if size > count_of_ranks(config):
@@ -163,7 +164,7 @@ def device_for(size, config):
 
 def answering():
     if torch.cuda.is_available():
-        torch.cuda.synchronize()  # raises for ever after a kernel that read or wrote where it may not
+        torch.cuda.synchronize()  # raises at every call after an illegal memory access
 
 
 @pytest.fixture(scope="session")
@@ -178,8 +179,8 @@ def pool(request):
 
 @pytest.fixture
 def run(pool, request):
-    """run(size, function, *arguments, **named): function(group, *arguments, **named) on the first ``size`` ranks;
-    results by rank."""
+    """Return run(size, function, *arguments, **named): it calls function(group, *arguments, **named) on the first
+    ``size`` ranks and returns the results by rank."""
 
     def run(size, function, *arguments, timeout=240.0, **named):
         device_for(size, request.config)
@@ -191,8 +192,8 @@ def run(pool, request):
 
 @pytest.fixture
 def answers(pool, request):
-    """Of the test's case by rank: function(group, **arguments) of its mark ``side_by_side(case=function)``. On CPUs its
-    first case runs those behind it, too, on ranks of their own."""
+    """Return the results of the test's case by rank: function(group, **arguments) of its mark
+    ``side_by_side(case=function)``. On CPUs the first case also runs later cases, on other ranks."""
     if request.config.getoption("--gpu"):
         size = side_by_side.size_of(request.node)
         device_for(size, request.config)
@@ -205,7 +206,7 @@ def answers(pool, request):
 
 @pytest.fixture
 def fresh(request):
-    """fresh(size): ranks of their own, for tests that break or kill them."""
+    """Return fresh(size): it starts separate ranks, for tests that break or kill them."""
     made = []
 
     def fresh(size):
@@ -218,7 +219,7 @@ def fresh(request):
 
 
 def pytest_terminal_summary(terminalreporter):
-    """Which frameworks the tests had; without one of the first, its tests are skipped."""
+    """Print the versions of frameworks; tests of a missing one are skipped."""
     from allscan.bindings.versions import installed_version
 
     names = (
@@ -237,7 +238,7 @@ def pytest_terminal_summary(terminalreporter):
 
 
 class FailuresAtOnce:
-    """Shows them when they come: a run on GPUs may be cut."""
+    """Prints failures immediately: a run on GPUs may be interrupted."""
 
     def __init__(self, reporter):
         self.reporter = reporter
@@ -258,9 +259,9 @@ def pytest_sessionfinish(session, exitstatus):
     chosen = "keyword", "file_or_dir", "collectonly", "lf", "deselect", "ignore", "ignore_glob"
     parts = {options.markexpr} & gpu_record.PARTS if options.markexpr else gpu_record.PARTS
     if record is None or any(getattr(options, name, None) for name in chosen):
-        return  # some tests are no part
+        return  # a selection of tests is no complete part
     ended = exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED)
-    if ended and parts and not session.shouldfail:  # the last but one after --exitfirst
+    if ended and parts and not session.shouldfail:  # shouldfail: stopped by --exitfirst
         record.whole(parts)
     if options.go_on and exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
         session.exitstatus = pytest.ExitCode.OK  # all have passed

@@ -1,5 +1,5 @@
-"""The control of a network's tests: links with one arrival word a tile, and a receiver that takes any epoch that is at
-least the expected one. Right where puts arrive in order, wrong where they overtake each other."""
+"""Negative control of the network tests: links with one arrival word per tile, and a receiver that accepts any epoch
+from the expected one on. Correct if puts arrive in order, wrong if they are reordered."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def take_any_later(channel, tile, epoch, word, ok):
 
 
 def control_case(group, epochs, control=True, most_s=0.0):
-    """Whether the values of so many scans, made at once, are right. control: with the links of this file, for a process
-    that has compiled no scan yet. most_s: that the interpreter's network is late."""
+    """Check the values of ``epochs`` scans launched at once. control: use the links of this file; the process must not
+    have compiled a scan. most_s: largest delay of the interpreter's network."""
     if control:
         channels.post = scan.post = post_to_one_word
         links._take_signal = take_any_later
@@ -68,7 +68,7 @@ def control_case(group, epochs, control=True, most_s=0.0):
     except (allscan.AllScanTimeout, AssertionError):
         right = False
     comm.streams.synchronize()
-    time.sleep(1.0)  # what is still under way arrives
+    time.sleep(1.0)  # pending puts arrive
     comm.resync()
     comm.close()
     return right

@@ -1,4 +1,4 @@
-"""Attention of a split sequence, and of one rank with the whole, for CPU ranks and GPUs."""
+"""Attention over a split sequence, and over the whole one on one rank, for CPU ranks and GPUs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from allscan.integrations import attention, softmax
 from support.values import place, relative
 
 TOKENS = {1: [14], 2: [7, 12], 3: [9, 0, 7], 4: [0, 6, 1, 9], 5: [3, 2, 5, 1, 4]}
-# Heads, those of keys, widths of keys and values; of "latents" keys are of two parts, as 192 = 128 + 64
+# (heads, key heads, key width, value width); keys of "latents" have two parts, as in 192 = 128 + 64
 SIZES = {
     "heads": (4, 4, 16, 16),
     "groups": (4, 2, 16, 16),
@@ -27,8 +27,8 @@ SIZES = {
 
 
 def whole_case(kind, batch, total, dtype, device):
-    """{name: tensor with tokens second} of the whole sequence; what makes keys and values of some of them, or None; and
-    a gradient."""
+    """Return ({name: tensor, tokens in dimension 1} of the whole sequence, function that expands latents to keys and
+    values or None, gradient of the output)."""
     H, G, D, V = SIZES[kind]
     generator = torch.Generator().manual_seed(total)
 
@@ -42,7 +42,7 @@ def whole_case(kind, batch, total, dtype, device):
     weight = (drawn(width, H * (D - rope + V)) * width**-0.5).requires_grad_()
 
     def expand(latents, rope_keys):
-        """[B, 1, S, width] each -> k, v [B, H, S, width], as transformers' expand_kv."""
+        """Map two [B, 1, S, width] to k, v [B, H, S, width], as transformers' expand_kv."""
         k, v = (latents[:, 0] @ weight).unflatten(-1, (H, -1)).transpose(1, 2).split([D - rope, V], -1)
         return torch.cat([k, rope_keys.expand(-1, H, -1, -1)], -1), v
 
@@ -51,13 +51,13 @@ def whole_case(kind, batch, total, dtype, device):
 
 
 def keys_of(given, expand):
-    """(q, k, v) [B, heads, tokens, width]."""
+    """Return (q, k, v) [B, heads, tokens, width]."""
     q, *others = (x.transpose(1, 2) for x in given.values())
     return q, *(others if expand is None else expand(*others))
 
 
 def one_rank(given, expand, do):
-    """[o, the gradients of what is given, that of the weight]."""
+    """Return [o, the gradients of the inputs, the gradient of the weight] on one rank."""
     q, k, v = keys_of(given, expand)
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     o = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=SCALE).transpose(1, 2)
@@ -69,7 +69,7 @@ SCALE = 0.2
 
 
 def varlen(q, k, v, q_cuts, k_cuts, longest_q, longest_k, dropout, causal, debug, scale):
-    """aten's _flash_attention_forward of packed sequences: the last query of each at its last key."""
+    """Replace aten's _flash_attention_forward for packed sequences, whose last queries are aligned with last keys."""
     outputs = []
     assert q_cuts.dtype == k_cuts.dtype == torch.int32 and causal and len(q) == q_cuts[-1]
     for (a, b), (c, d) in zip(*(itertools.pairwise(x.tolist()) for x in (q_cuts, k_cuts)), strict=True):
@@ -85,7 +85,7 @@ LENGTHS = [0, 0, 3, 37, 40, 41, 64]  # of packed sequences
 
 
 def packed_case(group, zigzag, kind, dtype, per_document=False):
-    """Relative errors of o and of the gradients of q, k and v, all over the ranks, to each sequence in float64."""
+    """Return relative errors of o and of the gradients of q, k and v over all ranks, against float64 by sequence."""
     with allscan.Communicator(group, timeout=60) as comm:
         lengths = [2 * comm.size * n for n in (0, 3, 4, 9, 16)] if per_document else LENGTHS
         total, (H, G, D, V) = lengths[-1], SIZES[kind]
@@ -125,7 +125,7 @@ def packed_case(group, zigzag, kind, dtype, per_document=False):
 
 
 def split(comm, tokens, zigzag, given, expand, memory=None):
-    """o of this rank's part of what is given."""
+    """Return o of this rank's part of the inputs."""
     q, *own = given.values()
     gather = (
         softmax.Gather(comm, tokens, zigzag, *own)
@@ -137,8 +137,8 @@ def split(comm, tokens, zigzag, given, expand, memory=None):
 
 
 def attention_case(group, kind, layout, batch, how="plain", dtype=torch.float32, length=10, memory=None):
-    """(relative errors of this rank's o and of the gradients against one rank's in float64, and one rank's in that
-    dtype)."""
+    """Return (relative errors of this rank's o and gradients against one rank in float64, the same of one rank in
+    ``dtype``)."""
     zigzag = layout != "contiguous"
     with allscan.Communicator(group, timeout=60) as comm:
         tokens = [2 * n for n in TOKENS[comm.size]] if layout == "uneven zigzag" else TOKENS[comm.size]

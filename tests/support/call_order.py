@@ -19,7 +19,7 @@ TIMEOUT = 3.0
 
 @contextlib.contextmanager
 def failing_launch(name):
-    """Inside, the launch of the kernel ``name`` runs out of memory."""
+    """Make launches of the kernel ``name`` run out of memory inside the block."""
     whole = Launch.__call__
 
     def launch(self, *tensors):
@@ -35,8 +35,8 @@ def failing_launch(name):
 
 
 def delta(comm, v):
-    """zeco_kda, whose state is the last token's v; o of a token is its v, of each rank's first token that
-    of the token before."""
+    """Call zeco_kda with inputs for which the state is the last token's v, and o of a token its v; of a rank's first
+    token the v of the token before."""
     import_fla()
     T = v.shape[1]
     k = torch.nn.functional.one_hot(torch.zeros(1, T, 1, dtype=torch.long), 8).to(v)
@@ -46,7 +46,8 @@ def delta(comm, v):
 
 
 def value(comm, how, i, bad):
-    """One call of iteration i, in which every rank gives 10 * i; what comes of it, or the exception's name."""
+    """Make one call of iteration i with 10 * i as every rank's input; return a value of its result, or the exception's
+    name."""
     try:
         if how == "allscan":
             state = torch.full((1, 2), 10.0 * i, device=comm.device)
@@ -78,9 +79,9 @@ def expected(how, comm, i):
     how = how.split(" halfway")[0]
     if how in ("halo", "delta"):
         return 10.0 * i if comm.rank else 0.0
-    if how == "zeco_gla":  # 3 tokens a rank before this one's first, and that one; K = 2
+    if how == "zeco_gla":  # 3 tokens for each rank before this one, and its first token; K = 2
         return 2 * 10.0 * i * (3 * comm.rank + 1)
-    if "zigzag" in how:  # all states on the way there, and on the way back those of the ranks behind
+    if "zigzag" in how:  # all ranks' states in the ascending scan, those of later ranks in the descending one
         return 10.0 * i * (2 * comm.size - 1 - comm.rank)
     return 10.0 * i * comm.rank
 
@@ -104,8 +105,8 @@ def shifted_case(group, how, step, options=None):
 
 
 def training(comm, i, ignores, validate=False, how="allscan"):
-    """One step of prev = allscan(state); loss = prev * i; what state.grad is; of delta() that of the last token's v. In
-    the zigzag layout prev is the sum of both, and state that of the way there."""
+    """Run one step of prev = allscan(state), loss = prev * i; return state.grad; with delta() the gradient of the last
+    token's v. In the zigzag layout prev is the sum of both scans, and state that of the ascending one."""
     if how == "delta":
         v = torch.full((1, 3, 1, 8), float(i), device=comm.device, requires_grad=True)
         o = delta(comm, v)
@@ -124,9 +125,9 @@ def training(comm, i, ignores, validate=False, how="allscan"):
 
 
 def ignoring_case(group, how, options=None):
-    """The first rank does not use what it gets."""
+    """Train while the first rank ignores its result, and so has no backward."""
     with allscan.Communicator(group, **options or {}) as patient:
-        training(patient, 1, False, how=how)  # compiles: a rank looks for another one's backward for TIMEOUT only
+        training(patient, 1, False, how=how)  # compiles first: a rank waits only TIMEOUT for another one's backward
     comm = allscan.Communicator(group, timeout=TIMEOUT, **options or {})
     found = []
     for i in range(1, 8):
@@ -146,7 +147,7 @@ def ignoring_case(group, how, options=None):
 
 
 def validation_case(group, options=None):
-    """Calls with gradients and without backward, on all ranks: between training steps, and many of them."""
+    """Make calls with gradients but no backward on all ranks: between training steps, and many in a row."""
     with allscan.Communicator(group, timeout=20, **options or {}) as comm:
         found = []
         for i in range(1, 5):
@@ -157,7 +158,7 @@ def validation_case(group, options=None):
 
 
 def other_backward_case(group, options=None):
-    """Rank 0 runs the backward of its second call first, the others that of the first."""
+    """Run the second call's backward first on rank 0, the first call's on the others."""
     comm = allscan.Communicator(group, timeout=TIMEOUT, **options or {})
     states = [torch.full((1, 1), float(i), device=comm.device, requires_grad=True) for i in (1, 2)]
     prevs = [allscan.allscan(state, comm=comm) for state in states]
@@ -177,7 +178,7 @@ def other_backward_case(group, options=None):
 
 
 def resync_case(group, options=None):
-    """After a time-out, with the same objects and no memory lost, again and again."""
+    """Resync after a time-out, repeatedly, with the same objects and without a leak of memory."""
 
     comm = allscan.Communicator(group, **dict(timeout=0.5) | (options or {}))
     scan = allscan.AllScan(comm, (2, 4, 8))

@@ -1,4 +1,4 @@
-"""Delta rules chunk by chunk in float64, and against the token-by-token recurrence."""
+"""Delta rules by chunks in float64, and comparisons with the token-by-token recurrence."""
 
 from __future__ import annotations
 
@@ -34,26 +34,26 @@ def gates(kind, shape, generator):
 
 
 class DeltaCase(NamedTuple):
-    """A sequence over the ranks, as the tests of delta rules draw it."""
+    """A random sequence over the ranks, for the tests of delta rules."""
 
     rule: str
-    tokens: list[int]  # of each rank
+    tokens: list[int]  # by rank
     B: int = 1
     H: int = 1
     HV: int = 1
     K: int = 16
     V: int = 16
-    gates: str = "weak"  # of gates()
+    gates: str = "weak"  # argument of gates()
     dtype: torch.dtype = F32
     lengths: list[int] | None = None  # cu_seqlens of packed sequences
-    beta: float | None = None  # of all tokens; None: drawn
+    beta: float | None = None  # for all tokens; None: random
     zigzag: bool = False
     per_document: bool = False
     seed: int = 0
 
 
 class Whole:
-    """The whole sequence with all that belongs to it, the same on every rank."""
+    """The whole sequence with all inputs, the same on every rank."""
 
     def __init__(self, case: DeltaCase, device):
         rule, _, B, H, HV, K, V, kind, dtype, lengths, beta, _, _, seed = case
@@ -73,7 +73,7 @@ class Whole:
         return self.q, self.k, self.v, self.g, self.beta
 
     def reference(self):
-        """NAMES in float64."""
+        """Return NAMES in float64."""
         leaves = [x.double().requires_grad_() for x in (*self.tensors(), self.initial)]
         o, final = delta_reference(*leaves[:5], initial_state=leaves[5], cu_seqlens=self.lengths)
         return [o, final, *torch.autograd.grad(self.loss(o, final, self.do), leaves, materialize_grads=True)]
@@ -92,7 +92,7 @@ class Whole:
 
 
 def of_rank(expected, comm, tokens, lengths, B, zigzag=False, per_document=False):
-    """Of the reference what a rank is to have: a state where its sequence begins or ends."""
+    """Return a rank's part of the reference; states belong to the ranks where their sequence begins or ends."""
     mine = place(comm, tokens, zigzag, lengths if per_document else None)
     first, last = owners(tokens, None if per_document else lengths, len(expected[1]) if per_document else B, zigzag)
     expected = [x if i in (1, 7) else x[:, mine] for i, x in enumerate(expected)]
@@ -103,7 +103,7 @@ def of_rank(expected, comm, tokens, lengths, B, zigzag=False, per_document=False
 
 
 def operator_case(group, case: DeltaCase):
-    """Relative error by tensor."""
+    """Return the relative error of each tensor."""
     from .fla import import_fla
 
     import_fla()
@@ -117,7 +117,7 @@ def operator_case(group, case: DeltaCase):
 
 
 def own_case(group, case: DeltaCase, **options):
-    """Relative error by tensor, of chunk kernels of our own."""
+    """Return the relative error of each tensor with allscan's own chunk kernels."""
     with allscan.Communicator(group) as comm:
         whole = Whole(case, comm.device)
         expected = of_rank(whole.reference(), comm, case.tokens, case.lengths, case.B, case.zigzag)
@@ -126,7 +126,7 @@ def own_case(group, case: DeltaCase, **options):
 
 
 class Chunk:
-    """The WY form of one chunk in float64, of all heads: [H, C, ...]."""
+    """The WY form of one chunk in float64, for all heads: [H, C, ...]."""
 
     def __init__(self, whole, dtype, begin, end):
         q, k, v, g, beta = (x[0, begin:end].double().movedim(1, 0) for x in whole.tensors())
@@ -148,7 +148,7 @@ class Chunk:
         self.scores, self.do = rounded(scores), whole.do[0, begin:end].double().movedim(1, 0)
         self.dv = rounded(self.scores.mT @ self.do)
         self.sums, self.decay = sums * LOG2_E, wide[:, -1].exp()[..., None]
-        # as the kernels take them, and as the law does
+        # in the kernels' form, and in the form of the recurrence
         self.q, self.k = (q, k) if self.scalar else (rounded(q * wide.exp()), rounded(k * onward))
         self.qg, self.kg = (q * wide.exp(), k * onward) if self.scalar else (self.q, self.k)
 
@@ -162,7 +162,7 @@ class Chunk:
 
 
 class Parts:
-    """The chunks of a rank, and what comes out of all chunks of all ranks, one after the other."""
+    """The chunks of a rank, and the results of all chunks of all ranks in sequence."""
 
     def __init__(self, comm, whole, tokens, dtype):
         edges, mine = [sum(tokens[:r]) for r in range(comm.size + 1)], place(comm, tokens)
@@ -193,12 +193,12 @@ class Parts:
                         self.expected[name].append(x)
 
     def joined(self, name, dtype=None):
-        """Of this rank's chunks, [1, T, H, ...]."""
+        """Concatenate a tensor of this rank's chunks, [1, T, H, ...]."""
         parts = [getattr(c, name) for c in self.own]
         return torch.cat(parts, 1).movedim(0, 1)[None].to(dtype or self.dtype).contiguous()
 
     def inputs(self):
-        """(q, k, w, u, sums, do, dv) as the kernels take them."""
+        """Return (q, k, w, u, sums, do, dv) in the kernels' form."""
         q, k, w, u, do, dv = (self.joined(n) for n in ("q", "k", "w", "u", "do", "dv"))
         if self.whole.rule != "kda":
             q, k = (x[:, self.mine].contiguous() for x in (self.whole.q, self.whole.k))
@@ -206,13 +206,13 @@ class Parts:
 
 
 def saved_states_for(passes):
-    """Memory for what backward takes from forward."""
+    """Allocate the tensors that forward saves for backward."""
     shapes = (passes.of_transitions, torch.float32), (passes.of_states, torch.float32), ((2,), torch.int64)
     return SavedStates(*(torch.empty(shape, dtype=dtype, device=passes.comm.device) for shape, dtype in shapes))
 
 
 def pass_case(group, case: DeltaCase):
-    """Relative errors of StatePass against the chunks one after the other, for the same w, u, ... in the dtype."""
+    """Return relative errors of StatePass against chunks in sequence, for the same w, u, ... in ``case.dtype``."""
     rule, tokens, _, _, HV, K, V, _, dtype, lengths, *_ = case
     with allscan.Communicator(group) as comm:
         whole = Whole(case, comm.device)

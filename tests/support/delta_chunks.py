@@ -1,12 +1,12 @@
 """The chunked form of the delta rules in torch, forward and backward, as shmem_kernels/delta_chunks.py computes it.
 
-With G_t the sum of a chunk's gates up to token t, G the sum of all, S the state that enters the chunk:
+With G_t the sum of a chunk's gates up to token t, G the sum of all, S the chunk's incoming state:
 
     Aqk[t, s] = scale sum_c q_t k_s e^(G_t - G_s), s <= t       Akk[t, s] = beta_t sum_c k_t k_s e^(G_t - G_s), s < t
     T = (1 + Akk)^-1      w = T (beta k e^G)      u = T (beta v)      kg = k e^(G - G_t)      qg = q e^G
     v_new = u - w S       o = scale qg S + Aqk v_new       S' = e^G S + kg^T v_new
 
-Backward, with dS' the gradient of the state that leaves the chunk:
+Backward, with dS' the gradient of the chunk's outgoing state:
 
     dv_new = Aqk^T do + kg dS'        dS = e^G dS' + scale qg^T do - w^T dv_new
     r = T^T dv_new, the gradient of the right side of (1 + Akk) v_new = beta v - beta k e^G S
@@ -15,27 +15,29 @@ Backward, with dS' the gradient of the state that leaves the chunk:
     dq   = scale e^G do S^T  +  scale sum_s dAqk[t, s] k_s e^(G_t - G_s)
     dk'  = beta (X - e^G r S^T)                                                        as the later token
     dk'' = e^(G - G_t) v_new dS'^T + sum_t (scale dAqk[t, s] q_t + dAkk[t, s] beta_t k_t) e^(G_t - G_s)  as the earlier
-    dk = dk' + dk''        dG_t = q . dq + k . dk' - k . dk'', both without s = t, which would only leave errors
+    dk = dk' + dk''        dG_t = q . dq + k . dk' - k . dk'', both without s = t, which cancels up to rounding
     dG at the last token also + sum_t k_t . e^(G - G_t) v_new dS'^T + e^G <S, dS'>_row;  dg = the sum of dG from t on
 
-Decays between two tokens. e^(G_t - G_s) has to become (a factor of t) x (a factor of s) to be a product of matrices.
-Tokens are cut into stretches: the first begins with the chunk, another one with each token t up to which the sum from
-the one before on is below -LIMIT in any channel, by gates up to t alone, so that nothing depends on later tokens. With
-A the anchor of a stretch, where its first token ends (of the first stretch where the chunk begins), tokens t of it have
-e^(G_t - G_A), at most 1, and s of it and before it e^(G_A - G_s), at most e^LIMIT where it counts. Beyond 4 stretches
-tokens t, the rest, are paired by halves: of 2n tokens, n = 32 .. 1, the later n have e^(sum from the middle on), the
-earlier n e^(sum to the middle), both at most 1; and each token with itself.
+Decays between two tokens. For a product of matrices e^(G_t - G_s) must be (a factor of t) x (a factor of s). The tokens
+of a chunk are divided into stretches. The first begins with the chunk. A new one begins with each token t at which the
+sum of any channel's gates since the start of the stretch is below -LIMIT; only gates up to t count, so that nothing
+depends on later tokens. The anchor A of a stretch is the end of its first token (of the first stretch: the beginning of
+the chunk). Tokens t of the stretch have the factor e^(G_t - G_A), at most 1; tokens s of it and before it e^(G_A -
+G_s), at most e^LIMIT in relevant pairs. Tokens beyond 4 stretches, the rest, are paired by halves: of 2n tokens, n =
+32 .. 1, the later n have e^(sum from the middle on), the earlier n e^(sum to the middle), both at most 1; and each
+token is paired with itself.
 
-A sum contains the gates between two tokens alone, and -inf counts as -128 ln 2, whose e is 0 in float32: exact for
-every gate, but that kernels take factors below 2^-71 for 0. LIMIT = 124 ln 2 makes 4 stretches of 64 gates of -5.
+A sum contains the gates between two tokens only. -inf is replaced by -128 ln 2, whose e is 0 in float32. So the result
+is exact for every gate, except that kernels treat factors below 2^-71 as 0. LIMIT = 124 ln 2 makes 4 stretches of 64
+gates of -5.
 
-Error analysis, bfloat16: q, k times their factors are rounded, relative to themselves: 2^-9 of each term, whatever the
-gates. A gate counts with 16 bits (two bfloat16 parts), the same in all sums: 2^-17 G of a decay, much less than its
-rounding where it counts. Sums are float32. Scores take TF32. T is made by halves, too: with X the inverses of diagonal
-blocks of n and A' the part of Akk between those of a pair, X - X A' X; forward substitution by blocks, whose products
-in TF32, operands rounded, add 2^-11 of |X| |A'| |X| each, before T is rounded to 2^-9. w, u, kg, qg, v_new are rounded
-once. dG takes operands as they are rounded: what a pair gives to dG_t it takes from dG_s, so that nothing is left of it
-in the gates after t. Where gates are strong, what kg gives to dg is a sum over earlier tokens, not a difference.
+Error analysis, bfloat16: q, k times their factors are rounded: 2^-9 of each term, for any gates. A gate has 16 bits
+(two bfloat16 parts), the same in all sums: an error of 2^-17 G in a decay, much less than the decay's rounding where
+the decay is relevant. Sums are float32. Scores use TF32. T is also computed by halves: with X the inverses of diagonal
+blocks of n and A' the part of Akk between the blocks of a pair, X - X A' X; forward substitution by blocks. Its TF32
+products, with rounded operands, add 2^-11 of |X| |A'| |X| each, before T is rounded to 2^-9. w, u, kg, qg, v_new are
+rounded once. dG uses the rounded operands: a pair's term in dG_t equals its negative term in dG_s, so that they cancel
+in the gates after t. For strong gates kg's term of dg is a sum over earlier tokens, not a difference.
 """
 
 from __future__ import annotations
@@ -44,11 +46,11 @@ import torch
 
 LN_2 = 0.6931471805599453
 LIMIT = 124.0  # to base 2
-LEAST = -128.0  # what a gate below counts as
+LEAST = -128.0  # replaces gates below it
 
 
 def halves(n, C, like):
-    """(whose gates sum up to the middle from either side [C, C], which pairs are of two halves [C, C])."""
+    """Return (the gates in each token's sum to the middle [C, C], the pairs across two halves [C, C])."""
     t, u = torch.arange(C, device=like.device)[:, None], torch.arange(C, device=like.device)[None]
     middle = t // (2 * n) * (2 * n) + n
     where = (u > middle) & (u <= t) | (u > t) & (u <= middle)
@@ -60,8 +62,8 @@ def exp2(x):
 
 
 def levels(g):
-    """(factor of the later token, of the earlier one [.., C, K], the pairs that it is for [C, C]) of each stretch, and
-    of halves of the rest; g to base 2, [.., C, K]."""
+    """Return (factor of the later token, of the earlier one [.., C, K], their pairs [C, C]) of each stretch, and of
+    halves of the rest; g to base 2, [.., C, K]."""
     C = g.shape[-2]
     ones = torch.ones(C, C, dtype=g.dtype, device=g.device)
     t = torch.arange(C, device=g.device)[:, None]
@@ -82,7 +84,7 @@ def levels(g):
 
 
 def inverse(a):
-    """Of 1 + a, a [.., C, C] below the diagonal."""
+    """Return the inverse of 1 + a; a [.., C, C] is strictly lower triangular."""
     C = a.shape[-1]
     x = torch.eye(C, dtype=a.dtype, device=a.device).expand_as(a)
     n = 1
@@ -111,13 +113,13 @@ class Chunk:
         self.kg, self.qg = k * self.after, q * self.before
 
     def forward(self, state):
-        """(o, the state that leaves)."""
+        """Return (o, the outgoing state)."""
         self.state = state
         self.v_new = self.u - self.w @ state
         return self.scale * self.qg @ state + self.scores @ self.v_new, self.decay * state + self.kg.mT @ self.v_new
 
     def backward(self, do, dstate):
-        """(dq, dk, dv, dg, dbeta, the gradient of the state that enters)."""
+        """Return (dq, dk, dv, dg, dbeta, the gradient of the incoming state)."""
         q, k, scale = self.q, self.k, self.scale
         dv_new = self.scores.mT @ do + self.kg @ dstate
         dentering = self.decay * dstate + scale * self.qg.mT @ do - self.w.mT @ dv_new
@@ -141,8 +143,8 @@ class Chunk:
 
 
 def chunked(q, k, v, g, beta, do, initial, dfinal, scale, size=64):
-    """(o, final state, dq, dk, dv, dg, dbeta, dinitial) of one sequence: q, k [T, H, K], v, do [T, HV, V], g [T, HV, K]
-    or [T, HV], beta [T, HV], states [HV, K, V]."""
+    """Return (o, final state, dq, dk, dv, dg, dbeta, dinitial) of one sequence: q, k [T, H, K], v, do [T, HV, V], g
+    [T, HV, K] or [T, HV], beta [T, HV], states [HV, K, V]."""
     T, H, HV = q.shape[0], q.shape[1], v.shape[1]
     scalar = g.ndim == 2
     wide = g[..., None].expand(T, HV, q.shape[2]) if scalar else g

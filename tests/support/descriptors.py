@@ -1,9 +1,9 @@
-"""From where wgmma takes its operands: follows the integers of a kernel's machine code (sm_90), as nvdisasm prints it.
+"""Finds the operand addresses of wgmma: traces integer registers in a kernel's machine code (sm_90, from nvdisasm).
 
-The ptxas of Triton 3.6 and 3.7 (12.8) computes some of the descriptors from a register that holds something else by
-then, seen in products of bfloat16 with 32 columns: they read outside of shared memory, or wrong numbers. Here a kernel
-is run with one thread that has no data: an integer is known if it comes from constants, from where shared memory begins
-and from the thread's number. Loops are gone through three times, branches ahead are not taken.
+The ptxas of Triton 3.6 and 3.7 (12.8) computes some descriptors from an overwritten register, seen in products of
+bfloat16 with 32 columns: they read outside of shared memory, or wrong numbers. This module executes a kernel
+symbolically for one thread without data: an integer is known if it derives from constants, the start of shared memory
+and the thread's number. Loops run three times, forward branches are not taken.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import re
 from typing import NamedTuple
 
 WORD = 0xFFFFFFFF
-BEGIN = 0x400  # of a program's shared memory
+BEGIN = 0x400  # start of a program's shared memory
 INSTRUCTION = re.compile(r"\s*/\*([0-9a-f]{4,})\*/\s+(?:@(!?U?P\w+)\s+)?(\S+)\s*(.*?)\s*;")
 PREDICATE, REGISTER = re.compile(r"U?P\d|U?PT"), re.compile(r"(U?R)(\d+)")
 
@@ -25,8 +25,8 @@ class Line(NamedTuple):
 
 
 class Follower:
-    """known: how many operands of wgmma lie in shared memory; lost: those that do not, or of which that is not known
-    (a pipelined loop's depend on how often it has run)."""
+    """Traces one kernel. known: number of wgmma operands in shared memory; lost: operands outside of it, or with
+    unknown address (in a pipelined loop the address depends on the iteration)."""
 
     def __init__(self, lines: list[str], shared: int, thread: int = 0) -> None:
         self.code: list[Line] = []
@@ -166,20 +166,20 @@ class Follower:
 
     @staticmethod
     def _width(operation: str) -> int:
-        """How many registers it writes."""
+        """Return the number of registers that an operation writes."""
         if ".128" in operation or operation.startswith("LDSM"):
             return 4
         return 2 if re.search("64|WIDE", operation) and "SHF" not in operation else 1
 
     @staticmethod
     def _place(name: str) -> int:
-        """Of a spilled register."""
+        """Return the stack place of a spilled register."""
         found = re.fullmatch(r"\[R1(?:\+(0x[0-9a-f]+))?\]", name)
         return int(found[1] or "0", 16) if found else -(1 << 30)
 
 
 def _by_table(a: int, b: int, c: int, table: int) -> int:
-    """Each bit of a, b, c by the bit of ``table`` that they number."""
+    """Combine a, b, c bitwise: three bits are an index into ``table`` (LOP3)."""
     found = 0
     for i in range(8):
         if table >> i & 1:

@@ -1,5 +1,5 @@
-"""Triton's and the CUDA driver's side of a GPU without one: kernels are compiled for sm_90, and a launch calls a Python
-function of their name with what the launcher of a GPU would have got, or what a graph's node has in its parameters."""
+"""Fakes Triton's driver and the CUDA driver without a GPU: kernels are compiled for sm_90, and a launch calls a Python
+function of the kernel's name with the arguments of a GPU's launcher, or with the parameters of a graph's node."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from allscan.bindings import cuda_driver
 from allscan.launch import compiled_kernel, graph_cache
 from support.sm90 import parameters_in
 
-LOADED: dict[int, tuple] = {}  # kernels of the process by CUDA function: (name, source, bytes of each parameter)
+LOADED: dict[int, tuple] = {}  # the process's kernels by CUDA function: (name, source, bytes of each parameter)
 
 
 class Driver:
-    """In place of Triton's. kernels: {name: function(grid, *arguments)}; tensors come as addresses."""
+    """Replaces Triton's driver. kernels: {name: function(grid, *arguments)}; tensors are passed as addresses."""
 
     def __init__(self, kernels):
         self.launches, self.utils = [], self
@@ -36,7 +36,7 @@ class Driver:
                 made_by.source = source
 
             def __call__(self, x, y, z, stream, function, packed, metadata, enter, leave, *arguments):
-                gpu = driver.active  # Triton keeps kernels that another fake GPU has compiled
+                gpu = driver.active  # Triton may have cached the kernel for an earlier fake GPU
                 gpu.launches.append(self.name)
                 values = [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in arguments]
                 gpu.kernels[self.name]((x, y, z), *values)
@@ -69,7 +69,7 @@ class Driver:
 
 
 class Cuda:
-    """In place of the driver's library: graphs whose nodes run, at a launch, in any order that their edges allow."""
+    """Replaces the driver's library. A launch runs a graph's nodes in a random order that its edges allow."""
 
     def __init__(self, gpu: Driver, seed: int = 0) -> None:
         self.gpu, self.chance = gpu, random.Random(seed)
@@ -77,7 +77,7 @@ class Cuda:
         self.graphs: set[int] = set()
         self.executables: dict[int, list[int]] = {}
         self.numbers = iter(range(1 << 20, 1 << 30))
-        self.fails: dict[str, int] = {}  # errors, by function
+        self.fails: dict[str, int] = {}  # error to return, by function
         self.mode, self.calls = 0, []
         self.cuGraphLaunch = _Function(self._launch)
 
@@ -135,7 +135,7 @@ def _added(cuda, made, graph, behind, count, kind, what):
 
 
 def _add_kernel(cuda, made, graph, behind, count, params):
-    """The parameters are read as a kernel would: by the sizes in its machine code, and the types of its source."""
+    """Add a launch. Reads the parameters as a kernel would: sizes from its machine code, types from its source."""
     params = params._obj
     name, source, sizes = LOADED[params.func]
     assert (params.blockDimX % 32, params.blockDimY, params.blockDimZ, params.extra, params.ctx) == (
@@ -208,7 +208,7 @@ CUDA = dict(
 
 @contextlib.contextmanager
 def fake_gpu(kernels, with_graphs=False):
-    """with_graphs: what is launched again may become a CUDA graph, of :class:`Cuda`, which is ``gpu.cuda``."""
+    """Install a fake GPU. with_graphs: repeated launches may become CUDA graphs of :class:`Cuda`, in ``gpu.cuda``."""
     made = Driver(kernels)
     made.cuda = Cuda(made)
     before = driver._active
@@ -229,5 +229,5 @@ def fake_gpu(kernels, with_graphs=False):
 
 
 def floats(address, count):
-    """What is there, float32; no tensor, which would be seen."""
+    """Read float32 values at an address, without a tensor, which dispatch modes would see."""
     return numpy.frombuffer((ctypes.c_float * count).from_address(address), numpy.float32)

@@ -1,4 +1,4 @@
-"""What a rank sees whose neighbour does not come."""
+"""Cases of a rank whose neighbour does not call."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ TIMEOUT = 2.0
 
 
 def scan_until_timeout(comm, scan, epochs):
-    """Seconds until AllScanTimeout and its record; scans up to ``epochs`` times."""
+    """Scan up to ``epochs`` times; return (seconds until AllScanTimeout, its record, its message)."""
     state = torch.ones(scan.shape, device=comm.device)
     start = time.monotonic()
     try:
@@ -23,7 +23,7 @@ def scan_until_timeout(comm, scan, epochs):
         comm.check()
     except allscan.AllScanTimeout as timeout:
         if comm.device.type == "cuda":
-            torch.cuda.synchronize()  # returns: the GPU is free again
+            torch.cuda.synchronize()  # must return: no kernel waits any more
         return time.monotonic() - start, (timeout.rank, timeout.neighbour, timeout.tile, timeout.expected), str(timeout)
     return time.monotonic() - start, None, ""
 

@@ -11,12 +11,12 @@ from triton.runtime.autotuner import Autotuner
 
 from allscan.reference import delta_reference, gla_reference
 
-os.environ["FLA_CACHE_RESULTS"] = "0"  # import_fla makes up what would be kept for other programs
+os.environ["FLA_CACHE_RESULTS"] = "0"  # import_fla fakes autotuning results, which must not be cached for others
 
 
 def import_fla(models=True):
-    """fla, on GPUs with each kernel in the first of its configurations: their speed does not matter here. ``models``:
-    its layers and models too, which take ten seconds."""
+    """Import fla; on GPUs each kernel uses its first configuration, since speed does not matter here. ``models``: also
+    import its layers and models, in ten seconds."""
     if torch.cuda.is_available():
         Autotuner._bench = lambda *_, **__: [1.0, 1.0, 1.0]
     if not models:
@@ -29,7 +29,7 @@ def import_fla(models=True):
 
 
 def recurrence(q, k, v, g, initial_state=None, cu_seqlens=None, output_final_state=False, **_):
-    """chunk_gla as fla's layer calls it, token by token: states are [.., V, K]."""
+    """Replace chunk_gla of fla's layer by the token-by-token recurrence; states are [.., V, K]."""
     initial = None if initial_state is None else initial_state.mT
     o, state = gla_reference(q, k, v, g, initial_state=initial, cu_seqlens=cu_seqlens)
     return o.to(v.dtype), state.mT.to(v.dtype)
@@ -38,7 +38,7 @@ def recurrence(q, k, v, g, initial_state=None, cu_seqlens=None, output_final_sta
 def delta_recurrence(
     q, k, v, g, beta, A_log, dt_bias, lower_bound=None, allow_neg_eigval=False, initial_state=None, cu_seqlens=None, **_
 ):
-    """chunk_kda and chunk_gated_delta_rule as fla's layers call them, token by token."""
+    """Replace chunk_kda and chunk_gated_delta_rule of fla's layers by the token-by-token recurrence."""
     q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q.double(), k.double()))
     raw, rate = g.double() + dt_bias.double().view(g.shape[2:]), A_log.double().exp()
     rate = rate[:, None] if g.ndim == 4 else rate
@@ -50,7 +50,7 @@ def delta_recurrence(
 
 
 def attention(q, k, v, causal, window_size):
-    """flash_attn_func: q [B, T, H, D], k and v [B, S, HK, D], the last query at the last key."""
+    """Replace flash_attn_func: q [B, T, H, D], k and v [B, S, HK, D], the last query aligned with the last key."""
     k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], 2) for x in (k, v))
     keys = torch.arange(k.shape[1], device=q.device)
     distance = keys[-q.shape[1] :, None] - keys
@@ -60,14 +60,14 @@ def attention(q, k, v, causal, window_size):
 
 
 def packed_attention(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, window_size):
-    """flash_attn_varlen_func: the sequences one after the other."""
+    """Replace flash_attn_varlen_func by one call per sequence."""
     cuts = zip(*(pairwise(cuts.tolist()) for cuts in (cu_seqlens_q, cu_seqlens_k)), strict=True)
     pieces = [(q[None, a:b], k[None, c:d], v[None, c:d]) for (a, b), (c, d) in cuts if a < b]
     return torch.cat([attention(*piece, causal, window_size) for piece in pieces], 1)[0]
 
 
 H, D = 4, 64  # heads, widths
-T = 192 if torch.cuda.is_available() else 48  # tokens of a rank
+T = 192 if torch.cuda.is_available() else 48  # tokens per rank
 
 
 WIDTHS = dict(q=D, k=D, v=D, g=1, gk=D, x=D, beta=1, u=D)
@@ -78,6 +78,6 @@ def drawn(names, tokens):
     for name in names:
         x = torch.randn((H, D) if name == "u" else (1, tokens, H, WIDTHS[name]), generator=generator)
         if name in ("g", "gk"):
-            x = F.logsigmoid(x) * (3 / T)  # a tenth of a state is left after a rank
+            x = F.logsigmoid(x) * (3 / T)  # a state decays to a tenth over a rank's tokens
         x = F.normalize(x, dim=-1) if name == "k" else x.sigmoid() if name == "beta" else x
         yield x.squeeze(-1) if name in ("g", "beta") else x

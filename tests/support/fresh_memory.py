@@ -1,8 +1,8 @@
-"""Imported by the server of CPU ranks before it starts any: their fresh memory holds NaN, or the largest integer.
+"""Fills fresh memory of CPU ranks with NaN, or the largest integer; imported by their server before it starts any.
 
-What a kernel does not write is wrong then, not 0 as in a new process. torch fills memory where deterministic algorithms
-are wanted, in C++, which leaves no dispatch mode behind. Ranks with GPUs do without: each fill is a kernel, which would
-be in captured graphs and in measured times.
+A word that a kernel fails to write is then wrong, and not 0 as in a new process. torch fills memory in C++ in
+deterministic mode, without a dispatch mode. Not for ranks on GPUs: each fill is a kernel, which would be in captured
+graphs and measured times.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""The GLA operator against the token-by-token recurrence in float64 over the whole sequence."""
+"""Compares the GLA operator with the token-by-token recurrence in float64 over the whole sequence."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 
 
 def gates(kind, shape, generator):
-    """Natural-log decays: mild ones as models have, near 1, strong, exactly 1, closed, and all of these mixed; "spots":
-    near 1 but for a token here and there, so that about half of the chunks are strong."""
+    """Draw natural-log decays: mild as in models, near 1, strong, exactly 1, closed, or all of these mixed; "spots":
+    near 1 except for single tokens, so that about half of the chunks are strong."""
     g = F.logsigmoid(torch.randn(shape, generator=generator))
     if kind == "weak":
         return g / 64
@@ -35,14 +35,14 @@ def gates(kind, shape, generator):
 
 
 class GLACase(NamedTuple):
-    """A sequence over the ranks, as the tests of zeco_gla draw it."""
+    """A random sequence over the ranks, for the tests of zeco_gla."""
 
-    tokens: list[int]  # of each rank
+    tokens: list[int]  # by rank
     B: int = 1
     H: int = 1
     K: int = 16
     V: int = 16
-    gates: str = "weak"  # of gates()
+    gates: str = "weak"  # argument of gates()
     dtype: torch.dtype = F32
     gate_dtype: torch.dtype = F32
     lengths: list[int] | None = None  # cu_seqlens of packed sequences
@@ -53,7 +53,7 @@ class GLACase(NamedTuple):
 
 
 class Whole:
-    """The whole sequence with all that belongs to it, the same on every rank, and its float64 reference."""
+    """The whole sequence with all inputs, the same on every rank, and its float64 reference."""
 
     def __init__(self, case: GLACase, device):
         _, B, H, K, V, kind, dtype, gate_dtype, lengths, seed, *_ = case
@@ -69,18 +69,19 @@ class Whole:
         self.initial, self.dfinal = normal(sequences, H, K, V), normal(sequences, H, K, V)
 
     def reference(self):
-        """(o, final_state, dq, dk, dv, dg, dinitial_state) in float64."""
+        """Return (o, final_state, dq, dk, dv, dg, dinitial_state) in float64."""
         leaves = [x.double().requires_grad_() for x in (self.q, self.k, self.v, self.g, self.initial)]
         o, final = gla_reference(*leaves[:4], initial_state=leaves[4], cu_seqlens=self.lengths)
         ((o * self.do.double()).sum() + (final * self.dfinal.double()).sum()).backward()
         return [o, final] + [torch.zeros_like(x) if x.grad is None else x.grad.nan_to_num() for x in leaves]
 
     def ours(self, comm, mine, call=allscan.zeco_gla):
-        """The same of zeco_gla on tokens ``mine``. -inf gates have no gradient worth the name: 0 here."""
+        """Return the tensors of ``reference`` from zeco_gla on tokens ``mine``. Gradients of -inf gates, which have no
+        useful value, are set to 0."""
         return self.forward(comm, mine, call)()
 
     def forward(self, comm, mine, call=allscan.zeco_gla):
-        """The first half of ours(); returns the second."""
+        """Run the forward pass of ours(); return a function that runs the rest."""
         own = [x[:, mine].requires_grad_() for x in (self.q, self.k, self.v, self.g)]
         own.append(self.initial.clone().requires_grad_())
         packed = None if self.lengths is None else torch.tensor(self.lengths, device=comm.device)
@@ -98,7 +99,8 @@ NAMES = ("o", "final_state", "dq", "dk", "dv", "dg", "dinitial_state")
 
 
 def owners(tokens, lengths, sequences, zigzag=False):
-    """(rank of each sequence's first token, rank of its last); an empty one has both where its last would be."""
+    """Return (rank of each sequence's first token, rank of its last); for an empty sequence both are the rank that its
+    last token would have."""
     parts = list(chunks(tokens, zigzag))
     if lengths is None:
         return [parts[0][0]] * sequences, [parts[-1][0]] * sequences
@@ -111,8 +113,8 @@ def owners(tokens, lengths, sequences, zigzag=False):
 
 
 def errors_of_part(whole, expected, actual, rank, tokens, mine, zigzag=False, per_document=False):
-    """Relative error by tensor of what one rank has found, for its tokens ``mine`` of the whole, whose reference() is
-    ``expected``. What it has of states that belong to others must be 0."""
+    """Return the relative error of each tensor of one rank, for its tokens ``mine``; ``expected``: the reference of the
+    whole sequence. States that belong to other ranks must be 0."""
     wanted = list(expected)
     first, last = owners(tokens, None if per_document else whole.lengths, whole.initial.shape[0], zigzag)
     for i in (0, 2, 3, 4, 5):
@@ -128,7 +130,7 @@ LIMIT = {torch.float32: 1e-5, torch.bfloat16: 4e-3, torch.float16: 6e-4}
 
 
 def gla_case(group, case: GLACase):
-    """Relative error by tensor."""
+    """Return the relative error of each tensor."""
     with allscan.Communicator(group) as comm:
         whole = Whole(case, comm.device)
         mine = place(comm, case.tokens, case.zigzag, case.lengths if case.per_document else None)

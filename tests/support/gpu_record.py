@@ -1,11 +1,12 @@
-"""What the GPU tests gave: each result as it comes, so that a run that was cut can go on, and a record of whole parts.
+"""Records results of the GPU tests: each result immediately, so that an interrupted run can be continued, and a summary
+of complete parts.
 
-``tests/gpu/results.jsonl``, which git does not keep: first what the results are of (GPUs, versions, sources, tests),
-then [test, outcome, part, seconds], and [None, "whole", part, 0] for a part of the suite of which all have run. Of a
-test that has run again the last outcome counts.
-``tests/gpu/last_run.json``, which it keeps: of which parts all have run, how many of them passed, which failed, and
-which passed only when they ran again, with fewer others beside them.
-``tests/gpu/seconds.json``, which it keeps: how long a case of each function took, for the order of the next run.
+``tests/gpu/results.jsonl``, not in git: first the setting (GPUs, versions, sources, tests), then [test, outcome, part,
+seconds], and [None, "whole", part, 0] for a part of the suite that has run completely. If a test ran again, its last
+outcome counts.
+``tests/gpu/last_run.json``, in git: the complete parts, the number of passed tests, the failed ones, and those that
+passed only in a second run with fewer tests at once.
+``tests/gpu/seconds.json``, in git: the time of a case of each test function, for the order of the next run.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ import torch
 
 from .gpu_schedule import function_of
 
-PARTS = {"not alone", "alone"}  # of the tests, as make test-gpu has them
+PARTS = {"not alone", "alone"}  # parts of the suite in make test-gpu
 OUTCOMES = "passed", "failed", "error", "skipped"
 
 
 def what_runs(tests: str, gpus: int | None = None) -> dict:
-    """What results are of; ``tests``: the folder, ``gpus``: how many GPUs each test has, if not all."""
+    """Return the setting of results. ``tests``: the folder, ``gpus``: GPUs per test, if not all."""
     import triton
 
     from allscan.bindings.versions import nvshmem_version
@@ -55,7 +56,7 @@ def what_runs(tests: str, gpus: int | None = None) -> dict:
 
 
 def read_lines(folder: str) -> Iterator[Any]:
-    """Those of the results in tests/gpu, ``folder``."""
+    """Read the lines of results in ``folder``, which is tests/gpu."""
     try:
         with open(os.path.join(folder, "results.jsonl")) as file:
             lines = file.read().splitlines()
@@ -64,12 +65,12 @@ def read_lines(folder: str) -> Iterator[Any]:
     for text in lines:
         try:
             yield json.loads(text)
-        except ValueError:  # a run was cut here
+        except ValueError:  # a run was interrupted here
             continue
 
 
 def read(folder: str) -> tuple[dict, dict[str, tuple[str, str]], set[str]]:
-    """(what the results in tests/gpu, ``folder``, are of, the outcome and part of each test, whole parts)."""
+    """Read results in ``folder``, which is tests/gpu: (setting, (outcome, part) by test, complete parts)."""
     of, results, parts = {}, {}, set()
     for line in read_lines(folder):
         if isinstance(line, dict):
@@ -82,11 +83,11 @@ def read(folder: str) -> tuple[dict, dict[str, tuple[str, str]], set[str]]:
 
 
 class Record:
-    """Of the tests in ``folder`` (tests/gpu), which are of ``of``: results of anything else are thrown away."""
+    """Recorder for the tests in ``folder`` (tests/gpu); ``of``: the setting. Results of another setting are deleted."""
 
     def __init__(self, folder: str, of: dict) -> None:
         self._folder, self._of = folder, of
-        self._setups: dict[str, float] = {}  # seconds, of tests that have not ended
+        self._setups: dict[str, float] = {}  # seconds of setup, by running test
         same = read(folder)[0] == of
         with open(os.path.join(folder, "results.jsonl"), "a" if same else "w") as file:
             file.write("\n" if same else json.dumps(of) + "\n")
@@ -97,7 +98,7 @@ class Record:
 
     def pytest_runtest_logreport(self, report) -> None:
         part = "alone" if "alone" in report.keywords else "not alone"
-        seconds = self._setups.pop(report.nodeid, 0.0) + report.duration  # of the test, with its ranks' start
+        seconds = self._setups.pop(report.nodeid, 0.0) + report.duration  # includes the start of ranks
         if report.when == "call" or report.skipped:
             self.add(report.nodeid, report.outcome, part, seconds)
         elif report.when == "setup":
@@ -106,7 +107,7 @@ class Record:
             self.add(report.nodeid, "error", part, seconds)
 
     def whole(self, ended: set[str]) -> None:
-        """All tests of these parts have run: write last_run.json."""
+        """Write last_run.json after all tests of these parts have run."""
         for part in ended:
             self.add(None, "whole", part)
         _, results, parts = read(self._folder)

@@ -1,7 +1,7 @@
-"""How the GPU tests share a machine: what takes longest is first, and few tests that take much memory run at once.
+"""Schedules the GPU tests on one machine: the longest first, and few tests that need much memory at once.
 
-Each worker of pytest-xdist has ranks of its own on the same GPUs. It is given cases of one test function together, a
-unit, since they launch the same kernels, which a process has to compile or load.
+Each worker of pytest-xdist has its own ranks on the same GPUs. It gets cases of one test function together, as a unit,
+since they launch the same kernels, which each process must compile or load.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import json
 import os
 from collections.abc import Iterable
 
-UNIT_S = 45.0  # what the cases of a unit take together, about
-WHOLE = ("tests/gpu/test_frameworks.py",)  # files that are a unit each: a fixture of theirs takes longer than a test
-# Functions whose tests take several GB on a GPU: references token by token in float64, ten processes at once
+UNIT_S = 45.0  # approximate time of a unit's cases together
+WHOLE = ("tests/gpu/test_frameworks.py",)  # files that are one unit: their fixture takes longer than a test
+# Functions whose tests need several GB on a GPU: token-by-token references in float64, ten processes at once
 LARGE = (
     "test_zeco_gla_at_size",
     "test_packed_at_size",
@@ -28,7 +28,7 @@ LARGE = (
     "test_megatron",
 )
 LARGE_AT_ONCE = 2
-# Before tests/gpu/seconds.json says it: those of a test of which nothing is known, and of these in its name
+# Seconds of a test that is not in tests/gpu/seconds.json: by default, and by a part of its name
 GUESS_S, GUESSES_S = (
     3.0,
     {"test_sanitizer": 300.0, "test_fla_models": 15.0, "test_examples": 30.0, "test_frameworks": 10.0},
@@ -36,12 +36,12 @@ GUESS_S, GUESSES_S = (
 
 
 def function_of(test: str) -> str:
-    """The test without its parameters."""
+    """Return the test's name without its parameters."""
     return test.partition("[")[0]
 
 
 def seconds(folder: str) -> dict[str, float]:
-    """What a case of each test function took in the last whole run: seconds.json in tests/gpu, ``folder``."""
+    """Read the time of a case of each test function in the last complete run: seconds.json in ``folder``, tests/gpu."""
     try:
         with open(os.path.join(folder, "seconds.json")) as file:
             return json.load(file)
@@ -50,13 +50,13 @@ def seconds(folder: str) -> dict[str, float]:
 
 
 def expected(test: str, known: dict[str, float]) -> float:
-    """Seconds of a test."""
+    """Return the expected seconds of a test."""
     guess = next((guess for name, guess in GUESSES_S.items() if name in test), GUESS_S)
     return known.get(function_of(test), guess)
 
 
 def units_of(tests: Iterable[str], known: dict[str, float]) -> dict[str, str]:
-    """The unit of each test, in whatever order they are given."""
+    """Return the unit of each test, independent of the order of ``tests``."""
     cases = collections.defaultdict(list)
     for test in sorted(tests):
         cases[function_of(test)].append(test)
@@ -69,7 +69,7 @@ def units_of(tests: Iterable[str], known: dict[str, float]) -> dict[str, str]:
 
 
 def longest_first(tests: list[str], known: dict[str, float]) -> list[str]:
-    """The tests unit by unit."""
+    """Sort the tests by unit, longest unit first."""
     units, total = units_of(tests, known), collections.Counter()
     for test in tests:
         total[units[test]] += expected(test, known)
@@ -81,8 +81,8 @@ def is_large(test: str) -> bool:
 
 
 def scheduler(config, log, known: dict[str, float], sets: int = 1):
-    """pytest-xdist's, which gives each worker a unit of the tests at a time, in the order of ``longest_first``.
-    ``sets``: of GPUs that workers have, as 2 where each has two of four."""
+    """Return a scheduler for pytest-xdist that gives each worker a unit at a time, in the order of ``longest_first``.
+    ``sets``: number of disjoint sets of GPUs among workers, e.g. 2 if each has two of four."""
     from xdist.scheduler import LoadScopeScheduling
 
     class Units(LoadScopeScheduling):
@@ -97,12 +97,12 @@ def scheduler(config, log, known: dict[str, float], sets: int = 1):
             return self.units[nodeid]
 
         def waiting(self, node) -> list[str]:
-            """Tests that the worker has and has not ended."""
+            """Return the worker's unfinished tests."""
             return [test for unit in self.assigned_work[node].values() for test, ended in unit.items() if not ended]
 
         def next_unit(self, node) -> str | None:
-            """What takes longest, but behind a long test what takes shortest: a worker begins a test once it has the
-            next one. And no large tests where enough workers have some."""
+            """Return the longest unit; after a long test the shortest one, since a worker starts a test only when it
+            has the next one. No large tests if enough workers have some."""
             with_large = sum(any(map(is_large, self.waiting(other))) for other in self.nodes if other is not node)
             few = with_large < LARGE_AT_ONCE * sets
             fitting = [u for u, tests in self.workqueue.items() if few or not is_large([*tests][0])]
@@ -118,12 +118,12 @@ def scheduler(config, log, known: dict[str, float], sets: int = 1):
             if self.removing:
                 return
             if self.workqueue and not node.shutting_down and self.next_unit(node) is None:
-                node.shutdown()  # others have the large tests that are left; it ends the last test that it has
+                node.shutdown()  # other workers run the remaining large tests; this one completes its last test
             else:
                 super()._reschedule(node)
 
         def remove_node(self, node) -> str | None:
-            """Of a worker that died: the test in which it did is not run again, the others of its unit are."""
+            """Remove a dead worker. Its running test is not repeated; the other tests of its unit are."""
             self.removing = True
             crashed = super().remove_node(node)
             self.removing = False
@@ -142,7 +142,7 @@ def scheduler(config, log, known: dict[str, float], sets: int = 1):
 
 
 def turned(worker: str, devices: list[str], count: int | None = None) -> str:
-    """CUDA_VISIBLE_DEVICES of worker "gw3": each has another GPU first, of which tests with few ranks use no other, and
-    ``count`` GPUs, if it is given."""
+    """Return CUDA_VISIBLE_DEVICES of a worker such as "gw3": each has a different first GPU, since tests with few ranks
+    use the first ones only; ``count``: the number of GPUs, by default all."""
     by = int(worker.removeprefix("gw")) % len(devices)
     return ",".join((devices[by:] + devices[:by])[:count])

@@ -1,4 +1,4 @@
-"""zeco_gla with invariant=: all that ranks have found as one, to be compared bit by bit."""
+"""Runs zeco_gla with invariant=, and joins the ranks' results for bitwise comparison."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .values import late, place
 
 
 class Calls(NamedTuple):
-    """How zeco_gla is called. S: its ``invariant``, or that of the communicator if it is ``of_comm``."""
+    """Options of calls of zeco_gla. S: its ``invariant``, or with ``of_comm`` the communicator's."""
 
     S: int = 128
     of_comm: bool = False
@@ -24,7 +24,7 @@ class Calls(NamedTuple):
 
 
 def invariant_case(group, case: GLACase, calls: Calls):
-    """(which tokens this rank has, what it has found for them: NAMES, on the CPU)."""
+    """Return (this rank's tokens, its results NAMES for them, on the CPU)."""
     with allscan.Communicator(group, invariant=calls.S if calls.of_comm else 0) as comm:
         whole = Whole(case, comm.device)
         mine = place(comm, case.tokens, case.zigzag)
@@ -47,20 +47,20 @@ def invariant_case(group, case: GLACase, calls: Calls):
 
 
 def whole_of(parts):
-    """NAMES of the whole sequence."""
+    """Return NAMES of the whole sequence."""
     order, found = torch.cat([mine for mine, _ in parts]).argsort(), []
     for i, name in enumerate(NAMES):
         of_ranks = [part[i] for _, part in parts]
-        # states are zeros but on one rank
+        # states are zero on all ranks but one
         found.append(sum(of_ranks) if "state" in name else torch.cat(of_ranks, 1)[:, order])
     return found
 
 
 def same(one, other):
-    """Names of what has the same bits in both."""
+    """Return the names of tensors with the same bits in both."""
     return [name for name, a, b in zip(NAMES, one, other, strict=True) if torch.equal(bits(a), bits(b))]
 
 
 def share_of_others(one, other):
-    """Of the outputs, how many have other bits."""
+    """Return the share of outputs with different bits."""
     return (bits(one[0]) != bits(other[0])).float().mean().item()

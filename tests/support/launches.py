@@ -1,4 +1,4 @@
-"""What operators launch on a GPU, without one: remembered, and compiled for sm_90."""
+"""Records the kernel launches of operators without a GPU, and compiles them for sm_90."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
 
 
 class Launches:
-    """Stands for a kernel: remembers what it is launched with."""
+    """Replaces a kernel and records its launches."""
 
     made = []
 
@@ -36,7 +36,7 @@ class Launches:
 
 
 class NoCarrier:
-    """Carries nothing."""
+    """A carrier that sends nothing."""
 
     handle = 0
 
@@ -69,14 +69,14 @@ class NoCarrier:
 
 
 def rejected_on_sm_100(kernel):
-    """By Triton up to 3.8, when it is launched, for its tensor memory; see docs/versions.md."""
+    """Check whether Triton up to 3.8 rejects the kernel's launch, for its tensor memory; see docs/versions.md."""
     return kernel is delta.adjoint_kernel and VERSION < (3, 9)
 
 
 def compiled_launches(most_spilled=None, more_on_sm_100=None, seen=None, look=True):
-    """(kernel, Compiled) of each different launch that was made, and is not ``seen``. more_on_sm_100: compiled for
-    that, too, each may spill as many bytes a thread more; one of those that differ in dtypes alone. look: whether any
-    code that reads registers that are not set is an error."""
+    """Return (kernel, Compiled) of each different recorded launch that is not in ``seen``. more_on_sm_100: also compile
+    for sm_100, with so many more spilled bytes per thread allowed; one launch of those that differ in dtypes only.
+    look: fail if code reads registers that are not set."""
     kinds = {
         torch.float32: "*fp32",
         torch.bfloat16: "*bf16",
@@ -108,7 +108,7 @@ def compiled_launches(most_spilled=None, more_on_sm_100=None, seen=None, look=Tr
 
 
 def launch_gla(K, V, dtype, kept, monkeypatch, H=4, T=130):
-    """Remember in Launches what zeco_gla launches on a GPU in both passes."""
+    """Record in Launches the launches of both passes of zeco_gla on a GPU."""
     for name, kernel in list(vars(gla_plans).items()):
         if name.endswith("_kernel") and not isinstance(kernel, Launches):
             monkeypatch.setattr(gla_plans, name, Launches(kernel))
@@ -129,7 +129,7 @@ def launch_gla(K, V, dtype, kept, monkeypatch, H=4, T=130):
 
 
 class NoScan:
-    """Stands for the carrier of a StatePass."""
+    """Replaces the carrier of a StatePass."""
 
     def record(self, *_):
         pass
@@ -139,7 +139,7 @@ class NoScan:
 
 
 def chunk_pass(layout, K, V, dtype, scalar, monkeypatch):
-    """A ChunkPass with the block sizes of a GPU, all of whose launches are remembered."""
+    """Return a ChunkPass with a GPU's block sizes whose launches are all recorded."""
     for module in (delta_passes, own_chunks):
         for name, kernel in list(vars(module).items()):
             if name.endswith("_kernel"):
@@ -154,7 +154,7 @@ def chunk_pass(layout, K, V, dtype, scalar, monkeypatch):
 
 
 def launch_chunks(K, V, dtype, scalar, monkeypatch):
-    """Remember in Launches what a delta rule by chunk kernels of our own launches on a GPU in both passes."""
+    """Record in Launches the launches of both passes of a delta rule on a GPU, with allscan's own chunk kernels."""
     H, T = 4, 130
     layout = Layout([TokenRange(0, T, 0, 0, 0)], 1, 64, "cpu")  # in the middle of a sequence
     states = chunk_pass(layout, K, V, dtype, scalar, monkeypatch)

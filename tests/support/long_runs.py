@@ -1,4 +1,4 @@
-"""Many epochs with fresh data and stragglers, each compared: on GPUs, over whatever links."""
+"""Runs many epochs with fresh data and stragglers, and compares each: on GPUs, over any links."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from allscan.scan.two_way import two_way_scan
 
 
 def drawn(comm, shape, generator, kind):
-    """(states, "decay" or "transition", those) of all ranks, [size, ...]."""
+    """Draw (states, "decay" or "transition", decays or transitions) of all ranks, [size, ...]."""
     states = torch.randn(comm.size, *shape, generator=generator, device=comm.device)
     if kind == "transitions":
         width = shape[-2]
@@ -25,10 +25,10 @@ def drawn(comm, shape, generator, kind):
 
 
 def long_case(group, epochs, protocol, depth, straggler, kind="decays", waits=0):
-    """Fresh data every epoch, checked every epoch; one rank is late every now and then.
+    """Scan fresh data every epoch, and check every epoch; one rank is delayed now and then.
 
-    kind: "decays", "transitions", or "hops": the number 0 as decay on all ranks but one, another one each time.
-    waits: after how many epochs the host waits, so that its launches do not fill CUDA's queue; 0: never.
+    kind: "decays", "transitions", or "hops": the number 0 as decay on all ranks but one, a different one each time.
+    waits: number of epochs between two waits of the host, so that launches do not fill CUDA's queue; 0: no waits.
     """
     with allscan.Communicator(group) as comm:
         shape = (4, 16, 32)
@@ -60,7 +60,7 @@ def long_case(group, epochs, protocol, depth, straggler, kind="decays", waits=0)
 
 
 def zigzag_case(group, epochs, straggler):
-    """The same of two states, ascending and descending."""
+    """Run long_case in the zigzag layout: two states, ascending and descending."""
     with allscan.Communicator(group) as comm:
         shape, P = (4, 16, 32), comm.size
         scan = allscan.AllScan(comm, shape)

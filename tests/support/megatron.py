@@ -1,4 +1,4 @@
-"""Megatron-core's mixers in a model of its own, and what takes the place of packages that are not there."""
+"""Megatron-core's mixers in one of its models, and stand-ins for missing packages."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _alone: list = []
 
 
 class Norm(torch.nn.RMSNorm):
-    """In place of Transformer Engine's."""
+    """Replaces Transformer Engine's norm."""
 
     def __init__(self, config, hidden_size, eps):
         super().__init__(hidden_size, eps)
 
 
 class GatedNorm(torch.nn.Module):
-    """In place of mamba_ssm's RMSNorm, of which there is none without a GPU."""
+    """Replaces mamba_ssm's RMSNorm, which needs a GPU."""
 
     def __init__(self, width, eps, group_size, norm_before_gate, device, dtype):
         super().__init__()
@@ -58,7 +58,7 @@ def chunk_scan(
     initial_states=None,
     state_dtype=None,
 ):
-    """In place of mamba_ssm's mamba_chunk_scan_combined: the recurrence in float64, token by token."""
+    """Replace mamba_ssm's mamba_chunk_scan_combined by the token-by-token recurrence in float64."""
     from megatron.core.ssm import mamba_mixer
 
     assert (state_dtype is not None) == mamba_mixer.MAMBA_HAS_STATE_DTYPE
@@ -78,20 +78,20 @@ def chunk_scan(
 
 
 def rule(q, k, v, g, beta, **_):
-    """In place of fla's chunk_gated_delta_rule on one rank: the recurrence in float64, token by token."""
+    """Replace fla's chunk_gated_delta_rule on one rank by the token-by-token recurrence in float64."""
     return delta_reference(q, k, v, g, beta)[0].to(v.dtype), None
 
 
 class CoreAttention(torch.nn.Module):
-    """In place of Transformer Engine's DotProductAttention, of which there is none: keys of all ranks are gathered.
-    comm: None for one rank."""
+    """Replaces Transformer Engine's DotProductAttention, which is not installed; gathers the keys of all ranks. comm:
+    None for one rank."""
 
     def __init__(self, *, softmax_scale, comm=None, layout="zigzag", **_):
         super().__init__()
         self.scale, self.comm, self.zigzag = softmax_scale, comm, layout == "zigzag"
 
     def forward(self, query, key, value, mask, **_):
-        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # of [T, B, H, D]
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # from [T, B, H, D]
         if self.comm is None:
             return causal(q, k, v, self.scale).transpose(0, 1).flatten(2)
         tokens = [len(query)] * self.comm.size
@@ -101,8 +101,8 @@ class CoreAttention(torch.nn.Module):
 
 @contextlib.contextmanager
 def stand_ins():
-    """Megatron-core as it runs here: without a GPU no random numbers of one, nothing compiled, and in the place of
-    mamba_ssm and Transformer Engine what is above."""
+    """Patch Megatron-core to run here: no GPU random numbers without a GPU, no compilation, and the stand-ins above for
+    mamba_ssm and Transformer Engine."""
     from megatron.core import parallel_state
     from megatron.core.models.hybrid import hybrid_block
     from megatron.core.ssm import mamba_mixer
@@ -124,7 +124,7 @@ def stand_ins():
             (hybrid_block, "TENorm", Norm),
             (random, "_get_all_rng_states", tuple),
             (random, "_set_all_rng_states", lambda: None),
-            # of Transformer Engine
+            # Transformer Engine's
             (random, "FP8GlobalStateManager", mock.Mock(is_fp8_enabled=lambda: False)),
             (random, "activation_recompute_forward", lambda **_: contextlib.nullcontext()),
             (random, "fp8_autocast", lambda **_: contextlib.nullcontext()),
@@ -165,7 +165,7 @@ def configuration(**more):
 
 
 def specification(gdn=(), mamba=(), attention=()):
-    """hybrid_stack_spec without Transformer Engine. attention: the options of CoreAttention."""
+    """Return hybrid_stack_spec without Transformer Engine. attention: options of CoreAttention."""
     from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
     from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
     from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
@@ -222,13 +222,13 @@ def specification(gdn=(), mamba=(), attention=()):
 def group_of_one():
     if not torch.cuda.is_available():
         return dist.new_group([dist.get_rank()], use_local_synchronization=True)
-    if not _alone:  # NCCL makes groups with all ranks
+    if not _alone:  # NCCL creates groups collectively, with all ranks
         _alone.extend(dist.new_group([rank]) for rank in range(dist.get_world_size()))
     return _alone[dist.get_rank()]
 
 
 def model(spec, cp=None, tp=None, pattern="MG", vocabulary=VOCABULARY + 1, **more):
-    """A HybridModel over these groups, random weights; by default of a Mamba2 and a Gated DeltaNet layer."""
+    """Create a HybridModel with random weights over these groups; by default a Mamba2 and a Gated DeltaNet layer."""
     from megatron.core.models.hybrid.hybrid_model import HybridModel
     from megatron.core.process_groups_config import ProcessGroupCollection
 
@@ -244,9 +244,9 @@ def model(spec, cp=None, tp=None, pattern="MG", vocabulary=VOCABULARY + 1, **mor
     torch.manual_seed(0)
     with torch.no_grad():
         for name, p in made.named_parameters():
-            drawn = torch.empty_like(p, dtype=torch.float32)  # other dtypes have the same, rounded
+            drawn = torch.empty_like(p, dtype=torch.float32)  # other dtypes get the same values, rounded
             if name.endswith("A_log"):
-                drawn.uniform_(-4, -1)  # states last over some ranks
+                drawn.uniform_(-4, -1)  # states persist over several ranks
             elif name.endswith(("dt_bias", ".D", "bias")):
                 drawn.normal_()
             else:
@@ -271,7 +271,7 @@ def packing(lengths):
 
 
 def placed(comm, tokens, lengths, layout):
-    """Which tokens of the whole this rank has; zigzag: of each sequence, row: of all in zigzag."""
+    """Return the indices of this rank's tokens; layout "zigzag": zigzag in each sequence, "row": over the whole row."""
     if layout != "zigzag":
         return torch.arange(sum(tokens))[place(comm, tokens, layout == "row")]
     parts = [a + place(comm, [(b - a) // comm.size] * comm.size, True) for a, b in pairwise(lengths)]
@@ -279,7 +279,7 @@ def placed(comm, tokens, lengths, layout):
 
 
 def called(made, embedded, labels, packed=None):
-    """(logits [T, B, vocabulary], which Megatron's loss writes into, loss of each token [B, T])."""
+    """Return (logits [T, B, vocabulary], overwritten by Megatron's loss, loss of each token [B, T])."""
     logits = []
     with_logits = made.output_layer.register_forward_hook(lambda module, given, out: logits.append(out[0].clone()))
     losses = made(None, None, None, decoder_input=embedded, labels=labels, packed_seq_params=packed)
