@@ -1,5 +1,5 @@
-"""What a machine with two GPUs needs for a network of its own: NVSHMEM's UCX transport over TCP on the loopback, with
-the library of tests/network/hostile.c in between."""
+"""Sets up a network on one machine with two GPUs: NVSHMEM's UCX transport over TCP on the loopback, with the library of
+tests/network/hostile.c in between."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import shutil
 import subprocess
 
 SOURCES = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "network")
-MODES = "pass", "reorder", "bandwidth", "stall", "never"  # of hostile.c
-# of signals, and bytes; of_groups: of the overtakings those of a signal of another group of puts
+MODES = "pass", "reorder", "bandwidth", "stall", "never"  # modes of hostile.c
+# Counts of signals, and bytes. of_groups: reorderings with a signal of another group of puts
 COUNTS = "held", "passed", "overtakings", "lost", "bytes", "most_held", "failed", "of_groups"
 TRAFFIC = "/proc/net/dev"
 
@@ -24,7 +24,7 @@ def compiler() -> str | None:
 
 
 def build(folder: str, source: str, library: str, *options: str) -> str:
-    """The path of a shared library made of a C source of tests/network."""
+    """Compile a C source of tests/network into a shared library; return its path."""
     path = os.path.join(folder, library)
     command = [str(compiler()), "-O1", "-Wall", "-shared", "-fPIC", "-o", path, os.path.join(SOURCES, source), *options]
     subprocess.run(command, check=True, timeout=120)
@@ -32,7 +32,7 @@ def build(folder: str, source: str, library: str, *options: str) -> str:
 
 
 def ucx_folder() -> str | None:
-    """Where the wheel libucx-cu13 (or -cu12) has its libraries."""
+    """Return the folder of the libraries of the wheel libucx-cu13 (or -cu12)."""
     found = importlib.util.find_spec("libucx")
     folders = found.submodule_search_locations if found else []
     return next(
@@ -41,20 +41,20 @@ def ucx_folder() -> str | None:
 
 
 def missing_for_gpu_heap() -> str | None:
-    """What the heap in GPU memory needs besides ``missing``."""
+    """Return what is missing for a heap in GPU memory, in addition to ``missing``."""
     module = os.path.join(ucx_folder() or "", "ucx", "libuct_cuda.so.0")
     return None if os.path.exists(module) else "needs UCX with its module for CUDA, ucx/libuct_cuda.so.0"
 
 
 def transport_folder() -> str | None:
-    """Where NVSHMEM has its UCX transport."""
+    """Return the folder of NVSHMEM with its UCX transport."""
     found = importlib.util.find_spec("nvidia.nvshmem") if importlib.util.find_spec("nvidia") else None
     folders = found.submodule_search_locations if found else []
     return next((x for x in folders if glob.glob(os.path.join(x, "lib", "nvshmem_transport_ucx.so*"))), None)
 
 
 def missing() -> str | None:
-    """What this machine does not have; None if it has all."""
+    """Return what this machine lacks; None if nothing."""
     import torch
 
     wanted = {
@@ -74,17 +74,18 @@ def _in_host_memory(folder: str, hostile: str) -> dict[str, str]:
 
 
 def _in_gpu_memory(folder: str, hostile: str) -> dict[str, str]:
-    """NVSHMEM's proxy then calls CUDA beside kernels that wait for what it brings. So nothing may wait for these with
-    CUDA's locks, as a copy to pageable memory does (cases wait for the stream first), or the load of a module, or a
-    launch behind a thousand others; nor stand before the proxy's copies in a queue of the hardware."""
+    """Return the variables for a heap in GPU memory. NVSHMEM's proxy then calls CUDA while kernels wait for its data.
+    So no call may hold CUDA's locks while it waits for these kernels: a copy to pageable memory (cases synchronize the
+    stream first), the load of a module, or a launch behind a thousand others. Nor may such work be in front of the
+    proxy's copies in a hardware queue."""
     gpu_heap = build(folder, "gpu_heap.c", "libgpu_heap.so", "-ldl", "-lpthread")
     return {
         "LD_PRELOAD": f"{hostile}:{gpu_heap}",
         "ALLSCAN_GPU_HEAP": gpu_heap,
         "ALLSCAN_UCX_TLS": "tcp,cuda_copy,self",
         "NVSHMEM_HEAP_KIND": "DEVICE",
-        "NVSHMEM_DISABLE_CUDA_VMM": "1",  # one piece of cudaMalloc's
-        "UCX_MEMTYPE_CACHE": "n",  # needs hooks in CUDA, which NVSHMEM's libraries may have been loaded before
+        "NVSHMEM_DISABLE_CUDA_VMM": "1",  # one block from cudaMalloc
+        "UCX_MEMTYPE_CACHE": "n",  # its hooks in CUDA may miss NVSHMEM's libraries, if these were loaded before
         "UCX_CUDA_COPY_DMABUF": "n",
         "CUDA_MODULE_LOADING": "EAGER",
         "CUDA_DEVICE_MAX_CONNECTIONS": "32",
@@ -95,8 +96,8 @@ IN_MEMORY = {"host": _in_host_memory, "gpu": _in_gpu_memory}
 
 
 def environment(folder: str, heap: str = "host") -> dict[str, str]:
-    """Of processes whose NVSHMEM goes over the loopback only; libraries and UCX's logs lie in ``folder``. For them to
-    have before they start. heap: in which memory NVSHMEM's lies, "host" or "gpu"."""
+    """Return the environment, to be set before their start, of processes whose NVSHMEM uses the loopback only.
+    ``folder``: for libraries and UCX's logs. heap: memory of NVSHMEM's heap, "host" or "gpu"."""
     hostile = build(folder, "hostile.c", "libhostile.so", "-ldl", "-lpthread")
     build(folder, "gdrcopy.c", "libgdrapi.so.2")
     ucx = ucx_folder()
@@ -109,9 +110,9 @@ def environment(folder: str, heap: str = "host") -> dict[str, str]:
         "NVSHMEM_DISABLE_MNNVL": "1",
         "NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME": "lo",
         "UCX_NET_DEVICES": "lo",
-        "UCX_MAX_RMA_RAILS": "1",  # the signal is an active message, behind its data on one lane only
+        "UCX_MAX_RMA_RAILS": "1",  # the signal is an active message, ordered behind its data only on the same lane
         "UCX_MAX_EAGER_RAILS": "1",
-        "UCX_FENCE_MODE": "weak",  # else a round over TCP for each signal
+        "UCX_FENCE_MODE": "weak",  # otherwise a TCP round trip for each signal
         "UCX_LOG_LEVEL": "info",
         "UCX_LOG_FILE": os.path.join(folder, "ucx.%p.log"),
         "UCX_WARN_UNUSED_ENV_VARS": "n",
@@ -120,7 +121,7 @@ def environment(folder: str, heap: str = "host") -> dict[str, str]:
 
 @contextlib.contextmanager
 def variables(more: dict[str, str]):
-    """Inside, this process has them, and processes that it starts."""
+    """Set environment variables inside the block, for this process and its children."""
     before = dict(os.environ)
     os.environ.update(more)
     try:
@@ -131,7 +132,7 @@ def variables(more: dict[str, str]):
 
 
 def lanes(folder: str) -> set[str]:
-    """The transports by which UCX's processes say that they reach others, such as "tcp/lo"."""
+    """Return the transports to other processes in UCX's logs, such as "tcp/lo"."""
     found: set[str] = set()
     for path in glob.glob(os.path.join(folder, "ucx.*.log")):
         with open(path) as file:
@@ -142,7 +143,7 @@ def lanes(folder: str) -> set[str]:
 
 
 def loopback_bytes() -> int:
-    """That the interface lo has received so far."""
+    """Return the number of bytes that the interface lo has received."""
     with open(TRAFFIC) as file:
         line = next(line for line in file if line.strip().startswith("lo:"))
     return int(line.split(":")[1].split()[0])
@@ -152,13 +153,13 @@ def loopback_bytes() -> int:
 
 
 def hostile() -> ctypes.CDLL:
-    library = ctypes.CDLL(os.environ["ALLSCAN_HOSTILE"])  # the one that is preloaded
+    library = ctypes.CDLL(os.environ["ALLSCAN_HOSTILE"])  # the preloaded library
     library.network_count.restype = ctypes.c_uint64
     return library
 
 
 def behave(mode: str, value: int = 0) -> dict[str, int]:
-    """From now on the network is so; what it has counted up to now."""
+    """Set the network's mode; return its counts so far."""
     hostile().network_set(MODES.index(mode), ctypes.c_uint64(value))
     return counts()
 
@@ -168,14 +169,14 @@ def counts() -> dict[str, int]:
 
 
 def gpu_heap_signals() -> int:
-    """That CUDA's driver has written so far, in place of NVSHMEM."""
+    """Return the number of signals that CUDA's driver has written in place of NVSHMEM."""
     library = ctypes.CDLL(os.environ["ALLSCAN_GPU_HEAP"])
     library.gpu_heap_signals.restype = ctypes.c_uint64
     return library.gpu_heap_signals()
 
 
 def memory_of(address: int) -> tuple[str, int]:
-    """("host" or "gpu", the number of the GPU) as CUDA's driver says."""
+    """Return ("host" or "gpu", the GPU's index) of an address, from CUDA's driver."""
     cuda, kind, device = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(), ctypes.c_int()
     for attribute, found in ((2, kind), (9, device)):  # CU_POINTER_ATTRIBUTE_MEMORY_TYPE, _DEVICE_ORDINAL
         error = cuda.cuPointerGetAttribute(ctypes.byref(found), attribute, ctypes.c_uint64(address))
@@ -184,7 +185,7 @@ def memory_of(address: int) -> tuple[str, int]:
 
 
 def enter_node(names: list[str]) -> str:
-    """This process lies on the node of that name, before NVSHMEM starts."""
+    """Assign this process to the node of a name; call it before NVSHMEM starts."""
     import torch.distributed as dist
 
     os.environ["ALLSCAN_NODE"] = names[dist.get_rank()]

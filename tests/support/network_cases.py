@@ -1,4 +1,4 @@
-"""What a rank sees of a network that is late, stalls or loses, and of a rank that is gone; on GPUs or CPU ranks."""
+"""Cases of a network that delays, stalls or loses puts, and of a rank that is gone; on GPUs or CPU ranks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def halo_case(group, epochs):
 
 
 def memory_of_heaps_case(group):
-    """In which memory the arena of this rank lies, and those that it maps: {rank: ("host" or "gpu", which GPU)}."""
+    """Return the memory of this rank's arena and of the mapped ones: {rank: ("host" or "gpu", GPU index)}."""
     with allscan.Communicator(group) as comm:
         heap, me = comm.memory.heap, comm.rank
         found = {me: network.memory_of(heap.local(heap.pes[me], 0, 16, torch.uint8).data_ptr())}
@@ -38,7 +38,7 @@ def memory_of_heaps_case(group):
 
 
 def absent_case(group):
-    """Rank 0 never calls; then all come back."""
+    """Time out while rank 0 does not call; then resync all ranks."""
     comm = allscan.Communicator(group, timeout=1.0)
     scan, found = allscan.AllScan(comm, (2, 4, 8)), None
     state = torch.ones(scan.shape, device=comm.device)
@@ -57,7 +57,7 @@ def absent_case(group):
 
 
 def memory_case(group, epochs):
-    """(Bytes that torch has given, that are free on the device, free of the arena) after so many epochs each."""
+    """Return (bytes allocated by torch, free on the device, free in the arena) after each ``epochs`` epochs."""
     with allscan.Communicator(group) as comm:
         scan, found = allscan.AllScan(comm, (4, 16, 32)), []
         state, out = torch.ones(scan.shape, device=comm.device), torch.zeros(scan.shape, device=comm.device)
@@ -74,7 +74,7 @@ def memory_case(group, epochs):
 
 
 def stall_case(group, seconds):
-    """(How long close() takes on rank 0, what is held after it, whether the value came to rank 1.)"""
+    """Return (seconds of close() on rank 0, puts held after it, whether the value arrived on rank 1)."""
     comm = allscan.Communicator(group)
     scan = allscan.AllScan(comm, (2, 4, 8))
     state = torch.ones(scan.shape, device=comm.device)
@@ -89,7 +89,7 @@ def stall_case(group, seconds):
 
 
 def lost_case(group):
-    """What rank 1 hears where a scan of rank 0 is never delivered, and that all come back."""
+    """Return rank 1's error if a scan of rank 0 is never delivered; then resync all ranks."""
     comm = allscan.Communicator(group, timeout=1.0)
     scan, found = allscan.AllScan(comm, (2, 4, 8)), None
     state = torch.ones(scan.shape, device=comm.device)

@@ -1,4 +1,4 @@
-"""Calls of every operator in every layout, for tests that are about what calls share."""
+"""Calls of every operator in every layout, for tests of state that calls share."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ LAYOUTS = "contiguous", "zigzag"
 
 
 def calls(comm, T, K=16, dtype=torch.float32):
-    """{(operator, layout): call}: of this rank's T tokens, call(cu_seqlens or None) returns (result, what it is to be
-    differentiated by)."""
+    """Return {(operator, layout): call}. call(cu_seqlens or None) runs on this rank's T tokens and returns (result,
+    tensors to differentiate by)."""
     generator = torch.Generator().manual_seed(comm.rank)
 
     def leaf(*shape, of=None, like=dtype):
@@ -48,7 +48,7 @@ def calls(comm, T, K=16, dtype=torch.float32):
 
 
 def forward_and_backward(call, cu_seqlens, between=None):
-    """[the result, gradients of what it is differentiated by]; ``between()`` is called between forward and backward."""
+    """Return [the result, gradients of its inputs]; calls ``between()`` between forward and backward."""
     result, inputs = call(cu_seqlens)
     if between is not None:
         between()
@@ -57,6 +57,6 @@ def forward_and_backward(call, cu_seqlens, between=None):
 
 
 def differ(found, expected) -> list[int]:
-    """Which of them have other bits."""
+    """Return the indices of tensors with different bits."""
     pairs = enumerate(zip(found, expected, strict=True))
     return [i for i, (a, b) in pairs if not (a is b if a is None or b is None else torch.equal(a, b))]

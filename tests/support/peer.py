@@ -1,22 +1,23 @@
-"""flash-linear-attention's own tests, with its operators replaced by allscan's: ``make peer PEER=checkout``.
+"""Runs flash-linear-attention's own tests with its operators replaced by allscan's: ``make peer PEER=checkout``.
 
     python -m support.peer CHECKOUT [--ranks N] [--chunk allscan] [--record FILE] [options of pytest]
     python -m support.peer --summary FILE
 
-Tests that compile the same kernels are one group: with -n, pytest-xdist gives a group to one worker. --record: a file
-of results as they come; what has passed or been skipped there does not run again, so that a run that was cut goes on.
+Tests that compile the same kernels form a group: with -n, pytest-xdist gives a group to one worker. --record: a file
+for results, written immediately; tests that have passed or been skipped there do not run again, so that an interrupted
+run can be continued.
 
-The tests are those of a checkout that the caller names; nothing of it is copied. In its tests/ops a call of chunk_gla,
+The tests are in a checkout that the caller names; nothing of it is copied. In its tests/ops a call of chunk_gla,
 chunk_kda or chunk_gated_delta_rule is split over ranks: each rank takes a part of the tokens, in either layout, and
-outputs, states and gradients are put together before fla's assertions judge them. In its tests/context_parallel the
-processes that a test starts send states and the tokens of convolutions by All-Scan (``fla_cp.enable()``).
+outputs, states and gradients are joined before fla's assertions. In its tests/context_parallel a test's processes send
+states and the tokens of convolutions by All-Scan (``fla_cp.enable()``).
 
-fla's context-parallel test of KDA misses its own bound, 8e-3 of a tensor's norm, with fla's exchange as with this
-one, also where no state is sent. Its inputs do that: q and k, of which the latter are nearly parallel (-50 +- 10 in
-each element), are normalized in bfloat16. Against float64 (384 steps of its recurrence on a CPU, 2 heads, K = V =
-128, its own inputs) the test's reference, whose norms are rounded to bfloat16, is off by 8.9e-3 in the gradient of q;
-and a computation that is exact but for one rounding of the normalized q and k to bfloat16 is off by 7.6e-3. In
-float32 both are off by less than 5e-7.
+fla's context-parallel test of KDA misses its own bound, 8e-3 of a tensor's norm, with fla's exchange and with this
+one, also if no state is sent. The cause is its inputs: q and k are normalized in bfloat16, and the keys are nearly
+parallel (-50 +- 10 in each element). Against float64 (384 steps of its recurrence on a CPU, 2 heads, K = V = 128, its
+own inputs) the gradient of q has these errors: 8.9e-3 in the test's reference, whose norms are rounded to bfloat16;
+7.6e-3 in a computation that is exact except for one rounding of the normalized q and k to bfloat16. In float32 both
+errors are below 5e-7.
 """
 
 from __future__ import annotations
@@ -53,9 +54,9 @@ OPERATORS = {
 }
 LAYOUTS = "contiguous", "zigzag"
 TOKENWISE = "q", "k", "v", "g", "beta"
-SIZES = {"chunk_gla": (64,), "chunk_kda": (32, 64), "chunk_gated_delta_rule": (16, 32, 64)}  # sizes that fla takes
-HOW = "disable_recompute", "cu_seqlens_cpu", "chunk_size"  # arguments that do not change what is computed
-FILES = (  # of the checkout; a name that one version of fla has and another has not is left out
+SIZES = {"chunk_gla": (64,), "chunk_kda": (32, 64), "chunk_gated_delta_rule": (16, 32, 64)}  # chunk sizes of fla
+HOW = "disable_recompute", "cu_seqlens_cpu", "chunk_size"  # arguments that do not change the result
+FILES = (  # in the checkout; files that a version of fla lacks are skipped
     "tests/ops/test_gla.py",
     "tests/ops/test_kda.py",
     "tests/ops/test_gdn.py",
@@ -77,18 +78,18 @@ def main(checkout: str, *options: str) -> int:
     pytest_options = ["-c", os.devnull, "--rootdir", checkout, "-q", "-p", "support.peer", *options, *files]
     if any(option.startswith(("-n", "--numprocesses")) for option in options):
         pytest_options += ["--dist", "loadgroup"]
-    environment = {"OMP_NUM_THREADS": "1"} | dict(environment)  # many workers, and ranks of each
+    environment = {"OMP_NUM_THREADS": "1"} | dict(environment)  # many workers, each with ranks
     return subprocess.call([sys.executable, "-m", "pytest", *pytest_options], env=environment)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_load_initial_conftests() -> None:
-    Autotuner._bench = lambda *_, **__: [1.0, 1.0, 1.0]  # each kernel in the first of its configurations
+    Autotuner._bench = lambda *_, **__: [1.0, 1.0, 1.0]  # each kernel uses its first configuration
     worker, count = os.environ.get("PYTEST_XDIST_WORKER"), torch.cuda.device_count()
-    if worker is not None and count:  # references of all workers on one GPU would wait for each other
+    if worker is not None and count:  # distribute the workers' references over the GPUs
         devices = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
         os.environ["CUDA_VISIBLE_DEVICES"] = turned(worker, devices.split(","))
-    if not torch.cuda.is_available():  # fla's references are kernels, too
+    if not torch.cuda.is_available():  # fla's references also use kernels
         prepare_interpreter()
         import fla.utils
 
@@ -111,7 +112,7 @@ class Result(NamedTuple):
 
 
 def read(path: str) -> dict[str, Result]:
-    """The last result of each test."""
+    """Read the last result of each test."""
     lines = Path(path).read_text().splitlines() if Path(path).exists() else []
     return {line[0]: Result(*line) for line in map(json.loads, lines)}
 
@@ -123,7 +124,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 class Record:
-    """Writes each result as it comes."""
+    """Writes each result immediately."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -139,12 +140,12 @@ class Record:
 
 
 def name_of(node: str) -> str:
-    """A test without the group that pytest-xdist has added."""
+    """Return a test's name without the group that pytest-xdist has added."""
     return node.rpartition("@")[0] or node
 
 
 def operator_of(function: Callable) -> str | None:
-    """The operator that a test calls by its name."""
+    """Return the operator that a test's code names."""
 
     def names(code: types.CodeType) -> set[str]:
         inner = (names(constant) for constant in code.co_consts if isinstance(constant, types.CodeType))
@@ -173,7 +174,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def group_of(item: pytest.Item) -> str:
-    """Of tests that compile the same kernels; each test of context parallelism has processes of its own."""
+    """Return the group of tests that compile the same kernels; context-parallel tests start their own processes."""
     name = operator_of(item.function)
     if name is None:
         return item.nodeid.replace("/", ".")
@@ -193,7 +194,7 @@ def allscan_ranks(request: pytest.FixtureRequest) -> Iterator[ranks.Ranks]:
 
 @pytest.fixture(autouse=True)
 def allscan_layout(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Split | None]:
-    """Replaces what the test calls."""
+    """Replace the operator that the test calls."""
     name = operator_of(request.function)
     if name is None:
         monkeypatch.setattr(torch.multiprocessing, "start_processes", start_processes)
@@ -218,7 +219,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Iterator[None]:
 
 
 class Split:
-    """An operator of fla's that a test calls with whole sequences, by ranks that have a part of the tokens each."""
+    """Replaces an operator of fla, called with whole sequences, by ranks with a part of the tokens each."""
 
     def __init__(
         self, group: ranks.Ranks, name: str, original: Callable, layout: str, chunk: str | None = None
@@ -248,7 +249,7 @@ class Split:
         if "A_log" in tensors:
             tensors["A_log"] = tensors["A_log"].flatten()
         total = tensors["q"].shape[1]
-        if self.layout == "zigzag" and total % 2:  # this layout has even numbers of tokens
+        if self.layout == "zigzag" and total % 2:  # the layout needs an even number of tokens
             tensors = with_one_more(tensors, bool(given.get("use_gate_in_kernel")))
             if "cu_seqlens" in given:
                 given["cu_seqlens"] = [*given["cu_seqlens"][:-1], total + 1]
@@ -257,7 +258,7 @@ class Split:
 
 
 def with_one_more(tensors: dict[str, torch.Tensor], raw: bool) -> dict[str, torch.Tensor]:
-    """The same and a last token that changes no state: without a key and without decay, in ``raw`` gates, too."""
+    """Append a token that changes no state: zero key, no decay. ``raw``: gates are raw inputs."""
     longer = {}
     for name, x in tensors.items():
         if name in TOKENWISE:
@@ -267,7 +268,7 @@ def with_one_more(tensors: dict[str, torch.Tensor], raw: bool) -> dict[str, torc
 
 
 class OverRanks(torch.autograd.Function):
-    """Sends the whole tensors to the ranks and puts what they return together."""
+    """Sends the whole tensors to the ranks, and joins their results."""
 
     @staticmethod
     def forward(
@@ -301,13 +302,13 @@ _numbers = itertools.count()
 
 
 class Call(NamedTuple):
-    """What the ranks are told of one."""
+    """Description of a call for the ranks."""
 
     number: int
     name: str
     layout: str
     names: list[str]
-    wanted: tuple[bool, ...]  # gradients
+    wanted: tuple[bool, ...]  # whether a gradient is needed, by tensor
     options: dict[str, Any]
 
 
@@ -316,7 +317,7 @@ def on_host(x: torch.Tensor) -> torch.Tensor:
 
 
 def parts_of(total: int, layout: str, rank: int, size: int) -> list[slice]:
-    """The tokens that a rank has of ``total``, which need not be alike on all ranks."""
+    """Return a rank's tokens out of ``total``; their number may differ between ranks."""
     if layout == "contiguous":
         return [slice(total * rank // size, total * (rank + 1) // size)]
     begin, end = (total // 2 * i // size for i in (rank, rank + 1))
@@ -324,7 +325,7 @@ def parts_of(total: int, layout: str, rank: int, size: int) -> list[slice]:
 
 
 def together(like: torch.Tensor, layout: str, parts: list[torch.Tensor]) -> torch.Tensor:
-    """The whole of what the ranks have [B, T, ..], on the device of ``like``."""
+    """Join the ranks' parts to [B, T, ..], on the device of ``like``."""
     total = sum(part.shape[1] for part in parts)
     whole = parts[0].new_empty(parts[0].shape[0], total, *parts[0].shape[2:])
     for rank, part in enumerate(parts):
@@ -334,10 +335,10 @@ def together(like: torch.Tensor, layout: str, parts: list[torch.Tensor]) -> torc
     return whole.to(like.device)
 
 
-# --- what the ranks run
+# --- functions that the ranks run
 
 _comm: allscan.Communicator | None = None
-_graphs: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}  # by call: its inputs, its results
+_graphs: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}  # by call: (inputs, results)
 
 
 def forward(call: Call, tensors: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -374,7 +375,7 @@ def forget() -> None:
         torch.cuda.empty_cache()
 
 
-# --- the tests of context parallelism, which start processes of their own
+# --- the tests of context parallelism, which start their own processes
 
 _start_processes = torch.multiprocessing.start_processes
 
@@ -386,8 +387,8 @@ def start_processes(function: Callable, args: tuple = (), **options: Any) -> Any
 
 
 def with_allscan(rank: int, port: int, function: Callable, *arguments: Any) -> None:
-    """``function`` in a process of its own, where All-Scan carries the states of every group. port: in place of the
-    test's own, which is always the same."""
+    """Run ``function`` in a new process in which All-Scan carries the states of every group. port: replaces the test's
+    fixed port."""
     from allscan.integrations import fla_cp
 
     import_fla(models=False)
@@ -424,7 +425,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 
 
 def summary(found: dict[str, Result]) -> list[str]:
-    """One line a test function, then one a file, and each by layout."""
+    """Return a line per test function, then one per file, each by layout."""
     counts: dict[tuple[str, str], dict[str, int]] = {}
     for test, outcome, *_ in found.values():
         path, _, function = test.partition("::")

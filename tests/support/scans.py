@@ -1,4 +1,4 @@
-"""All-Scan against its law in float64."""
+"""Compares All-Scan with its definition in float64."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .values import error, inputs, late
 
 
 class Guarded:
-    """A tensor of NaN with other memory around it, which nobody may write."""
+    """A tensor of NaN between guard words that must not change."""
 
     GUARD, WORDS = 12345.0, 64  # a multiple of 16 bytes
 
@@ -37,11 +37,11 @@ class ScanCase(NamedTuple):
     initial: bool = False  # whether there is an initial state
     epochs: int = 1
     special: bool = False  # whether there are NaN, Inf and -0
-    most_ms: int = 0  # that a rank is late
+    most_ms: int = 0  # largest delay of a rank
 
 
 def scan_case(group, case: ScanCase):
-    """The largest error of a rank."""
+    """Return the largest error of a rank."""
     shape, decay_shape, reverse, depth, protocol, with_initial, epochs, special, most_ms = case
     with allscan.Communicator(group) as comm:
         scan = allscan.AllScan(comm, shape, depth=depth, protocol=protocol)
@@ -83,7 +83,7 @@ def gradient_case(group, shape, decay_shape, reverse, options=None):
         decay = decays[comm.rank].to(comm.device).requires_grad_()
         start = initial.to(comm.device).requires_grad_()
         prev = allscan.allscan(state, decay, comm=comm, initial_state=start, reverse=reverse)
-        if prev.is_cuda:  # backward may load kernels, with locks of CUDA's that NVSHMEM's proxy may need
+        if prev.is_cuda:  # backward may load kernels, and hold CUDA's locks that NVSHMEM's proxy may need
             torch.cuda.current_stream().synchronize()
         (prev * weight).sum().backward()
         first = comm.rank == (comm.size - 1 if reverse else 0)
@@ -95,7 +95,7 @@ def gradient_case(group, shape, decay_shape, reverse, options=None):
         return (
             error(prev, prevs[comm.rank]),
             error(state.grad, zeros_if_none(leaves[comm.rank].grad, state)),
-            # the last rank's decay enters nothing: the reference has no gradient, ours is zero
+            # the last rank's decay has no effect: the reference has no gradient, ours is zero
             error(decay.grad, zeros_if_none(None if last else decay_leaves[comm.rank].grad, decay)),
             error(start.grad, initial_leaf.grad if first else torch.zeros(shape)),
         )

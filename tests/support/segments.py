@@ -1,4 +1,4 @@
-"""Segments of a sequence that is cut over ranks: allscan_segments against its law, and bit by bit."""
+"""Segments of a sequence that is split over ranks: compares allscan_segments with its definition, and bit by bit."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from .values import late
 
 
 def bits(x):
-    """Of float32, for comparisons to which -0.0 is not 0.0 and NaN is itself."""
+    """Return the bits of float32, for comparisons that distinguish -0.0 from 0.0 and equate NaN with itself."""
     return x.detach().contiguous().view({2: torch.int16, 4: torch.int32}[x.element_size()]).cpu()
 
 
 class SegmentsCase(NamedTuple):
-    """Segments over the ranks. counts: of each rank; in the zigzag layout of each chunk, of which there are twice as
-    many. factor: "rows" ([n, ..., K]), "heads" ([n, ...]), "number", "none" or "transitions"."""
+    """Segments over the ranks. counts: number of segments per rank; in the zigzag layout per chunk, two chunks per
+    rank. factor: "rows" ([n, ..., K]), "heads" ([n, ...]), "number", "none" or "transitions"."""
 
     counts: tuple[int, ...]
     shape: tuple[int, ...] = (2, 5, 20)
@@ -31,7 +31,7 @@ class SegmentsCase(NamedTuple):
 
 
 class Sequence:
-    """The whole, the same on every rank, on the CPU."""
+    """The whole sequence, the same on every rank, on the CPU."""
 
     def __init__(self, case: SegmentsCase):
         self.case, total = case, sum(case.counts)
@@ -58,12 +58,12 @@ class Sequence:
                 self.initial[self.initial > 0.5] = -0.0
 
     def named(self, factor):
-        """The factor as an argument."""
+        """Return the factor as a keyword argument."""
         number = {"number": 0.7}.get(self.case.factor, factor)
         return {"transitions": factor} if self.case.factor == "transitions" else {"decays": number}
 
     def reference(self):
-        """[incoming, final state, dstates, dfactor, dinitial] of the whole as one rank, float64."""
+        """Return [incoming, final state, dstates, dfactor, dinitial] of the whole sequence on one rank, float64."""
         leaves = [None if x is None else x.double().requires_grad_() for x in (self.states, self.factor, self.initial)]
         states, factor, initial = leaves
         given = {name: x if x is None else [x] for name, x in self.named(factor).items()}
@@ -75,8 +75,8 @@ class Sequence:
 
 
 def segments_case(group, case: SegmentsCase, zigzag=False, most_ms=0, options=None):
-    """What this rank has found: [incoming, outgoing, dstates, dfactor, dinitial], of its segments. The loss takes what
-    is behind the last segment of all, once."""
+    """Return this rank's [incoming, outgoing, dstates, dfactor, dinitial] of its segments. The loss includes the state
+    after the very last segment once."""
     with allscan.Communicator(group, **options or {}) as comm:
         whole, P = Sequence(case), comm.size
         ends = torch.tensor([0, *case.counts]).cumsum(0).tolist()
@@ -119,7 +119,7 @@ def segments_case(group, case: SegmentsCase, zigzag=False, most_ms=0, options=No
 
 
 def whole_of(parts, zigzag=False, reverse=False):
-    """What ranks have found as one, in the order of the sequence: incoming, final state, dstates, dfactor, dinitial."""
+    """Join the ranks' results in the order of the sequence: incoming, final state, dstates, dfactor, dinitial."""
     first = len(parts) - 1 if reverse else 0
     last = 0 if zigzag or reverse else len(parts) - 1
     return [
@@ -136,7 +136,7 @@ def cat(found):
 
 
 def local_folds_case(group, counts, shape, seed):
-    """The control: each rank adds up what it has, then allscan; the outgoing state of each rank."""
+    """Run the control: each rank folds its own segments, then allscan. Return the rank's outgoing state."""
     with allscan.Communicator(group) as comm:
         whole = Sequence(SegmentsCase(counts, shape, initial=False, seed=seed))
         ends = torch.tensor([0, *counts]).cumsum(0).tolist()

@@ -1,5 +1,5 @@
-"""Cases of a test that run at once, on ranks of their own: those of a test that waits for time-outs take no longer
-together than one of them."""
+"""Runs cases of a test at the same time, on separate ranks: cases that wait for time-outs then take no longer together
+than one of them."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ import torch.distributed as dist
 
 from allscan.comm.heap import init
 
-_groups: dict[range, Any] = {}  # of this process's job, by their ranks
+_groups: dict[range, Any] = {}  # process groups by their ranks
 
 
 def on_ranks(cases):
-    """On every rank of the job: function(group, **arguments) of the case that has this rank, None outside of all.
-    cases: [(ranks, function, arguments)]."""
+    """Run function(group, **arguments) of this rank's case; return None on a rank without a case. Runs on every rank
+    of the job. cases: [(ranks, function, arguments)]."""
     init()  # collective over the job
     for ranks, *_ in cases:
         if ranks not in _groups:
-            _groups[ranks] = dist.new_group([*ranks])  # by all ranks, in the same order
+            _groups[ranks] = dist.new_group([*ranks])  # collective: all ranks call it in the same order
     mine = [case for case in cases if dist.get_rank() in case[0]]
     return mine[0][1](_groups[mine[0][0]], **mine[0][2]) if mine else None
 
 
 def size_of(item) -> int:
-    """Ranks of a test: its parameter ``size``, or what that is by default."""
+    """Return the number of ranks of a test: its parameter ``size``, or that parameter's default."""
     size = inspect.signature(item.function).parameters.get("size")
     size = 1 if size is None or size.default is size.empty else size.default
     return item.callspec.params.get("size", size) if hasattr(item, "callspec") else size
 
 
 def case_of(item) -> tuple[Any, dict[str, Any]]:
-    """(function, its arguments but the group) of a test with the mark side_by_side(case=function, **arguments): those,
-    and the test's parameters that the function has, too."""
+    """Return (function, its arguments without the group) of a test with the mark side_by_side(case=function,
+    **arguments): the mark's arguments, and the test's parameters that the function also has."""
     arguments = dict(item.get_closest_marker("side_by_side").kwargs)
     function = arguments.pop("case")
     names = inspect.signature(function).parameters
@@ -41,7 +41,7 @@ def case_of(item) -> tuple[Any, dict[str, Any]]:
 
 
 def fitting(items, most):
-    """[(ranks, item)] of those that have place on ``most`` ranks together, the first one among them."""
+    """Return [(ranks, item)] of items that fit on ``most`` ranks together, starting with the first one."""
     places, first = [], 0
     for item in items:
         if first + size_of(item) <= most:

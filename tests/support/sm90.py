@@ -1,4 +1,4 @@
-"""Compile a kernel for sm_90, or another GPU, without one and look at what comes out."""
+"""Compiles a kernel for sm_90 or another GPU, without one, and inspects the result."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .descriptors import Follower
 
 
 def parameters_in(cubin: bytes, kernel: str) -> list[int]:
-    """Bytes of each parameter, by the attributes KPARAM_INFO of an ELF file's section .nv.info.KERNEL."""
+    """Return the bytes of each parameter, from the KPARAM_INFO attributes in an ELF file's section .nv.info.KERNEL."""
     table, size, count, names = struct.unpack_from("<Q10xHHH", cubin, 40)[:1] + struct.unpack_from("<HHH", cubin, 58)
     sections = [struct.unpack_from("<IIQQQQIIQQ", cubin, table + size * i) for i in range(count)]
 
@@ -35,7 +35,7 @@ def parameters_in(cubin: bytes, kernel: str) -> list[int]:
 
 
 def parameter_sizes(signature) -> list[int]:
-    """Bytes of each parameter, as a graph's node gives them to a kernel of these types."""
+    """Return the bytes of each parameter in a graph's node, for a kernel with arguments of these types."""
 
     def none(kind):
         return [*map(none, kind)] if isinstance(kind, tuple) else 0
@@ -44,7 +44,7 @@ def parameter_sizes(signature) -> list[int]:
 
 
 class Compiled(compiled.Compiled):
-    """Whose parameters are those that a graph's node is given, and whose machine code can be looked through."""
+    """A compiled kernel with checks of its parameters in a graph's node, and of its machine code."""
 
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options)
@@ -52,12 +52,12 @@ class Compiled(compiled.Compiled):
         assert parameters_in(self.cubin, self.name) == sizes, f"Triton hands {self.name} other parameters"
 
     def lost_operands(self) -> list[tuple[str, str, str]]:
-        """Products of either of up to two groups of 4 warps that read outside of shared memory, or it cannot be said
-        from where; see descriptors.Follower."""
+        """Return products with operands outside of shared memory or at unknown addresses, for each of up to two groups
+        of 4 warps; see descriptors.Follower."""
         return [lost for first in (0, 128) for lost in Follower(self.instructions, self.shared, first).lost]
 
     def spilled_beside_products(self) -> list[str]:
-        """Instructions within innermost loops of products that read or write spilled registers."""
+        """Return instructions that access spilled registers in innermost loops with products."""
         labels, loops, code = {}, [], []
         for line in self.instructions:
             if label := re.match(r"\s*(\.L_\w+):", line):
@@ -73,5 +73,5 @@ class Compiled(compiled.Compiled):
         return [x for loop in inner for x in loop if re.search(r"\b(LDL|STL)\b", x)]
 
     def unset_registers(self) -> list:
-        """See machine_code."""
+        """Return reads of registers that are not set; see machine_code."""
         return unset_registers(self.instructions) if "wgmma.mma" in self.ptx else []

@@ -1,40 +1,40 @@
-"""A long training under the conditions of a real one, with everything that may go wrong in it going wrong now and then.
+"""Runs a long training under realistic conditions, with all faults that may occur in one injected now and then.
 
     PYTHONPATH=.:tests python -m support.soak      # all GPUs, 3,000 steps; without GPUs 100 on 2 CPU ranks
 
 tests/test_soak.py runs 40 steps of it on CPU ranks.
 
 A small GLA language model (a short convolution over allscan.halo, allscan.zeco_gla, MLP) is trained twice from the same
-start on the same data: by all ranks with the sequences cut over them, and then by the first rank alone with whole ones.
-The first training has
+start on the same data: by all ranks with split sequences, and then by the first rank alone with whole ones. The first
+training has
 
-* DistributedDataParallel, whose all-reduces are overlapped with the scans of backward; layers that are computed again
-  in backward (activation checkpointing), others in each step;
-* two communicators: the layers', and one on a stream of its own that brings each rank's last label from the next rank;
-* sequences that are packed differently in every step, with ``first_token`` or without, or not packed, and cut in other
-  places every time;
-* ranks that are late;
-* ranks that skip a batch or fail in the middle of it (FAULTS), after which all ranks hear of it, resync() both
-  communicators, and make that step again;
-* checkpoints, in files; half way everything is thrown away and made anew from the last one;
+* DistributedDataParallel, whose all-reduces overlap with the scans of backward; activation checkpointing, of different
+  layers in each step;
+* two communicators: the layers', and one on its own stream, by which each rank gets its last label from the next rank;
+* sequences that are packed differently in every step, with ``first_token`` or without, or not packed, and split at
+  different places every time;
+* stragglers;
+* ranks that skip a batch or fail in the middle of it (FAULTS); all ranks are then notified, resync() both
+  communicators, and repeat the step;
+* checkpoints, in files; half way the whole training is deleted and restored from the last one;
 * validation, under torch.no_grad() and, once, without.
 
-Then it asserts: every loss is that of the rank alone; so are the parameters at every checkpoint; the loss has fallen;
-all ranks have the same parameters; every fault was found by every rank; neither the GPU's memory nor the symmetric
-arena's has grown; no key is left in torch.distributed's store. Exit status 1, with the reason, if not.
+Then it asserts: every loss equals that of the single rank; so do the parameters at every checkpoint; the loss has
+fallen; all ranks have the same parameters; every fault was detected by every rank; neither the GPU's memory nor the
+symmetric arena's has grown; no key is left in torch.distributed's store. Exit status 1, with the reason, if not.
 
-The rank alone compares itself with every checkpoint and goes on from it. Over thousands of steps two trainings that
-differ in the last bits part: unsplit, at width 64 and a learning rate of 3e-4, a relative noise of 1e-6 in what the GLA
-layers return became 1e-1 of the loss within 400 steps. Two layers of width 16 at 1e-2 took 32 from 1e-7 to 2e-2. And
-where a head's output is nearly 0, an ordinary norm behind it multiplies rounding: on CPU ranks, in the one step of a
-thousand with an output of 9e-4, a noise of 6e-8 in one rank's parameters became 1e-5 of the losses within four steps,
-as between the two trainings. So that norm has a large eps.
+The single rank compares itself with every checkpoint and continues from it. Over thousands of steps two trainings that
+differ in the last bits diverge: unsplit, at width 64 and a learning rate of 3e-4, a relative noise of 1e-6 in the
+results of the GLA layers became 1e-1 of the loss within 400 steps. With two layers of width 16 at 1e-2 noise grew from
+1e-7 to 2e-2 in 32 steps. And if a head's output is nearly 0, an ordinary norm behind it amplifies rounding: on CPU
+ranks, in the one step of a thousand with an output of 9e-4, a noise of 6e-8 in one rank's parameters became 1e-5 of the
+losses within four steps, as between the two trainings. So that norm has a large eps.
 
-How a step fails without a rank that hangs in an all-reduce of DistributedDataParallel: the gradients of the attempts
-that are to fail are not reduced (``no_sync()``). A reducer whose backward ends half way on one rank cannot be used
-again, and the other ranks would have their all-reduces paired with those of the next step. Nobody steps the optimizer
-before all ranks have said, in an all-reduce of one small tensor, that their gradients are good; so the parameters are
-still those from before the step, and making it again takes no more than zeroing the gradients.
+A step fails without hanging a rank in an all-reduce of DistributedDataParallel: the gradients of attempts that will
+fail are not reduced (``no_sync()``). A reducer whose backward stops half way on one rank cannot be used again, and the
+other ranks' all-reduces would be paired with those of the next step. No rank steps the optimizer before all ranks have
+confirmed their gradients in an all-reduce of one small tensor. So the parameters are unchanged, and to repeat the step
+it is enough to zero the gradients.
 """
 
 from __future__ import annotations
@@ -61,36 +61,36 @@ from torch.utils.checkpoint import checkpoint
 import allscan
 from allscan.tools.ranks import Ranks, on_first
 
-# What the victim of a step does. "before": skips the batch, and waits for the verdict. "next": skips it, and goes on
+# Faults of a step's victim. "before": skips the batch, and waits for the agreement. "next": skips it, and continues
 # with another one. "argument": its last layer calls zeco_gla with a wrong dtype. "backward": raises in its backward.
-# In the last two all layers are computed again in backward: there the last rank, which waits for nobody in a reverse
-# scan, waits for the victim, and finds out in the same step.
+# In the last two all layers are recomputed in backward: so the last rank, which does not wait in a reverse scan, waits
+# for the victim in the recomputation, and detects the fault in the same step.
 FAULTS = ("before", "next", "argument", "backward")
-KINDS = ("whole", "packed", "first_token", "first_token")  # of batches, equally often
-TAPS = 2  # tokens before its own that a short convolution sees
+KINDS = ("whole", "packed", "first_token", "first_token")  # kinds of batches, equally frequent
+TAPS = 2  # earlier tokens in a short convolution
 VOCABULARY = 32
 FILLED = 500  # steps after which a communicator's tables of the last 256 batches are full
-TOLERANCE = 1e-3  # of a loss and of the parameters, relative
-GROWTH = 1 << 20  # bytes of a GPU's memory: tables of other lengths take other sizes
+TOLERANCE = 1e-3  # relative, of losses and parameters
+GROWTH = 1 << 20  # allowed growth of GPU memory in bytes: tables of different lengths have different sizes
 
 
 class SkippedBatch(Exception):
-    """Of a rank that cannot use its batch."""
+    """Raised by a rank that cannot use its batch."""
 
 
-# What happens in which step
+# The plan of a step
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A step, the same on all ranks."""
+    """The plan of a step, the same on all ranks."""
 
     step: int
     kind: str
-    lengths: tuple[int, ...]  # of sequences: cu_seqlens
+    lengths: tuple[int, ...]  # cu_seqlens
     cuts: tuple[int, ...]  # rank r has tokens cuts[r] .. cuts[r + 1] - 1
     on_device: bool  # whether cu_seqlens is a tensor on the device, or a list
-    again: tuple[int, ...]  # layers computed again in backward
+    again: tuple[int, ...]  # layers recomputed in backward
     late: tuple[int, float]  # rank, seconds
     fault: str | None
     victim: int
@@ -103,14 +103,14 @@ def plan(options, step, salt="") -> Plan:
     fault = FAULTS[number % len(FAULTS)] if place == options.fault_every // 2 else None
     kind = chance.choice(KINDS)
     if kind == "packed" and fault in ("before", "next") or salt:
-        # Without first_token a rank asks the others for their T, and waits 120 s for one that does not come.
+        # Without first_token a rank exchanges T with the others, and waits 120 s for a missing rank.
         kind = "first_token"
     inner = sorted(
         chance.randint(0, total) for _ in range(chance.randrange(options.sequences))
     )  # some sequences may be empty
     spread = options.tokens // 4
     if kind == "packed":
-        chance = random.Random(str(inner))  # without first_token the same cu_seqlens come with the same cuts
+        chance = random.Random(str(inner))  # without first_token equal cu_seqlens need equal cuts
     cuts = [r * options.tokens + chance.randint(-spread, spread) for r in range(1, options.ranks)]
     return Plan(
         step=step,
@@ -126,8 +126,8 @@ def plan(options, step, salt="") -> Plan:
 
 
 def whole_tokens(planned: Plan) -> torch.Tensor:
-    """int64 [total]. Each sequence counts up in strides of its own, so that a token follows from the two before it; one
-    in ten is another."""
+    """Return the tokens of all sequences, int64 [total]. Each sequence counts up by its own stride, so that two tokens
+    determine the next; one token in ten is random."""
     generator = torch.Generator().manual_seed(planned.step)
     total = planned.lengths[-1]
     tokens = torch.empty(total, dtype=torch.long)
@@ -142,7 +142,7 @@ class Batch:
     """A rank's part of a step."""
 
     def __init__(self, planned: Plan, comm):
-        """On a communicator of one rank: the whole."""
+        """Build this rank's part; on a communicator of one rank the whole batch."""
         total = planned.lengths[-1]
         self.first, self.end = (0, total) if comm.size == 1 else planned.cuts[comm.rank : comm.rank + 2]
         self.tokens = whole_tokens(planned)[self.first : self.end].to(comm.device)[None]
@@ -158,14 +158,12 @@ class Batch:
         if planned.kind == "first_token":
             self.packing["first_token"] = self.first
         self.again = planned.again if comm.size > 1 else ()
-        self.fault = None  # of this rank
+        self.fault = None  # this rank's fault
 
     def labels(self, data) -> torch.Tensor:
-        """The tokens one further, the last of them from the next rank over the communicator ``data``."""
+        """Return the next token of each token, the last one from the next rank over the communicator ``data``."""
         after = allscan.halo(self.tokens, 1, comm=data, reverse=True, **self.packing)
-        after = after.clamp(
-            0, VOCABULARY - 1
-        )  # of a call that has timed out anything; a GPU's cross_entropy would abort
+        after = after.clamp(0, VOCABULARY - 1)  # after a time-out any value; cross_entropy on a GPU would abort
         return torch.cat([self.tokens[:, 1:], after], 1).masked_fill(self.last, -100)
 
 
@@ -193,12 +191,12 @@ class Layer(nn.Module):
 
     def convolution(self, h, batch, comm):
         T = h.shape[1]
-        before = allscan.halo(h, TAPS, comm=comm, **batch.packing)  # 0 where another sequence is
+        before = allscan.halo(h, TAPS, comm=comm, **batch.packing)  # 0 for tokens of another sequence
         longer = torch.cat([before, h], 1)
         own = torch.arange(T, device=h.device)
         total = 0.0
         for tap in range(1, TAPS + 1):
-            other = (batch.place < tap) & (batch.place < own)  # before a sequence that begins behind the first token
+            other = (batch.place < tap) & (batch.place < own)  # tokens of the sequence before, inside this rank
             total = total + longer[:, TAPS - tap : TAPS - tap + T].masked_fill(other[:, None], 0.0) * self.taps[tap - 1]
         return total
 
@@ -214,7 +212,7 @@ class Model(nn.Module):
             self.head.weight = self.embedding.weight
 
     def forward(self, batch, labels, comm):
-        """This rank's share of the loss, the mean over all labels of the step."""
+        """Return this rank's share of the loss, the mean over all labels of the step."""
         x = self.embedding(batch.tokens)
         for i, layer in enumerate(self.layers):
             wrong = batch.fault == "argument" and i == len(self.layers) - 1
@@ -235,9 +233,9 @@ def _fail(gradient):
 
 
 class Training:
-    """What a rank trains with; everything that a checkpoint brings back, and the communicators.
+    """The state of a rank's training: everything that a checkpoint restores, and the communicators.
 
-    group: the ranks that share sequences; control: of the same ranks, for what the loop itself says.
+    group: the ranks that share sequences; control: a group of the same ranks, for the loop's own messages.
     """
 
     def __init__(self, options, group, control, timeout):
@@ -257,7 +255,7 @@ class Training:
         torch.save({"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}, path)
 
     def load(self, path) -> float:
-        """Go on from a checkpoint; how far the parameters have been from it, relative."""
+        """Load a checkpoint; return the relative difference of the parameters before."""
         state = torch.load(path, weights_only=True, map_location=self.device)
         before = self.parameters()
         self.model.load_state_dict(state["model"])
@@ -284,18 +282,18 @@ class Training:
         return labels
 
     def begin(self) -> None:
-        """Of an iteration, before anything that may raise."""
+        """Begin an iteration, before anything that may raise."""
         self.data.step()
         self.comm.step()
 
     def forward_backward(self, batch) -> torch.Tensor:
-        """This rank's share of the loss."""
+        """Run both passes; return this rank's share of the loss."""
         loss = self.wrapped(batch, self.labels(batch), self.comm)
-        (loss * self.comm.size).backward()  # DistributedDataParallel takes the mean of what should be a sum
+        (loss * self.comm.size).backward()  # DistributedDataParallel averages instead of adding
         return loss.detach()
 
     def agree(self, loss, failed: bool) -> tuple[float, int]:
-        """The loss of all ranks, and on how many of them the step has failed."""
+        """Return (the loss over all ranks, the number of ranks on which the step has failed)."""
         said = torch.stack([torch.as_tensor(x, dtype=torch.float64, device=self.device) for x in (loss, failed)])
         if self.comm.size > 1:
             dist.all_reduce(said, group=self.control)
@@ -303,7 +301,7 @@ class Training:
         return loss, int(failed)
 
     def step(self, planned: Plan) -> float:
-        """A step without a fault; its loss."""
+        """Run a step without a fault; return its loss."""
         batch = Batch(planned, self.comm)
         self.begin()
         self.be_late(planned)
@@ -318,7 +316,7 @@ class Training:
             time.sleep(planned.late[1])
 
     def failing_step(self, planned: Plan) -> str:
-        """A step in which ``planned.victim`` fails, on every rank until all know; what this rank has raised."""
+        """Run a step in which ``planned.victim`` fails, until all ranks know; return this rank's error."""
         batch, other = Batch(planned, self.comm), Batch(plan(self.options, planned.step, "other"), self.comm)
         error = None
         self.begin()
@@ -337,7 +335,7 @@ class Training:
             self.data.check()
             self.comm.check()
         except (RuntimeError, TypeError, ValueError, SkippedBatch) as problem:
-            error = type(problem).__name__  # the object itself would keep the tensors of this attempt
+            error = type(problem).__name__  # keeping the object would keep this attempt's tensors
         _, failed = self.agree(0.0, error is not None)
         if failed != self.comm.size:
             raise AssertionError(
@@ -345,7 +343,7 @@ class Training:
                 f"{self.comm.size} ranks; here: {error}"
             )
         self.optimizer.zero_grad()
-        if self.comm.rank == planned.victim and planned.fault == "next":  # it goes back to the others' batch
+        if self.comm.rank == planned.victim and planned.fault == "next":  # it returns to the others' batch
             for comm in (self.data, self.comm):
                 if comm.order.missed_steps:
                     comm.order.missed_steps -= 1
@@ -357,8 +355,8 @@ class Training:
         return error
 
     def validate(self, planned: Plan, gradients: bool) -> float:
-        """The loss of a batch that is not trained on. Not through DistributedDataParallel, whose forward with
-        ``gradients`` expects a backward."""
+        """Return the loss of a validation batch. Not through DistributedDataParallel: with ``gradients`` its forward
+        expects a backward."""
         with torch.set_grad_enabled(gradients):
             batch = Batch(planned, self.comm)
             loss = self.model(batch, self.labels(batch), self.comm).detach()
@@ -369,7 +367,7 @@ class Training:
             torch.cuda.synchronize()
 
     def memory(self) -> dict:
-        """Between two steps: bytes allocated on the GPU, and free in the arena."""
+        """Return the bytes allocated on the GPU and free in the arena, between two steps."""
         self.synchronize()
         gc.collect()
         gpu = torch.cuda.memory_allocated() if self.device.type == "cuda" else 0
@@ -377,15 +375,15 @@ class Training:
 
 
 def validation_kind(options, step) -> str | None:
-    """None, "no_grad", or, once, "gradients"; after this step."""
+    """Return the validation after a step: None, "no_grad", or, once, "gradients"."""
     if (step + 1) % options.validate_every:
         return None
     return "gradients" if (step + 1) // options.validate_every == 2 else "no_grad"
 
 
 def alone(group, options, folder) -> tuple[list[float], list[float], list[float]]:
-    """(losses by step, losses of validation, how far the parameters are from each checkpoint) of whole sequences on one
-    rank, without faults."""
+    """Train on whole sequences on one rank, without faults; return (losses by step, losses of validation, differences
+    of the parameters from each checkpoint)."""
     training = Training(options, group, group, 30.0)
     losses, validations, apart = [], [], []
     for step in range(options.steps):
@@ -404,7 +402,7 @@ def checkpoint_file(folder, step) -> str:
 
 
 def together(options, folder) -> dict:
-    """The same over all ranks with all that happens; what is asserted, by this rank."""
+    """Train over all ranks with all faults; return this rank's values for the assertions."""
     allscan.init()
     group, control = dist.group.WORLD, dist.new_group()
     warm_up(options, group, control)
@@ -435,7 +433,7 @@ def together(options, folder) -> dict:
             training.close()
             training = None
             gc.collect()
-            dist.barrier(group)  # the file is there
+            dist.barrier(group)  # the file is written
             training = Training(options, group, control, options.timeout)
             training.load(checkpoint_file(folder, step))
         if training.comm.rank == 0 and (step + 1) % (options.steps // 10) == 0:
@@ -469,7 +467,7 @@ def warm_steps(options) -> int:
 
 
 def warm_up(options, group, control) -> None:
-    """Every kind of step, with a time-out that allows for compilation; and connections of all groups."""
+    """Run every kind of step, with a time-out that allows for compilation, and connect all groups."""
     training = Training(options, group, control, 120.0)
     by_kind = {plan(options, step).kind: step for step in range(64)}
     for step in by_kind.values():
@@ -479,7 +477,7 @@ def warm_up(options, group, control) -> None:
 
 
 def keys_in_store(group) -> int:
-    """On the first rank how many keys torch.distributed's store has, while nobody does anything; on others 0."""
+    """Return the number of keys in torch.distributed's store while all ranks are idle; 0 on all ranks but the first."""
     dist.barrier(group)
     number = dist.distributed_c10d._get_default_store().num_keys() if dist.get_rank() == 0 else 0
     dist.barrier(group)
@@ -487,25 +485,25 @@ def keys_in_store(group) -> int:
 
 
 def spread_of_parameters(training, group) -> float:
-    """The largest difference between two ranks."""
+    """Return the largest difference of parameters between two ranks."""
     most, least = training.parameters(), training.parameters()
     dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
     dist.all_reduce(least, dist.ReduceOp.MIN, group=group)
     return (most - least).max().item()
 
 
-# The verdict
+# The checks
 
 
 def difference(found, expected) -> float:
-    """The largest relative difference of two lists of losses; a NaN counts as infinite."""
+    """Return the largest relative difference of two lists of losses; infinite for a NaN."""
     assert len(found) == len(expected)
     apart = [abs(a / b - 1) for a, b in zip(found, expected)]
     return max((x if x == x else float("inf") for x in apart), default=0.0)
 
 
 def check(options, expected, answers) -> None:
-    """AssertionError with what is wrong."""
+    """Raise AssertionError for a failed check."""
     losses, validations, apart_at_checkpoints = expected
     for number, apart in enumerate(apart_at_checkpoints, 1):
         step = number * options.checkpoint_every
@@ -543,7 +541,7 @@ def memory_is_checked(options) -> bool:
 
 
 def furthest(apart, name) -> str:
-    """The median of ``apart`` and the largest four, with what ``name`` gives for their places."""
+    """Format the median of ``apart`` and the largest four, with ``name`` of their places."""
     order = sorted(range(len(apart)), key=lambda i: -apart[i])
     return f"median {apart[order[len(order) // 2]]:.0e}, {', '.join(f'{name(i)} {apart[i]:.1e}' for i in order[:4])}"
 
@@ -568,7 +566,7 @@ def summary(options, expected, answers) -> str:
 
 
 def soak(options) -> tuple[str, list[dict]]:
-    """(the summary, what each rank has found), after all checks."""
+    """Run all checks; return (the summary, each rank's results)."""
     with Ranks(options.ranks, options.device) as ranks, tempfile.TemporaryDirectory() as folder:
         answers = ranks.run(together, options, folder, timeout=options.limit)
         start = time.perf_counter()

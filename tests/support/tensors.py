@@ -1,4 +1,4 @@
-"""Every differentiable operator in every layout, as calls that differ in their tensors only."""
+"""Every differentiable operator in every layout, as functions of a communicator and tensors only."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def ssd(comm, x, dt, A, B, C, D, z, dt_bias, initial_states, packed=False, **opt
 
 
 def other_rule(q, k, v, g, beta, initial_state, output_final_state):
-    """A delta rule of other make, in float64."""
+    """A custom delta rule, in float64."""
     o, state = delta_reference(q, k, v, g, beta, initial_state=initial_state)
     return o.float(), state.float()
 
@@ -95,7 +95,7 @@ def halos(comm, *xs, **options):
 
 
 def calls(fla=True):
-    """{name: (function of the communicator and tensors, their shapes)}."""
+    """Return {name: (function of the communicator and tensors, their shapes)}."""
     if fla:
         import_fla(False)
     T, state, tokens = 24, (2, 16, 8), (1, 24, 2, 16)
@@ -144,7 +144,7 @@ def calls(fla=True):
 
 
 def drawn(comm, shapes):
-    """This rank's tensors; the last one, initial states and parameters, are the same on every rank."""
+    """Draw this rank's tensors; the last one, initial states and parameters are the same on every rank."""
     own, same = (torch.Generator().manual_seed(seed) for seed in (100 + comm.rank, 7))
     shared = {(1, 2, 16, 16), (2, 2, 16, 16), (1, 2, 6, 10), (2, 2, 6, 10), (2,), (32,)}
     return [torch.randn(x, generator=same if x in shared else own).to(comm.device) for x in shapes]
@@ -155,7 +155,8 @@ def as_tuple(results):
 
 
 def with_gradients(comm, function, tensors, change=lambda x: x, of_gradients=lambda x: x):
-    """[results, gradients of ``tensors``], of which the call has ``change``, and ``of_gradients`` its backward."""
+    """Return [results, gradients of ``tensors``]. ``change`` is applied to the call's tensors, ``of_gradients`` to the
+    gradients of its results."""
     leaves = [x.clone().requires_grad_() for x in tensors]
     results = as_tuple(function(comm, *map(change, leaves)))
     grads = [of_gradients(1.5 + y.detach().sin()) for y in results]
@@ -163,7 +164,7 @@ def with_gradients(comm, function, tensors, change=lambda x: x, of_gradients=lam
 
 
 def worst(found, expected) -> float:
-    """The largest error; infinite where there is a NaN."""
+    """Return the largest error; infinite if there is a NaN."""
     if any(not a.isfinite().all() for a in found):
         return float("inf")
     return max(error(a, b) for a, b in zip(found, expected, strict=True))

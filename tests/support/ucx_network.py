@@ -1,4 +1,4 @@
-"""A network for ranks without GPUs: NVSHMEM's put with signal in Triton's interpreter, over UCX (network/proxy.c)."""
+"""Network for ranks without GPUs: NVSHMEM's put with signal in Triton's interpreter, over UCX (network/proxy.c)."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ PLACE_BYTES = 3 * 8 + 1024 + 256  # struct place
 
 
 def variables(folder: str, heap: str = "host") -> dict[str, str]:
-    """What ``enter`` needs; the libraries lie in ``folder``. Nothing is preloaded, as ranks without GPUs are forked:
-    the hostile network is linked before UCX. heap: as of network.environment; "gpu": of the GPU of fake_cuda.c."""
+    """Return the variables that ``enter`` needs. ``folder``: for the libraries. Ranks without GPUs are forked, so
+    nothing can be preloaded: the hostile network is linked before UCX. heap: as in network.environment; "gpu" is the
+    GPU of fake_cuda.c."""
     found, ucx = network.environment(folder, heap), str(network.ucx_folder())
     include = os.path.join(os.path.dirname(ucx), "include")
     libraries = found.pop("LD_PRELOAD").split(":")
@@ -33,7 +34,7 @@ def variables(folder: str, heap: str = "host") -> dict[str, str]:
 
 
 class UcxNetwork:
-    """In place of ``bindings.shared_memory.Network``."""
+    """Replaces ``bindings.shared_memory.Network``."""
 
     def __init__(self, arenas: list, me: int) -> None:
         drivers = [ctypes.CDLL(path, ctypes.RTLD_GLOBAL) for path in _paths("ALLSCAN_FAKE_CUDA")]
@@ -66,8 +67,8 @@ def _paths(name: str) -> list[str]:
 
 
 def fake_gpu_memory(address: int, nbytes: int) -> int:
-    """The address on the GPU of fake_cuda.c of memory of this process."""
-    driver = ctypes.CDLL("libcuda.so.1")  # which everybody finds who asks for the driver
+    """Register memory of this process on the GPU of fake_cuda.c; return its address there."""
+    driver = ctypes.CDLL("libcuda.so.1")  # the name under which all libraries find the driver
     if not hasattr(driver, "fake_gpu_memory"):
         raise RuntimeError("this process has loaded CUDA's driver before the one that is made up")
     driver.fake_gpu_memory.restype = ctypes.c_void_p
@@ -77,14 +78,14 @@ def fake_gpu_memory(address: int, nbytes: int) -> int:
 
 
 def fake_copies() -> int:
-    """That the driver of fake_cuda.c has made so far."""
+    """Return the number of copies that the driver of fake_cuda.c has made."""
     driver = ctypes.CDLL("libcuda.so.1")
     driver.fake_copies.restype = ctypes.c_uint64
     return driver.fake_copies()
 
 
 def enter(nodes: list[int], environment: dict[str, str]) -> bool:
-    """From now on this rank's puts go by UCX, and it maps those of its node alone. nodes: [rank]: the number of its."""
+    """Send this rank's puts by UCX, and map only ranks of its own node. nodes: node index by rank."""
     os.environ.update(environment)
     heap.init()
     symmetric = heap.symmetric_heap()

@@ -1,4 +1,4 @@
-"""What runs inside a rank's process, whichever the device: inputs and comparisons that the tests share."""
+"""Functions that run inside a rank's process, on any device: inputs and comparisons shared by the tests."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def late(epoch: int, rank: int, most_ms: float) -> None:
-    """A delay of 0 to ``most_ms``, different for every epoch and rank, before a rank's call."""
+    """Sleep for 0 to ``most_ms`` before a rank's call, a different time for every epoch and rank."""
     time.sleep(random.Random(epoch * 1000 + rank).uniform(0, most_ms) / 1000)
 
 
 def inputs(comm, shape, decay_shape, seed, special=False):
-    """(states, decays) of all ranks, the same on every rank, on the CPU."""
+    """Draw (states, decays) of all ranks, the same on every rank, on the CPU."""
     generator = torch.Generator().manual_seed(seed)
     states = [torch.randn(shape, generator=generator) for _ in range(comm.size)]
     decays = None
@@ -42,19 +42,19 @@ def inputs(comm, shape, decay_shape, seed, special=False):
 
 
 def own_triton() -> bool:
-    """Whether Triton is that of this torch, to which inductor's kernels belong. A torch for CPUs names none."""
+    """Check whether Triton is the version of this torch, which inductor needs. A torch for CPUs names none."""
     wanted = [re.match(r"triton\s*==\s*([\d.]+)", x) for x in importlib.metadata.requires("torch") or ()]
     return all(version[1] == triton.__version__ for version in wanted if version)
 
 
 def backend_of_gpus() -> str:
-    """Of torch.compile, in tests of compiled calls."""
+    """Return the backend of torch.compile for tests of compiled calls."""
     return "inductor" if torch.cuda.is_available() and own_triton() else "aot_eager"
 
 
 def error(actual, expected) -> float:
-    """Largest |actual - expected| over the largest |expected|; NaN and Inf must stand where they are expected."""
-    if actual.is_cuda:  # a copy to the host would keep CUDA's locks while it waits, which NVSHMEM's proxy may need
+    """Return the largest |actual - expected| over the largest |expected|; NaN and Inf must be at the same places."""
+    if actual.is_cuda:  # a copy to the host would hold CUDA's locks while it waits, and NVSHMEM's proxy may need them
         torch.cuda.current_stream(actual.device).synchronize()
     actual, expected = actual.detach().double().cpu(), expected.detach().double().cpu()
     assert torch.equal(actual.isnan(), expected.isnan()), "NaN in other places than expected"
@@ -67,7 +67,7 @@ def error(actual, expected) -> float:
 
 
 class Copies(TorchDispatchMode):
-    """How many numbers torch's functions have written that copy, fill or add up: what stands between the layers."""
+    """Counts the numbers that torch functions have written by copies, fills and additions: overhead between layers."""
 
     NAMES = {
         "cat",
@@ -104,14 +104,14 @@ class Copies(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         found = function(*args, **(kwargs or {}))
-        # what has one dimension is memory of Triton's interpreter
+        # one-dimensional results are memory of Triton's interpreter
         if function.overloadpacket.__name__ in self.NAMES and isinstance(found, torch.Tensor) and found.ndim > 1:
             self.numbers += found.numel()
         return found
 
 
 def raised(function, *arguments, **options):
-    """(type name, message) of what the call raises, or None."""
+    """Return (type name, message) of the call's exception, or None."""
     try:
         function(*arguments, **options)
     except Exception as problem:
@@ -124,8 +124,8 @@ class _Held:
 
 
 def raised_and_freed(function, *arguments, **options):
-    """The same of a call that raises, which must leave no cycle of an exception, its traceback and a frame: such a
-    cycle keeps tensors, and the hooks of torch's activation checkpointing, until Python looks for cycles."""
+    """Return ``raised`` of a call, and check that it leaves no reference cycle of exception, traceback and frame: such
+    a cycle keeps tensors, and the hooks of torch's activation checkpointing, until the garbage collector runs."""
     held = _Held()
     alive = weakref.ref(held)
 
@@ -153,7 +153,7 @@ def relative_all(names, actual, expected):
 
 
 def chunks(tokens, zigzag=False):
-    """(rank, first token, end) in the order of the sequence."""
+    """Yield (rank, first token, end) in the order of the sequence."""
     numbers = [(rank, n // (1 + zigzag)) for rank, n in enumerate(tokens)]
     begin = 0
     for rank, n in numbers + numbers[::-1] * zigzag:
@@ -162,8 +162,8 @@ def chunks(tokens, zigzag=False):
 
 
 def place(comm, tokens, zigzag=False, documents=None):
-    """Which tokens of the whole this rank has, a slice; in the zigzag layout an index. documents: cu_seqlens of the
-    whole, where each sequence is cut."""
+    """Return this rank's tokens of the whole sequence as a slice, in the zigzag layout as indices. documents:
+    cu_seqlens of the whole, if each sequence is split over the ranks."""
     if documents is not None:
         parts = [torch.arange(a, b).chunk(2 * comm.size) for a, b in itertools.pairwise(documents) if b > a]
         own = [some[i] for some in parts for i in (comm.rank, 2 * comm.size - 1 - comm.rank)]
