@@ -53,18 +53,24 @@ class Topology:
         return first_a <= b <= last_a and first_b <= a <= last_b
 
     def algorithm_for(self, nbytes: int, algorithm: str | None = None) -> str:
-        """The algorithm of a scan of ``nbytes``: ``algorithm``, by default the communicator's, with "auto" resolved.
-        Raises ValueError if the nodes do not allow it."""
-        algorithm = self._algorithm if algorithm is None else check_algorithm(algorithm)
+        """The algorithm of a scan of ``nbytes``: ``algorithm``, by default the communicator's. "auto" is resolved: by
+        MEASURED, or to the chain if ``nodes`` is None, if there is one node, or if a node has one rank. Equal on every
+        rank and in every call. Raises ValueError for another name, or if the nodes do not allow the algorithm."""
+        algorithm = self._algorithm if algorithm is None else algorithm
+        if algorithm != "auto" and algorithm not in ALGORITHMS:
+            raise ValueError(f'algorithm must be "auto", "chain", "rails" or "recursive_doubling", got {algorithm!r}')
         if self.size == 1:
             return "chain"
-        if algorithm == "auto":
-            return choose(self.nodes, nbytes)
-        if algorithm != "chain" and self.nodes is None:
-            raise ValueError(
-                f'algorithm="{algorithm}" needs nodes whose ranks follow one another in the group and map each other'
-            )
-        return algorithm
+        if algorithm != "auto":
+            if algorithm != "chain" and self.nodes is None:
+                wanted = "nodes whose ranks follow one another in the group and map each other"
+                raise ValueError(f'algorithm="{algorithm}" needs {wanted}')
+            return algorithm
+        if self.nodes is None or len(self.nodes) == 1 or min(self.nodes) == 1:
+            return "chain"
+        count = len(self.nodes)
+        fitting = (algorithm for least, most, algorithm in MEASURED if count >= least and nbytes <= most)
+        return next(fitting, "chain")
 
 
 def reach(heap: SymmetricHeap | None, pes: Sequence[int], rank: int) -> tuple[int, int]:
@@ -80,23 +86,7 @@ def reach(heap: SymmetricHeap | None, pes: Sequence[int], rank: int) -> tuple[in
     return first, last
 
 
-def check_algorithm(algorithm: object) -> str:
-    """Return ``algorithm``. Raises ValueError unless it is "auto" or one of ALGORITHMS."""
-    if algorithm != "auto" and algorithm not in ALGORITHMS:
-        raise ValueError(f'algorithm must be "auto", "chain", "rails" or "recursive_doubling", got {algorithm!r}')
-    return str(algorithm)
-
-
 def runs(hosts: Sequence[str]) -> tuple[int, ...] | None:
     """The number of consecutive ranks on each host, in rank order; None if a host's ranks are not consecutive."""
     found = [(host, len(list(ranks))) for host, ranks in itertools.groupby(hosts)]
     return tuple(n for _, n in found) if len({host for host, _ in found}) == len(found) else None
-
-
-def choose(nodes: Sequence[int] | None, nbytes: int, table: Table = MEASURED) -> str:
-    """The algorithm for a state of ``nbytes``, equal on every rank and in every call. The chain if ``nodes`` is
-    None, if there is one node, or if a node has one rank."""
-    if nodes is None or len(nodes) == 1 or min(nodes) == 1:
-        return "chain"
-    fitting = (algorithm for least, most, algorithm in table if len(nodes) >= least and nbytes <= most)
-    return next(fitting, "chain")

@@ -34,9 +34,8 @@ from ..comm.call_order import stamp
 from ..comm.communicator import Communicator, check_communicator, communicator_of
 from ..launch.compiled_kernel import dynamo_disabled
 from ..scan.agreement import CHAIN, ScanVariant, get_or_create_scan
-from ..scan.collective import AllScan
 from ..scan.fwd_epochs import borrow_fwd_epoch, new_fwd_epochs
-from ..scan.launcher import Launcher, PreparedScan, check_out
+from ..scan.launcher import PreparedScan, check_out
 from ..scan.two_way import outgoing
 from ..scan.work import Work
 
@@ -138,8 +137,8 @@ def _compiled(comm: Communicator, inputs: tuple[Any, ...], reverse: bool, layout
 
 
 def scan_once(comm: Communicator, inputs: ScanInputs, reverse: bool, async_op: bool = False, part: str = "") -> Any:
-    """Run ``allscan`` on tensors in the contiguous layout, inside a call of ``comm``. part: "half" of the zigzag layout
-    or "hop" of halo(), whose callers compare the whole call's arguments between ranks; a hop uses a chain."""
+    """Run ``allscan`` on tensors in the contiguous layout, inside a call of ``comm``. part: "half" of the zigzag
+    layout, or "hop" of halo(), which compares the whole call's arguments between ranks and uses a chain."""
     key = call_key(inputs)
     prepared = None if comm.debug else comm.calls.get((key, reverse, part))
     if prepared is None:
@@ -153,8 +152,16 @@ def scan_once(comm: Communicator, inputs: ScanInputs, reverse: bool, async_op: b
     return works[0].of(prev) if async_op else prev
 
 
+def _find(comm: Communicator, inputs: ScanInputs, reverse: bool, part: str = "") -> PreparedScan:
+    """Return the PreparedScan of a call of a custom operator; see ``_prepare``."""
+    key = call_key(inputs)
+    found: PreparedScan | None = None if comm.debug else comm.calls.get((key, reverse, part))
+    return found or _prepare(comm, key, inputs, reverse, part)
+
+
 def _prepare(comm: Communicator, key: tuple, inputs: ScanInputs, reverse: bool, part: str) -> PreparedScan:
-    """Run all checks; return the PreparedScan of the call. Wrong arguments raise, at a first call on every rank."""
+    """Run all checks; return the PreparedScan of the call, which a first call makes. Wrong arguments raise, at a first
+    call on every rank. part: as in ``scan_once``, or "adjoint": of a backward pass."""
     state, _, transition, initial_state, out = inputs
     deferred = None
     try:
@@ -167,32 +174,19 @@ def _prepare(comm: Communicator, key: tuple, inputs: ScanInputs, reverse: bool, 
             raise ValueError(NOT_SAVEABLE)
     except (TypeError, ValueError) as error:
         deferred = DeferredError(error)
-    shape = getattr(state, "shape", None)
-    agreed = None if part else ("contiguous", reverse, initial_state is None)
-    scan = _scan_of(comm, shape, transition, agreed, deferred, part)
-    prepared = scan.launcher.prepared_scan(key, inputs, reverse)
-    comm.calls.remember((key, reverse, part), prepared)
-    return prepared
-
-
-def _scan_of(
-    comm: Communicator,
-    shape: Any,
-    transition: Tensor | None,
-    agreed: tuple[Any, ...] | None = None,
-    deferred: DeferredError | None = None,
-    part: str = "",
-) -> AllScan:
-    """Return the AllScan for states of this shape; a first call creates it. agreed: (layout, reverse, whether
-    initial_state is None), equal on all ranks. deferred: the error in this rank's arguments, shape included."""
-    agree = agreed and ("allscan", *zip(("layout", "reverse", "initial_state is None"), agreed, strict=True))
-    variant = CHAIN
+    shape, agree, variant, adjoint = getattr(state, "shape", None), None, CHAIN, part == "adjoint"
+    if not part or (part == "half" and not reverse):  # the descending half begins with a state of one rank alone
+        how = "zigzag" if part else "contiguous", reverse, initial_state is None
+        agree = "allscan", *zip(("layout", "reverse", "initial_state is None"), how, strict=True)
     if shape is not None and len(shape) > 1 and part != "hop":
         if transition is not None:
             variant = ScanVariant(transition_tile(shape[-2]))
         else:
             variant = ScanVariant(algorithm=comm.topology.algorithm_for(4 * math.prod(shape)))
-    return get_or_create_scan(comm, shape, agree, deferred, variant=variant)
+    scan = get_or_create_scan(comm, shape, agree, deferred, variant=variant)
+    prepared = scan.launcher.prepared_scan(key, inputs, reverse, adjoint, adjoint)
+    comm.calls.remember((key, reverse, part), prepared)
+    return prepared
 
 
 ZIGZAG = stamp("allscan", "zigzag")
@@ -222,8 +216,7 @@ def scan_zigzag(
         operands = ascending, descending, *decays, *transitions, initial_state
         key = call_key(operands)
         known = "zigzag", part, key
-        first = comm.debug or known not in comm.checked
-        if first:
+        if comm.debug or known not in comm.checked:
             if (
                 not isinstance(ascending, Tensor)
                 or not isinstance(descending, Tensor)
@@ -233,15 +226,12 @@ def scan_zigzag(
             for half in zip((ascending, descending), decays, transitions, (initial_state, None), strict=True):
                 check_scan(ScanInputs(*half), None, comm.device)
             check_saveable(operands, operands)
+            comm.checked.remember(known)
     except (TypeError, ValueError) as error:
         deferred = DeferredError(error)
     if deferred is not None:
         get_or_create_scan(comm, None, deferred=deferred)
     comm.order.stamp = comm.order.stamp or ZIGZAG  # the calling operator's stamp, if any
-    if first:
-        if part == "half":  # every rank needs the descending scan
-            _scan_of(comm, ascending.shape, transitions[0], ("zigzag", False, initial_state is None))
-        comm.checked.remember(known)
     wanted = bool(key[-1])
     if wanted:
         # both scans then have a backward on every rank, even if only one input requires a gradient
@@ -329,16 +319,13 @@ class _AllScan(Function):
                 decay, transition = (factor, None) if has_decay else (None, factor)
             inputs = ScanInputs(dprev, decay, transition)
             if prepared.backward is None or type(dprev) is not Tensor:
-                prepared.backward = _adjoint(prepared.launcher, inputs, reverse)
+                key = call_key(inputs)
+                prepared.backward = prepared.launcher.prepared_scan(key, inputs, not reverse, True, True)
             dstate = prepared.backward.run(inputs, False, fwd_epoch)
             return None, dstate, *_gradients(comm, dstate, inputs, prev, reverse, ctx.needs_input_grad[2:])
 
 
 _backward_not_traced = dynamo_disabled(_AllScan.backward)
-
-
-def _adjoint(launcher: Launcher, inputs: ScanInputs, reverse: bool) -> PreparedScan:
-    return launcher.prepared_scan(call_key(inputs), inputs, not reverse, adjoint=True, of_adjoint=True)
 
 
 def _restored(factor: Any, shape: Any, is_decay: bool, prev: Any, dprev: Tensor) -> Sequence[Any]:
@@ -383,23 +370,12 @@ def _forward(
     comm = communicator_of(handle)
     with comm.call(reverse, "allscan()", (state, decay, transition, initial_state)):
         inputs = ScanInputs(state, number if decay is None else decay, transition, initial_state)
-        key = call_key(inputs)
-        prepared = None if comm.debug else comm.calls.get((key, reverse, ""))
-        if prepared is None:
-            prepared = _prepare(comm, key, inputs, reverse, "")
+        prepared = _find(comm, inputs, reverse)
         fwd_epoch = new_fwd_epochs(comm, 1)
         return prepared.run(inputs, False, fwd_epoch), fwd_epoch
 
 
-def _fake(
-    state: Tensor,
-    decay: Tensor | None,
-    transition: Tensor | None,
-    initial_state: Tensor | None,
-    number: int,
-    reverse: bool,
-    handle: int,
-) -> tuple[Tensor, Tensor]:
+def _fake(state: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return state.new_empty(state.shape), state.new_empty(1, dtype=torch.int64)
 
 
@@ -424,10 +400,9 @@ def _backward(
         elif transition is not None:
             shape = torch.Size((*dprev.shape[:-1], dprev.shape[-2]))
             transition, prev = _restored(transition, shape, False, prev, dprev)
-        scan = _scan_of(comm, dprev.shape, transition)
         (fwd_epoch,) = restored("allscan()", "fwd_epoch", [fwd_epoch], [(torch.int64, torch.Size([1]), dprev.device)])
         inputs = ScanInputs(dprev, number if decay is None else decay, transition)
-        dstate = _adjoint(scan.launcher, inputs, reverse).run(inputs, False, fwd_epoch)
+        dstate = _find(comm, inputs, not reverse, "adjoint").run(inputs, False, fwd_epoch)
         grads = dstate, *_gradients(comm, dstate, inputs, prev, reverse, (of_decay, of_transition, of_initial))
         reject_second_derivative("allscan()")
         dstate, *rest = (
@@ -436,19 +411,8 @@ def _backward(
         return dstate, rest[0], rest[1], rest[2]
 
 
-def _fake_backward(
-    dprev: Tensor,
-    decay: Tensor,
-    transition: Tensor,
-    prev: Tensor,
-    fwd_epoch: Tensor,
-    number: int,
-    reverse: bool,
-    handle: int,
-    of_decay: bool,
-    of_transition: bool,
-    of_initial: bool,
-) -> tuple[Tensor, ...]:
+def _fake_backward(_, decay: Tensor, transition: Tensor, prev: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    of_decay, of_transition, of_initial = rest[-3:]
     shapes = prev.shape, of_decay and decay.shape, of_transition and transition.shape, of_initial and prev.shape
     return tuple(prev.new_empty(shape if shape is not False else 0) for shape in shapes)
 

@@ -146,25 +146,14 @@ class Launcher:
         launch is the adjoint of the launch that wrote its forward epoch."""
         known = key, reverse, adjoint, of_adjoint
         found = self._prepared.get(known)
-        if found is None:
-            check_scan(inputs, self.shape, self.comm.device)
-            variant, whole = self._select_variant(inputs, reverse, adjoint)
-            launch = self._launches.get((variant, of_adjoint))
-            if launch is None:
-                launch = self._launches[variant, of_adjoint] = self._make_launch(variant)
-            found = self._prepared[known] = PreparedScan(
-                self, launch, whole, variant.neighbour_shift, reverse, of_adjoint
-            )
-        return found
-
-    def _select_variant(self, inputs: ScanInputs, reverse: bool, adjoint: bool) -> tuple[Variant, bool]:
-        """(The variant, whether ``decay`` is a tensor of the full shape [..., K])."""
+        if found is not None:
+            return found
+        check_scan(inputs, self.shape, self.comm.device)
         _, decay, transition, initial_state, _ = inputs
         if isinstance(decay, Shift):
             neighbour_shift: bool | Shift = Shift(-decay.rows) if adjoint else decay
         else:  # a number that is 0
             neighbour_shift = self.rails is None and isinstance(decay, numbers.Real) and decay == 0
-        whole = isinstance(decay, Tensor) and decay.shape == self.shape[:-1]
         strides = decay_strides(decay, self.shape)
         if transition is not None:
             if self.rails is not None:
@@ -175,10 +164,15 @@ class Launcher:
                     f"a scan with transitions needs tiles such as {wanted}, this AllScan has {self.spec.tile}"
                 )
             strides = (1, self.K) if adjoint else (self.K, 1)
-        has_decay = decay is not None and not neighbour_shift
-        return Variant(
-            transition is not None, has_decay, strides, neighbour_shift, initial_state is not None, reverse
-        ), whole
+        has_decay, has_initial = decay is not None and not neighbour_shift, initial_state is not None
+        variant = Variant(transition is not None, has_decay, strides, neighbour_shift, has_initial, reverse)
+        launch = self._launches.get((variant, of_adjoint))
+        if launch is None:
+            launch = self._launches[variant, of_adjoint] = self._make_launch(variant)
+        whole = isinstance(decay, Tensor) and decay.shape == self.shape[:-1]
+        found = PreparedScan(self, launch, whole, neighbour_shift, reverse, of_adjoint)
+        self._prepared[known] = found
+        return found
 
     def launch_scan(self, prepared: PreparedScan, tensors: tuple[Tensor, ...], addresses: list[int]) -> None:
         """Launch a scan's kernel with ``tensors``, which lie at ``addresses``. The last one is the forward epoch."""
@@ -293,7 +287,7 @@ class PreparedScan:
         self,
         launcher: Launcher,
         launch: Any,
-        whole: bool,
+        whole: bool,  # whether ``decay`` is a tensor of the full shape [..., K]
         neighbour_shift: bool | Shift,
         reverse: bool,
         of_adjoint: bool,

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 
 import allscan
-from allscan.comm.topology import ANY_SIZE, choose, runs
+from allscan.comm import topology
+from allscan.comm.topology import ANY_SIZE, Topology, runs
 from allscan.reference import allscan_reference
 from allscan.scan.rails_links import distances
 from allscan.shmem_kernels.links import NONE
@@ -239,13 +240,19 @@ def test_arguments_of_ranks(run):
 
 
 @pytest.mark.quick
-def test_the_choice():
+def test_the_choice(monkeypatch):
+    def chosen(nbytes, *hosts):
+        return Topology([(0, len(hosts) - 1)] * len(hosts), hosts=hosts).algorithm_for(nbytes)
+
     assert runs(["a", "a", "b"]) == (2, 1) and runs(["a", "b", "a"]) is None
+    hosts = [str(rank // 8) for rank in range(8 * 64)]
+    assert {chosen(1 << 21, *hosts[: 8 * n]) for n in (1, 2, 64)} == {"chain"}  # nothing was measured between nodes
     table = (12, 4 << 20, "recursive_doubling"), (4, 1 << 20, "recursive_doubling"), (2, ANY_SIZE, "rails")
-    assert {choose(nodes, 1 << 21, table) for nodes in (None, (8,), (1, 1, 1), (8, 8, 1))} == {"chain"}
-    assert [choose((8,) * n, 1 << 21, table) for n in (2, 4, 16)] == ["rails", "rails", "recursive_doubling"]
-    assert choose((8,) * 4, 1 << 20, table) == "recursive_doubling"
-    assert {choose((8,) * n, 1 << 21) for n in (1, 2, 64)} == {"chain"}  # nothing was measured between nodes
+    monkeypatch.setattr(topology, "MEASURED", table)
+    for without in (["a", "b", "a"], hosts[:8], ["a", "b", "c"], [*hosts[:16], "c"]):
+        assert chosen(1 << 21, *without) == "chain", without
+    assert [chosen(1 << 21, *hosts[: 8 * n]) for n in (2, 4, 16)] == ["rails", "rails", "recursive_doubling"]
+    assert chosen(1 << 20, *hosts[:32]) == "recursive_doubling"
     assert [distances(n) for n in (1, 2, 3, 4, 5, 7, 8, 32)] == [
         [],
         [1],
