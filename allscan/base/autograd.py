@@ -229,7 +229,7 @@ class Passes(NamedTuple):
 
     forward, backward: functions of tensors with a schema that torch.library.custom_op can infer. The first argument is
     never None. Both return tuples, with None for an absent tensor; the custom operator returns an empty tensor for it.
-    fake, fake_backward: the same functions on tensors without data; they have no side effect.
+    fake, fake_backward: the same functions on tensors without data, without a side effect. They need no schema.
     """
 
     forward: TupleFunction

@@ -263,8 +263,8 @@ class Together(Function):
 
 
 class _AllScan(Function):
-    """Autograd function of ``allscan``. It is no ``Operator``, because that needs two more calls per call: the forward
-    epoch is borrowed until the node is freed, and async_op returns a Work."""
+    """Autograd function of ``allscan``. It is no ``Operator``, whose hooks take three more Python calls a pass: the
+    forward epoch is borrowed until the node is freed, and async_op returns a Work."""
 
     @staticmethod
     def forward(

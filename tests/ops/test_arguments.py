@@ -59,6 +59,10 @@ def scan(comm, x, g, **options):
     return allscan.allscan(x[0], g[0, ..., 0].exp(), comm=comm, **options)
 
 
+def halves(comm, x, g, **options):
+    return allscan.allscan((x[0], -x[0]), comm=comm, layout="zigzag", **options)
+
+
 def neighbours(comm, x, g, n=2, **options):
     return allscan.halo(x, n, comm=comm, **options)
 
@@ -178,6 +182,7 @@ DIFFER = [
     (ssd, "layout", {}, dict(layout="zigzag")),
     (scan, "reverse", {}, dict(reverse=True)),
     (scan, "initial_state is None", {}, dict(initial_state=torch.ones(T, H, K))),
+    (halves, "initial_state is None", {}, dict(initial_state=torch.ones(T, H, K))),
     (neighbours, "reverse", {}, dict(reverse=True)),
     (neighbours, "n", {}, dict(n=1)),
     (neighbours, "layout", {}, dict(layout="zigzag")),

@@ -298,28 +298,13 @@ def _forward(
         return prepared.forward(*tensors, cu_seqlens, final)
 
 
-def _fake(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    final: bool,
-    handle: int,
-    rule: str,
-    scale: float,
-    fields: str,
-    bound: float | None,
-    first_token: int | None = None,
-    zigzag: int = False,
-    invariant: int = 0,
-) -> tuple[Tensor | None, ...]:
-    specs = state_specs(shapes_of(q, v, cu_seqlens, invariant), zigzag)
+def _fake(q: Tensor, k: Tensor, v: Tensor, g: Tensor, *rest: Any) -> tuple[Tensor | None, ...]:
+    _, _, cu_seqlens, final, _, *others = rest
+    options = Options(*others)
+    specs = state_specs(shapes_of(q, v, cu_seqlens, options.invariant), options.zigzag)
     saved_states = (q.new_empty(shape, dtype=dtype) for dtype, shape in specs)
     final_state = _zeros(q, v, cu_seqlens, final)
-    return torch.empty_like(v), final_state, *sums_and_chunks(RULES[rule], k, v, g), *saved_states
+    return torch.empty_like(v), final_state, *sums_and_chunks(RULES[options.rule], k, v, g), *saved_states
 
 
 def _zeros(q: Tensor, v: Tensor, cu_seqlens: Tensor | None, wanted: bool) -> Tensor | None:
@@ -388,31 +373,8 @@ def _run_backward(prepared: PreparedDelta | None, do: Tensor, dfinal: Tensor | N
         return *grads, dinitial
 
 
-def _fake_backward(
-    do: Tensor,
-    dfinal: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    cu_seqlens: Tensor | None,
-    sums: Tensor,
-    scores: Tensor,
-    solved: Tensor,
-    transitions: Tensor,
-    incoming: Tensor,
-    fwd_epoch: Tensor,
-    initial: bool,
-    beta_dtype: torch.dtype,
-    handle: int,
-    rule: str,
-    scale: float,
-    fields: str,
-    bound: float | None,
-    first_token: int | None = None,
-    zigzag: int = False,
-    invariant: int = 0,
-) -> tuple[Tensor | None, ...]:
+def _fake_backward(*inputs: Any) -> tuple[Tensor | None, ...]:
+    _, _, q, k, v, beta, cu_seqlens, sums, _, _, _, _, _, initial, *_ = inputs
     dinitial = _zeros(q, v, cu_seqlens, initial)
     return *(torch.empty_like(x) for x in (q, k, v, sums, beta)), dinitial
 

@@ -488,23 +488,9 @@ def _forward(
         return prepared.forward(q, k, v, g, initial_state, cu_seqlens, final)
 
 
-def _fake(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    final: bool,
-    handle: int,
-    scale: float,
-    first_token: int | None = None,
-    zigzag: int = False,
-    saves: bool = False,
-    invariant: int = 0,
-    of_all: bool = False,
-) -> tuple[Tensor | None, ...]:
-    shape = _shape(q, v, g.dtype, cu_seqlens, (zigzag, saves, invariant), Shape)
+def _fake(q: Tensor, k: Tensor, v: Tensor, g: Tensor, *rest: Any) -> tuple[Tensor | None, ...]:
+    _, cu_seqlens, final, _, *options = rest
+    shape = _shape(q, v, g.dtype, cu_seqlens, Options(*options).of_shape, Shape)
     return torch.empty_like(v), *_new_outputs(q, final, shape)
 
 
@@ -531,26 +517,9 @@ def _backward(
     return _run_backward(None, do, dfinal, q, k, v, g, cu_seqlens, saved, initial, handle, gate_dtype, *rest)
 
 
-def _fake_backward(
-    do: Tensor,
-    dfinal: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    cu_seqlens: Tensor | None,
-    saved: Tensor,
-    initial: bool,
-    handle: int,
-    gate_dtype: torch.dtype,
-    scale: float,
-    first_token: int | None = None,
-    zigzag: int = False,
-    saves: bool = False,
-    invariant: int = 0,
-    of_all: bool = False,
-) -> tuple[Tensor | None, ...]:
-    dinitial = _ends(q, initial, _shape(q, v, gate_dtype, cu_seqlens, (zigzag, saves, invariant), Shape))
+def _fake_backward(*inputs: Any) -> tuple[Tensor | None, ...]:
+    _, _, q, k, v, g, cu_seqlens, _, initial, _, gate_dtype, *options = inputs
+    dinitial = _ends(q, initial, _shape(q, v, gate_dtype, cu_seqlens, Options(*options).of_shape, Shape))
     return *(torch.empty_like(x) for x in (v, q, k, g)), dinitial
 
 
