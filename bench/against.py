@@ -1,13 +1,13 @@
-"""What a call from Python costs the host, with other sources and with these, in turns on one machine.
+"""Measures the host time of a call from Python with other sources and with these, in turns on one machine.
 
     git archive -o before.tgz 32fa03c allscan shmem_kernels bindings
     python -m bench.against before.tgz --kda           # 1 GPU; --kda needs fla, whose kernels are compiled ahead
 
-Each of RUNS runs has two processes of one rank, one with each source, on the same cores and with no CUDA graphs of the
-caller's. They take turns, one sample each, so that both meet the same clock and the same neighbours: a sample is the
-mean of CALLS calls in a row behind WARM others. Printed in CSV, in microseconds of a call: the median, the least and
-the most of the runs' medians; "change" is the median of the samples' ratios within a run, least and most of the runs.
-Without a GPU every method is called, and nothing is timed.
+Each of RUNS runs has two processes of one rank, one per source, on the same cores and without a caller's CUDA graphs.
+They take turns, one sample each, so that both see the same clock and the same load: a sample is the mean of CALLS
+consecutive calls after WARM others. Prints CSV, in microseconds per call: median, minimum and maximum of the runs'
+medians; "change" is the median of the samples' ratios within a run, with minimum and maximum over the runs. Without a
+GPU every method is called, and nothing is timed.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ import tempfile
 import time
 
 RUNS, SAMPLES, WARM, CALLS = 5, 60, 5, 10
-CORES = 4  # that both processes of a run have
+CORES = 4  # cores shared by the two processes of a run
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 START = "import runpy, sys; sys.path.insert(0, ''); runpy.run_path(sys.argv.pop(1), run_name='__main__')"
 
 
 def methods(kda: bool) -> dict:
-    """{name: call}; nothing but what both sources have."""
+    """Return {name: call}, for methods that both sources have."""
     import torch
     import torch.distributed as dist
     import torch.nn.functional as F
@@ -76,7 +76,7 @@ def methods(kda: bool) -> dict:
 
 
 def serve(kda: bool) -> None:
-    """Write the methods' names, and then the microseconds of a call for each name that is read."""
+    """Write the methods' names; then read names and write the microseconds of a call of each."""
     import torch
 
     cuda, calls = torch.cuda.is_available(), methods(kda)
@@ -101,7 +101,7 @@ def serve(kda: bool) -> None:
 
 
 def start(tree: str, kda: bool) -> subprocess.Popen:
-    """A process that serves with the sources of ``tree``."""
+    """Start a process that serves with the sources of ``tree``."""
     import torch
 
     paths = [tree, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
@@ -114,7 +114,7 @@ def start(tree: str, kda: bool) -> subprocess.Popen:
 
 
 def one_run(trees: dict[str, str], kda: bool) -> dict[str, dict[str, list[float]]]:
-    """{label: {method: its samples}}."""
+    """Return {label: {method: samples}}."""
     processes = {label: start(tree, kda) for label, tree in trees.items()}
 
     def answer(label: str) -> str:

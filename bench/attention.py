@@ -1,12 +1,12 @@
-"""Softmax attention of one rank of a split sequence, in blocks, on one GPU: errors and times beside one kernel's.
+"""Softmax attention of one rank of a split sequence, in blocks, on one GPU: errors and times against a single kernel.
 
     python -m bench.attention           # writes bench/results/attention.csv; without a GPU only checks, on the CPU
-    python -m bench.attention --kernels # each kernel by itself, also where the table does not choose it
+    python -m bench.attention --kernels # each kernel alone, also where the table does not choose it
 
-Checked first: all ranks' parts, one after the other, against float64 on the whole sequence, beside the error of one
-kernel over the whole in the same dtype; and gradients of both layouts, twice each, whose graphs cuDNN may mix up.
-Timed: forward and backward of one rank's queries, its own causal block and as many earlier keys as ``before`` says,
-beside one kernel with causal_lower_right, as PyTorch chooses it. Keys are there already: no collective is timed.
+Checks first: all ranks' parts in sequence against float64 on the whole sequence, relative to the error of one kernel
+over the whole in the same dtype; and gradients of both layouts, twice each, since cuDNN may confuse their graphs.
+Times: forward and backward of one rank's queries, its own causal block and ``before`` earlier keys, against one kernel
+with causal_lower_right, as PyTorch chooses it. Keys are present: no collective is timed.
 """
 
 from __future__ import annotations
@@ -44,20 +44,20 @@ COLUMNS = (
     "sources",
 )
 NAMES = "o", "dq", "dk", "dv"
-LIMITS = dict(o=1.45, dq=1.45, dk=1.1, dv=1.1)  # times one kernel's error
+LIMITS = dict(o=1.45, dq=1.45, dk=1.1, dv=1.1)  # as multiples of one kernel's error
 IN_TRIANGLES = LIMITS | dict(dk=1.3, dv=1.3)  # gradients of keys are rounded once more
-# heads, kv heads, widths of keys and values; the tokens of a rank that are checked
+# Checked: (heads, kv heads, width of keys, width of values)
 CHECKED = [(8, 8, 128, 128), (8, 2, 128, 128), (8, 8, 128, 96), (4, 4, 192, 128), (8, 8, 64, 64), (8, 2, 256, 256)]
 TIMED = [(16, 16, 128, 128, before) for before in (8192, 16384, 24576)]
 TIMED += [(32, 32, 192, 128, 16384), (16, 2, 256, 256, 16384), (16, 2, 128, 128, 16384)]
 QUERIES = 8192
-# of --kernels: queries, keys, whether causal; the first ones for all sizes of heads
+# --kernels: (queries, keys, whether causal); the first block for all sizes of heads
 BLOCKS = [(16384, 16384, True), (8192, 8192, True), (8192, 16384, False), (16384, 8192, False), (8192, 24576, False)]
 BLOCKS += [(n, 2 * n, False) for n in (4096, 2048, 1024, 512)]
 
 
 class Whole:
-    """What softmax.Gather gives, of keys that are all here."""
+    """Replaces softmax.Gather, with all keys on this rank."""
 
     def __init__(self, rank, size, zigzag, *tensors):
         self.comm, self.halves = SimpleNamespace(rank=rank, size=size), 1 + zigzag
@@ -75,21 +75,21 @@ class Whole:
 
 
 def mine(rank, size, zigzag, total):
-    """Which tokens a rank has."""
+    """Return the indices of a rank's tokens."""
     length = total // (size * (1 + zigzag))
     own = (rank, 2 * size - 1 - rank) if zigzag else (rank,)
     return torch.cat([torch.arange(i * length, (i + 1) * length) for i in own])
 
 
 def drawn(device, dtype, batch, tokens, H, G, D, V):
-    """q, k, v, do [B, T, heads, width]."""
+    """Draw q, k, v, do [B, T, heads, width]."""
     generator = torch.Generator(device).manual_seed(0)
     shapes = (tokens, H, D), (tokens, G, D), (tokens, G, V), (tokens, H, V)
     return [torch.randn(batch, *shape, generator=generator, device=device).to(dtype) for shape in shapes]
 
 
 def exact(q, k, v, do):
-    """o and gradients in float64, [B, T, heads, width]."""
+    """Return o and gradients in float64, [B, T, heads, width]."""
     leaves = [x.double().requires_grad_() for x in (q, k, v)]
     Q, K, V = (x.transpose(1, 2) for x in leaves)
     K, V = (x.repeat_interleave(Q.shape[1] // x.shape[1], 1) for x in (K, V))
@@ -111,7 +111,7 @@ def one_kernel(q, k, v, do):
 
 
 def in_blocks(q, k, v, do, size, zigzag):
-    """The same of ``size`` ranks, one after the other; the ranks' gradients of keys are added in float32."""
+    """Return o and gradients from ``size`` ranks in sequence; the ranks' gradients of keys are added in float32."""
     total, found = q.shape[1], [torch.zeros_like(do), *(torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v))]
     for rank in range(size):
         own = mine(rank, size, zigzag, total).to(q.device)
@@ -137,7 +137,7 @@ def kernel_of(device, dtype, tokens, H, G, D, V):
 
 
 def check(device, dtype, tokens, shape, batch=1, limits=LIMITS) -> list[str]:
-    """What is wrong; prints the errors beside one kernel's."""
+    """Print the errors and one kernel's; return the failures."""
     wrong = []
     for size, zigzag in ((2, True), (2, False), (3, True)):
         q, k, v, do = drawn(device, dtype, batch, size * tokens, *shape)
@@ -157,12 +157,13 @@ def check(device, dtype, tokens, shape, batch=1, limits=LIMITS) -> list[str]:
 
 
 def check_layouts(device, dtype, tokens, shape) -> list[str]:
-    """Backward of both layouts of o's gradient, twice each in turns: cuDNN's cached graphs do not know which it is."""
+    """Check backward with both layouts of o's gradient, twice each in turns: cuDNN's cache of graphs ignores the
+    layout."""
     wrong = []
     q, k, v, do = (x.transpose(1, 2) for x in drawn(device, dtype, 2, tokens, *shape))
     kernel = kernel_of(device, dtype, tokens, *shape)
     wanted = exact(*(x.transpose(1, 2) for x in (q, k, v, do)))[1:]
-    for heads_first in (False, True):  # of q, too
+    for heads_first in (False, True):  # layout of q, too
         given = [x.contiguous() if heads_first else x for x in (q, k, v)]
         o, lse, more = kernel.forward(*given, True, shape[2] ** -0.5)
         for turn, gradient in itertools.product(range(2), (do, do.contiguous())):
@@ -176,7 +177,7 @@ def check_layouts(device, dtype, tokens, shape) -> list[str]:
 
 
 def time_one(device, dtype, batch, H, G, D, V, before, queries=QUERIES) -> list[dict]:
-    """Rows, both passes and forward."""
+    """Return rows for both passes and for forward."""
     q, k, v, do = drawn(device, dtype, batch, queries + before, H, G, D, V)
     own = slice(before, before + queries)
     q, do, keys = q[:, own].clone(), do[:, own].clone(), [x[:, own].clone() for x in (k, v)]
@@ -217,13 +218,13 @@ def time_one(device, dtype, batch, H, G, D, V, before, queries=QUERIES) -> list[
 
 
 def in_triangles(name, square):
-    """The kernel of that name, with gradients of blocks without a mask in triangles of that many tokens and more."""
+    """Return a kernel by name that computes gradients of unmasked blocks in triangles, from ``square`` tokens on."""
     (kernel,) = [kernel for kernel in attention_kernels.KERNELS if kernel.name == name]
     return kernel._replace(name=f"{name}, triangles", backward=triangles.by_triangles(kernel.backward, square))
 
 
 def check_triangles(device, dtype, name, tokens) -> list[str]:
-    """What is wrong in squares of tokens / 2 and more, where a fault would be a warning."""
+    """Return the failures of gradients in triangles, in squares from tokens / 2 on; their warnings count as errors."""
     kernel, wrong = in_triangles(name, tokens // 2), []
     with mock.patch.object(attention_kernels, "KERNELS", (kernel,)), warnings.catch_warnings():
         warnings.filterwarnings("error", message="gradients of softmax attention in triangles")
@@ -233,11 +234,11 @@ def check_triangles(device, dtype, name, tokens) -> list[str]:
 
 
 def compare_kernels(device, dtype) -> None:
-    """Print what each kernel takes for a block, forward and backward."""
+    """Print each kernel's time for a block, forward and backward."""
     by_name = {kernel.name: kernel for kernel in attention_kernels.KERNELS}
 
     def padded(kernel, width):
-        """With all heads of that width, zeros behind."""
+        """Pad all heads to ``width`` with zeros."""
 
         def pad(x):
             return F.pad(x, (0, width - x.shape[-1]))

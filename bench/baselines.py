@@ -1,5 +1,5 @@
-"""What users would take instead of All-Scan, built as well as we can: LASP-2's all-gather and LASP-1's ring, alone and
-as the communication of the same GLA operator with the same local kernels as zeco_gla."""
+"""Alternatives to All-Scan, as fast as we can build them: LASP-2's all-gather and LASP-1's ring, alone and as the
+communication of the GLA operator, with the local kernels of zeco_gla."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from allscan.ops.gla import Asked, zeco_gla_by
 def fold_kernel(
     p_states, p_decays, p_out, numel, step, decays_step, COUNT: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """The exclusive scan for the rank that has COUNT ranks before it, in one pass over what these have gathered. They
-    lie ``step`` and ``decays_step`` words apart, the farthest first."""
+    """The exclusive scan for a rank with COUNT ranks before it, in one pass over their gathered states and decays.
+    These are ``step`` and ``decays_step`` words apart, the farthest rank first."""
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < numel
     carry = tl.zeros([BLOCK], tl.float32)
@@ -32,9 +32,9 @@ def fold_kernel(
 
 
 class AllGather:
-    """LASP-2: gather all states and decays (one coalesced NCCL call), then fold what came from lower ranks.
+    """LASP-2: gather all states and decays (one coalesced NCCL call), then fold those of lower ranks.
 
-    fused: the fold is one kernel of ours; else it is written with torch's operators, as a user would.
+    fused: fold with one kernel of this file, else with torch's operators, as a user would.
     """
 
     def __init__(self, comm, state, decay, fused=True, reverse=False, out=None):
@@ -80,8 +80,8 @@ class AllGather:
 
 
 class WindowAllGather(AllGather):
-    """The same by NCCL's kernels for symmetric memory: state and decay lie in one window, where whoever makes them
-    writes them, and are gathered by one call into another."""
+    """LASP-2 with NCCL's kernels for symmetric memory: state and decay are produced in one window, and gathered by one
+    call into another."""
 
     def __init__(self, comm, state, decay, fused=True, reverse=False, out=None):
         super().__init__(comm, state, decay, fused, reverse, out)
@@ -97,11 +97,11 @@ _windows: dict = {}
 
 
 def windows(comm, words):
-    """(float32 [words], float32 [ranks, words]) that are registered with NCCL as symmetric memory. Collective."""
+    """Return (float32 [words], float32 [ranks, words]), registered with NCCL as symmetric memory. Collective."""
     key = comm.group, words
     if key not in _windows:
         backend = comm.group._get_backend(comm.device)
-        dist.barrier(comm.group)  # NCCL's communicator exists
+        dist.barrier(comm.group)  # creates NCCL's communicator
         pool = torch.cuda.MemPool(backend.mem_allocator)
         with torch.cuda.use_mem_pool(pool):
             made = [torch.zeros(n, words, device=comm.device) for n in (1, comm.size)]
@@ -111,7 +111,7 @@ def windows(comm, words):
 
 
 class LowContention(AllGather):
-    """The same by PyTorch's all-gather that copies with the GPU's copy engines, out of its symmetric memory."""
+    """LASP-2 with PyTorch's all-gather by the GPU's copy engines, from its symmetric memory."""
 
     def __init__(self, comm, state, decay, fused=True, reverse=False, out=None):
         super().__init__(comm, state, decay, fused, reverse, out)
@@ -125,9 +125,9 @@ class LowContention(AllGather):
 
 
 class Pull:
-    """What somebody would write by hand today: states and decays in PyTorch's symmetric memory, its barrier, and one
-    kernel that reads the lower ranks' and folds them. Two buffers in turn, so that one barrier is enough: when all have
-    come to the next one, all have read what was in this one."""
+    """A manual implementation with today's tools: states and decays in PyTorch's symmetric memory, its barrier, and one
+    kernel that reads and folds those of lower ranks. Two alternating buffers, so that one barrier is enough: when all
+    ranks have reached the next barrier, all have read this buffer."""
 
     def __init__(self, comm, state, decay, reverse=False, out=None):
         self.comm, self.state, self.decay, self.reverse = comm, state, decay, reverse
@@ -154,7 +154,7 @@ _symmetric: dict = {}
 
 
 def symmetric(comm, words, turn=0):
-    """((float32 [words] in PyTorch's symmetric memory, its handle), all ranks' addresses of it, int64). Collective."""
+    """Return ((float32 [words] in PyTorch's symmetric memory, its handle), all ranks' addresses, int64). Collective."""
     from torch.distributed import _symmetric_memory
 
     key = comm.group, words, turn
@@ -168,7 +168,7 @@ def symmetric(comm, words, turn=0):
 
 @triton.jit
 def pull_kernel(p_peers, p_out, numel, first, step, COUNT: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr):
-    """:func:`fold_kernel` of what lies in the memory of the COUNT ranks first, first + step, ..."""
+    """:func:`fold_kernel` over the memory of COUNT ranks: first, first + step, ..."""
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < numel
     carry = tl.zeros([BLOCK], tl.float32)
@@ -202,14 +202,14 @@ class Ring:
         return self.out
 
 
-# What carries the state, whether the kernels that need nothing remote are overlapped with it, and what the names of its
-# kernels of NCCL, or of its copies, contain
+# (carrier of the state, whether kernels without remote inputs overlap with it, part of the names of its NCCL kernels or
+# copies)
 METHODS = {
     "all_gather": (AllGather, False, "AllGather"),
     "all_gather overlapped": (AllGather, True, "AllGather"),
     "ring": (Ring, False, "SendRecv"),
 }
-# Those that need GPUs: without multiprocessors, but for the copy into the window, which is one kernel
+# Methods that need GPUs. They use no multiprocessors, except for the copy into the window, which is one kernel
 COPY_ENGINES = "all_gather, copy engines"
 METHODS_OF_GPUS = {
     COPY_ENGINES: (WindowAllGather, True, "Memcpy"),  # in processes with NCCL_CTA_POLICY=2
@@ -218,8 +218,8 @@ METHODS_OF_GPUS = {
 
 
 class Baseline:
-    """A StateCarrier (allscan/ops/carrier.py) that is one of METHODS or METHODS_OF_GPUS. ``scans`` counts what it
-    has carried."""
+    """A StateCarrier (allscan/ops/carrier.py) by a method of METHODS or METHODS_OF_GPUS. ``scans``: number of carried
+    states."""
 
     def __init__(self, comm, method: str):
         self.comm, self.handle = comm, register(self)
@@ -229,7 +229,7 @@ class Baseline:
     def prepare(self, shape, agree=None, problem=None, *, at_first=False):
         if problem is not None:
             raise problem
-        self.comm.agreed.arguments.remember((shape, agree))  # so that gates are looked at once, which waits for the GPU
+        self.comm.agreed.arguments.remember((shape, agree))  # gates are inspected once only: that waits for the GPU
 
     def stream(self, priority=SCANS):
         return self.comm.streams.side(priority) if self._overlapped else contextlib.nullcontext(lambda: None)
@@ -239,7 +239,7 @@ class Baseline:
             raise NotImplementedError("these methods are for the contiguous layout")
         state, decay, out = (x.flatten(0, 2) for x in (carried.state, carried.decay, carried.out))
         self.scans += 1
-        self._kept = self._method(self.comm, state, decay, reverse=reverse, out=out)  # until the next one
+        self._kept = self._method(self.comm, state, decay, reverse=reverse, out=out)  # kept until the next call
         self._kept()
 
     def record(self, *of_plan):
@@ -249,7 +249,7 @@ class Baseline:
         return True, True
 
     def expected_us(self, words, zigzag):
-        """About as measured (scan.csv): 1 MiB 22 us on 2 ranks, 43 on 4."""
+        """Return the expected time, close to measurements (scan.csv): 1 MiB 22 us on 2 ranks, 43 on 4."""
         return 10.0 + 8.0 * self.comm.size * max(1.0, words / (1 << 18)) if self._overlapped else 0.0
 
     def pending(self, shape, zigzag):
@@ -257,12 +257,12 @@ class Baseline:
 
 
 def gla(q, k, v, g, *, carrier: Baseline, recompute: bool = True):
-    """zeco_gla with another communication."""
+    """Call zeco_gla with another communication."""
     return zeco_gla_by(carrier, (q, k, v, g, None), Asked(recompute=recompute))[0]
 
 
 class Turn(torch.autograd.Function):
-    """From tokens cut over the ranks to heads cut over them, [1, T, H, W] to [1, P * T, H / P, W], or back."""
+    """All-to-all between tokens split over the ranks [1, T, H, W] and heads split over them [1, P * T, H / P, W]."""
 
     @staticmethod
     def forward(ctx, x, comm, to_heads):
@@ -283,6 +283,7 @@ class Turn(torch.autograd.Function):
 
 
 def all_to_all(q, k, v, g, *, comm, alone):
-    """DeepSpeed-Ulysses: each rank gets the whole sequence for its share of the heads. B = 1; the ranks divide H."""
+    """DeepSpeed-Ulysses: each rank computes the whole sequence for its share of the heads. B = 1; H is a multiple of
+    the number of ranks."""
     o, _ = allscan.zeco_gla(*(Turn.apply(x, comm, True) for x in (q, k, v, g)), comm=alone)
     return Turn.apply(o, comm, False)

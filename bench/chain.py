@@ -1,17 +1,17 @@
-"""A chain of more ranks than there are GPUs, over two GPUs' real link, and what one hop of it costs.
+"""Measures a chain of more ranks than GPUs, over the real link of two GPUs, and the cost of one hop.
 
     python -m bench.chain                       # two GPUs; writes bench/results/chain.csv
-    python -m bench.chain --seconds 120         # as much of it as that holds, what matters most first
+    python -m bench.chain --seconds 120         # only for that long, the most important cases first
 
-Ranks are virtual (allscan.tools.virtual) and lie on both GPUs in turns, so every hop crosses NVLink. Several hops share
-a direction of the link, so what is measured is latency: up to 0.5 MiB with 4 ranks, 0.25 MiB with 8. With 3, 5 and 9
-ranks the first and the last are on one GPU, whose clock times the chain; with 2 they are not, and the two clocks are
-aligned by messages to and fro. 3 ranks less 2 are one further hop at every size, since the two hops go by different
-directions. All ranks begin together; a time is from when the last program of the first rank has begun to when the last
-program of the last rank has ended, so no launch is in it. It shows neither the jitter of separate hosts nor a whole L2
-a rank.
+Ranks are virtual (allscan.tools.virtual) and alternate between the GPUs, so every hop crosses NVLink. Several hops
+share a direction of the link, so the result is a latency only for small states: up to 0.5 MiB with 4 ranks, 0.25 MiB
+with 8. With 3, 5 and 9 ranks the first and the last are on one GPU, whose clock times the chain; with 2 they are not,
+and the two clocks are aligned by ping-pong messages. The difference of 3 and 2 ranks is one hop at every size, since
+the two hops use different directions. All ranks start together; a time is from the start of the first rank's last
+program to the end of the last rank's last program, so it contains no launch. It shows neither the jitter of separate
+hosts nor a full L2 cache per rank.
 
-The rows "hop" are clocks in a kernel that takes one whole tile a program (scan_kernel passes words on as they come).
+The rows "hop" are clocks in a kernel with one whole tile per program (scan_kernel forwards words on arrival).
 """
 
 from __future__ import annotations
@@ -53,18 +53,18 @@ COLUMNS = (
 )
 ENVIRONMENT = {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "CUDA_MODULE_LOADING": "EAGER"}
 EPOCHS, WARM = 60, 10
-HOP_MIB = 0.0625, 0.25  # with a tile for each program
-FIRST_WAITS_NS = 3_000  # until the others look for its words
+HOP_MIB = 0.0625, 0.25  # sizes with one tile per program
+FIRST_WAITS_NS = 3_000  # delay of the first rank: the others then already poll for its words
 MOST_POLLS = tl.constexpr(10_000_000)
-NEVER = tl.constexpr(3.0e38)  # no value here
-STEPS = tl.constexpr(8)  # places for clocks of a program
-BEGUN, LOADED, THERE, COMBINED, POSTED, ENDED = 1, 2, 3, 4, 5, 6  # clocks; 0: before anything
+NEVER = tl.constexpr(3.0e38)  # larger than all values here
+STEPS = tl.constexpr(8)  # clock slots of a program
+BEGUN, LOADED, THERE, COMBINED, POSTED, ENDED = 1, 2, 3, 4, 5, 6  # clock slots; 0: at the start
 
 
 @triton.jit(do_not_specialize=["rounds"])
 def ping_pong_kernel(p_mine, p_theirs, p_clocks, rounds, FIRST: tl.constexpr):
-    """Messages to and fro; one warp. The first notes when it sends and when the answer is there, the other one when it
-    hears."""
+    """Exchange messages with the other GPU; one warp. The first GPU records the times of its sends and of the answers,
+    the other one those of its receives."""
     polls = 0
     for i in range(1, rounds + 1):
         if FIRST:
@@ -79,7 +79,7 @@ def ping_pong_kernel(p_mine, p_theirs, p_clocks, rounds, FIRST: tl.constexpr):
 
 @triton.jit
 def empty_kernel(p_unused):
-    """Nothing."""
+    """Do nothing."""
     tl.store(p_unused, 0, mask=tl.program_id(0) < 0)
 
 
@@ -93,7 +93,7 @@ def _note(p_clocks, STEP: tl.constexpr):
 def clocked_kernel(
     p_state, p_decay, p_out, channel, p_gate, p_delay, p_times, p_clocks, K: tl.constexpr, V: tl.constexpr
 ):
-    """The scan with one tile a program, received, combined and sent as a whole, and clocks in between."""
+    """Scan with one tile per program, received, combined and sent as a whole, with clocks in between."""
     if enter_gate(p_gate, p_delay, p_times):
         tile = tl.program_id(0)
         p_clocks += tile * STEPS
@@ -121,7 +121,7 @@ def clocked_kernel(
 
 
 class ClockedRanks(VirtualRanks):
-    """Ranks of clocked_kernel. clocks: [rank]: of each launch, int64 [programs, STEPS]."""
+    """Ranks that run clocked_kernel. clocks: by rank, int64 [programs, STEPS] of each launch."""
 
     def __init__(self, *args, **options):
         super().__init__(*args, **options)
@@ -142,11 +142,11 @@ class ClockedRanks(VirtualRanks):
 
 
 def clocks_of(devices, rounds: int = 200) -> tuple[float, float, float]:
-    """``aligned`` of messages between two GPUs."""
+    """Exchange messages between two GPUs, and return ``aligned`` of their times."""
     mine = [torch.zeros(2, dtype=torch.int64, device=device) for device in devices]
     clocks = [torch.zeros(rounds, 2, dtype=torch.int64, device=device) for device in devices]
     streams = [torch.cuda.Stream(device) for device in devices]
-    for count in (0, rounds):  # both are loaded before one waits
+    for count in (0, rounds):  # 0: load both kernels before one waits
         for i, stream in enumerate(streams):
             stream.wait_stream(torch.cuda.current_stream(devices[i]))
             with torch.cuda.stream(stream):
@@ -157,9 +157,9 @@ def clocks_of(devices, rounds: int = 200) -> tuple[float, float, float]:
 
 
 def aligned(sent: torch.Tensor, answered: torch.Tensor, heard: torch.Tensor) -> tuple[float, float, float]:
-    """(How far the second GPU's clock is before the first one's, by how much that may be wrong, the way of a message),
-    in us, by the first one's clock when it has sent a message and when its answer is there, and the second one's when
-    it hears, in ns. Both ways are taken to be equally long."""
+    """Return (offset of the second GPU's clock from the first one's, its uncertainty, one-way time of a message), in
+    us. sent, answered: the first GPU's clock at each send and answer; heard: the second one's at each receive, in ns.
+    Assumes equal times in both directions."""
     sent, answered, heard = sent.double(), answered.double(), heard.double()
     ways = (answered - sent) / 2
     offsets = heard - (sent + answered) / 2
@@ -169,28 +169,28 @@ def aligned(sent: torch.Tensor, answered: torch.Tensor, heard: torch.Tensor) -> 
 
 
 def since(begin: int, clocks) -> list[torch.Tensor]:
-    """The clocks since one of them, before they are floating-point numbers, which are too short for them."""
+    """Subtract ``begin`` from the clocks in integers: floating-point numbers have too few digits for clocks."""
     return [x.cpu() - begin for x in clocks]
 
 
 def gpu(rank: int) -> torch.device:
-    """Of a rank."""
+    """Return the device of a rank."""
     return torch.device("cuda", rank % 2)
 
 
 def processors() -> int:
-    """Multiprocessors of a GPU."""
+    """Return the number of multiprocessors of a GPU."""
     return torch.cuda.get_device_properties(0).multi_processor_count
 
 
 class Chain:
-    """``size`` ranks on two GPUs in turns, with inputs."""
+    """``size`` ranks that alternate between two GPUs, with inputs."""
 
     def __init__(self, kind, size: int, mib: float):
         self.size, self.nbytes = size, int(mib * (1 << 20))
         self.shape = max(1, self.nbytes // (4 * 128 * 128)), min(128, self.nbytes // 512), 128
         devices, count = [gpu(rank) for rank in range(size)], processors()
-        programs = min(count // 2, count // (size // 2))  # one rank more on the first GPU, for which is room
+        programs = min(count // 2, count // (size // 2))  # the first GPU may have one rank more, which also fits
         tile = scan_tile(self.shape, programs, True, devices[0])
         self.ranks = kind(size, self.shape, tile=tile, programs=programs, devices=devices)
         generator = torch.Generator().manual_seed(size)
@@ -201,8 +201,8 @@ class Chain:
         self.delays[0] = FIRST_WAITS_NS
 
     def timed(self) -> tuple[list[torch.Tensor], float, float]:
-        """(Of each rank when it began and ended in EPOCHS scans, in us of the first GPU's clock; by how much the second
-        GPU's may be wrong, and its offset). AssertionError if a value is wrong."""
+        """Return (start and end of each rank in EPOCHS scans, in us of the first GPU's clock; uncertainty of the second
+        GPU's clock; its offset). Raises AssertionError for a wrong value."""
         devices = self.ranks.devices[:2]
         before = clocks_of(devices)
         times, outs = self.ranks.timed(*self.given, epochs=WARM + EPOCHS, delays_ns=self.delays)
@@ -228,7 +228,7 @@ class Chain:
 
 
 def hop_rows(mib: float) -> list[dict]:
-    """What each step of a chain of 3 ranks takes."""
+    """Return the times of each step of a chain of 3 ranks."""
     chain = Chain(ClockedRanks, 3, mib)
     if chain.ranks.spec.num_tiles > chain.ranks.programs:
         raise ValueError(f"{mib} MiB are more than a tile for each program")
@@ -259,20 +259,20 @@ def hop_rows(mib: float) -> list[dict]:
 
 
 def rows_of(kind: str, mib: float, size: int) -> list[dict]:
-    """In the process that has both GPUs."""
+    """Return the rows of one case; runs in the process with both GPUs."""
     map_each_other([gpu(0), gpu(1)])
     return hop_rows(mib) if kind == "hop" else [Chain(VirtualRanks, size, mib).row()]
 
 
 def cases(kinds, mibs, counts) -> list[tuple[str, float, int]]:
-    """What rows_of is asked for, what matters most first: a further hop, its parts, then longer chains."""
+    """Return the arguments of rows_of, the most important first: one further hop, its parts, then longer chains."""
     chains = [("chain", mib, size) for mib in mibs for size in counts] if "chain" in kinds else []
     hops = [("hop", mib, 3) for mib in HOP_MIB] if "hop" in kinds else []
     return [*(case for case in chains if case[2] < 4), *hops, *(case for case in chains if case[2] > 3)]
 
 
 def further_hops(rows) -> dict[int, float]:
-    """{bytes: us of a further hop}: 3 ranks less 2."""
+    """Return {bytes: us of one further hop}: the difference of 3 and 2 ranks."""
     found = {(row["ranks"], row["bytes"]): row["p50_us"] for row in rows if row["kind"] == "chain"}
     return {
         nbytes: us - found[2, nbytes] for (ranks, nbytes), us in found.items() if ranks == 3 and (2, nbytes) in found

@@ -1,13 +1,13 @@
-"""The delta rules' chunk kernels one by one, with other sizes of blocks and fewer registers beside those that are used.
+"""Measures each chunk kernel of the delta rules with other block sizes and fewer registers against the used ones.
 
     python -m bench.chunks                      # one GPU, about 70 s; prints a table
     python -m bench.chunks --only gradient
 
 Inputs: 1 x 16384 x 32 x 128 x 128, bfloat16, gates float32, logsigmoid(normal) / 16 ("weak"), logsigmoid(normal) and -5
-sigmoid(2 normal) ("strong"); states and their gradients are drawn. What a chunk's kernels make is compared with the
-token-by-token recurrence in float64 and its autograd, in a few chunks. A time is the mean of calls one after another,
-beside that of the bytes of what the kernel takes and makes at 3.0 TB/s. Each group runs in a process of its own, so
-that a kernel that reads where it must not ends no other. Kernels are compiled ahead, side by side.
+sigmoid(2 normal) ("strong"); states and their gradients are random. Results are compared with the token-by-token
+recurrence in float64 and its autograd, in a few chunks. A time is the mean of consecutive calls; beside it the time of
+the kernel's input and output bytes at 3.0 TB/s. Each group runs in its own process, so that an illegal memory access
+stops no other group. Kernels are compiled ahead, in parallel.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ CALLS, SECONDS = 6, 100.0
 class Variant(NamedTuple):
     """A kernel with its constants and options."""
 
-    group: str  # what it makes
+    group: str  # name of its results
     kernel: Any
     constants: dict[str, Any]
     options: dict[str, int] = {}
-    beside: tuple[str, ...] = ()  # names of variants that are launched before it, whose results it takes
+    beside: tuple[str, ...] = ()  # names of variants that are launched before it and produce its inputs
 
 
 def variants() -> dict[str, Variant]:
-    """{name: variant}, of each group that which is used before the others."""
+    """Return {name: variant}; in each group the variant in use is the first."""
     used, found = chunk_blocks(K, K, BF16), {}
 
     def add(group: str, kernel, blocks: str, constants: dict[str, Any], *others: dict[str, int], **more: Any) -> None:
@@ -82,14 +82,14 @@ def fixed(variant: Variant, H: int) -> dict[str, Any]:
 
 
 def compile_one(name: str, H: int) -> None:
-    """Into Triton's cache."""
+    """Compile a variant into Triton's cache."""
     variant = variants()[name]
     given = [TYPES.get(x, 0.1) for x in variant.kernel.arg_names if x in TYPES or x == "scale"]
     variant.kernel.warmup(*given, **fixed(variant, H), **OPTIONS, grid=(1,))
 
 
 class Chunks:
-    """Inputs of the kernels, what they make, and what a few chunks should have."""
+    """Inputs and outputs of the kernels, and the reference of a few chunks."""
 
     def __init__(self, gates: str, T: int, H: int, device: str) -> None:
         generator = torch.Generator(device).manual_seed(0)
@@ -132,7 +132,7 @@ class Chunks:
         return variant.kernel[(self.N * self.H,)](*given, **fixed(variant, self.H), **OPTIONS)
 
     def floor(self, variant: Variant, rate: float = 3.0e9) -> float:
-        """ms for the bytes of what the kernel takes and makes, each once, at 3.0 TB/s."""
+        """Return the ms for reading inputs and writing outputs once at 3.0 TB/s."""
         return sum(self.x[x].nbytes for x in variant.kernel.arg_names if x in TYPES) / rate
 
     def spoil(self, names: str) -> None:
@@ -140,7 +140,7 @@ class Chunks:
             self.x[f"p_{name}"].fill_(float("nan"))
 
     def between(self) -> None:
-        """v_new and its gradient, of what operands_kernel has made."""
+        """Compute v_new and its gradient from the results of operands_kernel."""
         w, u, kg, scores, do = (
             self.x[f"p_{name}"].unflatten(0, (-1, C)).transpose(1, 2).float() for name in "w u kg scores do".split()
         )
@@ -155,7 +155,7 @@ class Chunks:
         return (self.scale * qg @ state.float() + scores @ v_new).transpose(1, 2).flatten(0, 1)
 
     def errors(self, made: dict[str, torch.Tensor]) -> dict[str, float]:
-        """The largest, relative to each tensor's size."""
+        """Return the largest errors, relative to each tensor's norm."""
         found = {}
         for name, x in made.items():
             parts = [(x[n * C : n * C + C, h].double(), w[name]) for (n, h), w in zip(self.places, self.wanted)]
@@ -164,7 +164,7 @@ class Chunks:
 
 
 def anchored(chunks: Chunks) -> None:
-    """Which chunks are strong, and their anchors."""
+    """Compute the flags of strong chunks, and their anchors."""
     chunks.launch(variants()["operands"])
     sizes = dict(H=chunks.H, K=K, BT=C, BK=K, num_warps=1)
     given = [chunks.x[f"p_{name}"] for name in ("g", "chunks", "strong")]
@@ -172,7 +172,7 @@ def anchored(chunks: Chunks) -> None:
 
 
 def measure(chunks: Chunks, name: str, known: dict[str, Variant], timed: bool) -> dict[str, float]:
-    """Errors against float64; with ``timed`` also ms, registers and bytes spilled."""
+    """Return errors against float64; with ``timed`` also ms, registers and bytes spilled."""
     variant = known[name]
     strong = " strong" if variant.group.endswith("strong") else ""
     if variant.group.startswith("operands"):
@@ -184,7 +184,7 @@ def measure(chunks: Chunks, name: str, known: dict[str, Variant], timed: bool) -
         found = chunks.errors(dict(o=chunks.output()))
     else:
         chunks.spoil("dq dk dv dg dbeta pairs parts")
-        chunks.between()  # dv_new is written over
+        chunks.between()  # the kernel overwrites dv_new
         for other in (known[x] for x in variant.beside):
             chunks.launch(other)
         compiled = chunks.launch(variant)
@@ -210,7 +210,7 @@ def groups(gates: str) -> list[str]:
 
 
 def run(gates: str, group: str, T: int, H: int, device: str, limit: float = 1.5e-2) -> int:
-    """How many variants of the group are wrong, or fail."""
+    """Run a group; return the number of variants that are wrong or fail."""
     known, wrong = variants(), 0
     chunks = Chunks(gates, T, H, device)
     anchored(chunks)
@@ -229,7 +229,7 @@ def run(gates: str, group: str, T: int, H: int, device: str, limit: float = 1.5e
 
 
 def ended(command: list[str]) -> bool:
-    """Whether the command failed, or took too long."""
+    """Run a command; return whether it failed or timed out."""
     try:
         return subprocess.run(command, timeout=SECONDS, check=False).returncode != 0
     except subprocess.TimeoutExpired:

@@ -1,12 +1,12 @@
-"""How long the first step of a process takes, with nothing compiled and again in the next process.
+"""Measures the first step of a process, with nothing compiled, and again in the next process.
 
     python -m bench.cold                           # up to 2 GPUs; writes bench/results/cold.csv
-    python -m bench.cold --sources DIRECTORY       # of another checkout, for comparison; writes no file
+    python -m bench.cold --sources DIRECTORY       # another checkout, for comparison; writes no file
 
-Each rank is a process from scratch; the first time Triton's cache is an empty directory, the second time it is that of
-the first. Seconds of the slowest rank, one after another: ``import_s``, torch and allscan; ``start_s``, NCCL's process
-group, the first CUDA call and a Communicator; ``first_s``, until the GPU has ended the operator's first forward and
-backward pass; ``second_s``, another one. Without GPUs one rank runs in the interpreter, and nothing is timed.
+Each rank is a new process. Triton's cache is an empty directory in the first run, and the same directory in the second.
+Seconds of the slowest rank, in sequence: ``import_s``, torch and allscan; ``start_s``, NCCL's process group, the first
+CUDA call and a Communicator; ``first_s``, the operator's first forward and backward pass, to their end on the GPU;
+``second_s``, another one. Without GPUs one rank runs in the interpreter, and nothing is timed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PARTS = "import_s", "start_s", "first_s", "second_s"
 
 
 def rank_main(operator: str, tokens: int, heads: int, width: int) -> None:
-    """In a process that is one rank: print what each part took."""
+    """Run one rank in this process; print the time of each part."""
     at = [time.perf_counter()]
     import torch
     import torch.distributed as dist
@@ -65,8 +65,8 @@ def rank_main(operator: str, tokens: int, heads: int, width: int) -> None:
 
 
 def start(ranks: int, sources: str, cache: str, operator: str, *sizes: int) -> dict[str, float]:
-    """One job of ``ranks`` processes with Triton's cache in ``cache``; each part's seconds, of the slowest rank. No
-    ranks: one in the interpreter."""
+    """Run a job of ``ranks`` processes with Triton's cache in ``cache``; return each part's seconds, of the slowest
+    rank. ranks=0: one rank in the interpreter."""
     count = max(1, ranks)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -78,7 +78,7 @@ def start(ranks: int, sources: str, cache: str, operator: str, *sizes: int) -> d
         WORLD_SIZE=str(count),
         TRITON_INTERPRET="0" if ranks else "1",
     )
-    # not by its path, which would put bench/ before the standard library, and its operator.py before that of Python
+    # running it by path would put bench/ on sys.path, and bench/operator.py would hide Python's operator
     program = f"import runpy, sys; runpy.run_path({os.path.abspath(__file__)!r}, run_name='__main__')"
     command = [sys.executable, "-c", program, "--rank", operator, *map(str, sizes)]
     jobs = [

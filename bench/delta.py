@@ -1,27 +1,27 @@
-"""Delta rules over several ranks: zeco_kda and zeco_gated_delta_rule beside fla, on one rank and under its cp_context.
+"""Delta rules over several ranks: zeco_kda and zeco_gated_delta_rule against fla, on one rank and with its cp_context.
 
     python -m bench.delta               # 2 GPUs and all of this machine; writes bench/results/delta.csv; needs fla
 
-Weak scaling: T tokens a rank. Beside each other: fla's operator on one rank with as many tokens, which is what a split
-should cost; fla's own context parallelism (``cp_context=``); the same with allscan.integrations.fla_cp; ours. Ours is
-also timed with every rank doing a middle rank's work: an initial state on the first and a gradient of the final state
-on the last, so that transitions are made and applied everywhere; and, at a rule's first shape, with tokens in the
-zigzag layout, as it takes them natively, and moved to rank order and back. All gates but the first kind are measured at
-the first shape of the first rule. fla rejects the backward of Gated DeltaNet on Hopper with this Triton: there ours is
-measured, over ours on one rank (``zeco, one rank``). ``times_one_rank`` is over the row of its point whose method is
-"..., one rank". At last, on one rank, what is between the chunks, beside fla's two kernels for it.
+Weak scaling: T tokens a rank. Methods: fla's operator on one rank with as many tokens, the ideal cost of a split; fla's
+own context parallelism (``cp_context=``); the same with allscan.integrations.fla_cp; allscan. allscan is also timed
+with a middle rank's work on every rank: an initial state on the first and a gradient of the final state on the last, so
+that all ranks compute and apply transitions; and, at a rule's first shape, with tokens in the zigzag layout, natively
+and with tokens moved to rank order and back. All kinds of gates but the first are measured at the first shape of the
+first rule only. fla rejects the backward of Gated DeltaNet on Hopper with this Triton: there allscan is compared with
+allscan on one rank (``zeco, one rank``). ``times_one_rank``: time over that of the point's method "..., one rank". At
+the end, on one rank, the part between the chunks against fla's two kernels for it.
 
-Calls from Python, in turns whose order is drawn anew each time; a time is the median over samples of CALLS calls in a
-row, of the slowest rank. ``graph_us``: the same as a replayed CUDA graph, where the method can be captured. Every
-method is checked first against the whole sequence on one rank, at an eighth of the tokens: by fla, or where fla rejects
-by the recurrence in float64, of at most REFERENCE tokens a rank. It is proven afterwards by the kernels of one more
-call (torch's profiler; column ``proof``, of rank 0). What fails is named, the rest goes on, and the program ends with
-status 1.
+Methods are called from Python, in turns in a new random order each time. A time is the median over samples of CALLS
+consecutive calls, of the slowest rank. ``graph_us``: the time of a replayed CUDA graph, if the method can be captured.
+Every method is checked first against the whole sequence on one rank, at an eighth of the tokens: against fla, or where
+fla rejects against the recurrence in float64, with at most REFERENCE tokens a rank. Afterwards the kernels of one more
+call prove that the method ran (torch's profiler; column ``proof``, of rank 0). Failures are printed, the others
+continue, and the exit status is 1.
 
-Ours has fla's kernels inside of chunks here (chunk="fla"), as the others have: what differs is the split. fla's
-configurations are chosen ahead (bench/tuning.py); those that a rank timed nonetheless are counted on stderr. With
---chunk allscan ours has its own kernels inside of chunks, as by default, over ours on one rank, and without fla's; the
-check is against the recurrence in float64.
+allscan uses fla's kernels inside chunks here (chunk="fla"), as the other methods: only the split differs. fla's
+configurations are chosen ahead (bench/tuning.py); the number of those that a rank still timed is printed on stderr.
+With --chunk allscan it uses its own kernels inside chunks, as by default, is compared with allscan on one rank, and fla
+is not used; the check is against the recurrence in float64.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ SHAPES = [(16384, 32), (16384, 8), (4096, 32), (4096, 8), (2048, 32), (2048, 8)]
 GATES = {"near 1": 1 / 16, "0": 0.0}
 SAMPLES, CALLS = 15, 5
 REFERENCE = 256  # tokens
-# of each method: what one call must run, and what it must not
+# By method: (kernels that one call must run, kernels that it must not)
 SEEN = {
     "fla, one rank": ((), ("nccl", "summary_kernel", "chunk_cp")),
     "zeco, one rank": (("delta_states_kernel",), ("nccl", "transition_kernel", "chunk_cp")),
@@ -63,7 +63,7 @@ SEEN = {
     "zeco, zigzag": (("scan_kernel|transition_kernel", "delta_states_kernel"), ("nccl", "chunk_cp")),
     "zeco, tokens moved": (("scan_kernel|transition_kernel", "delta_states_kernel", "SendRecv"), ("chunk_cp",)),
 }
-ZIGZAG = ("zeco, zigzag", "zeco, tokens moved")  # methods that are given tokens in that layout
+ZIGZAG = ("zeco, zigzag", "zeco, tokens moved")  # methods with tokens in that layout
 COLUMNS = (
     "method",
     "rule",
@@ -90,7 +90,7 @@ COLUMNS = (
 
 
 def fla_runs(rule: str, backward: bool, chunk: str) -> bool:
-    """See the docstring above."""
+    """Check whether fla can run this rule; see the module's docstring."""
     return chunk == "fla" and (rule == "kda" or not backward)
 
 
@@ -99,12 +99,13 @@ _groups: dict = {}
 
 @contextlib.contextmanager
 def joined(ranks: int):
-    """(communicator of the first ``ranks`` ranks, that of this rank alone), on the others None. For all of the job."""
+    """Return (communicator of the first ``ranks`` ranks, communicator of this rank alone); None on the other ranks.
+    Collective over the job."""
     allscan.init()
-    for purpose in ("ranks", "fla"):  # fla's own, so that All-Scan does not carry its states
+    for purpose in ("ranks", "fla"):  # a separate group for fla, so that All-Scan does not carry its states
         if (purpose, ranks) not in _groups:
             _groups[purpose, ranks] = dist.new_group(list(range(ranks)))
-    if "alone" not in _groups:  # by every rank of the job, as all groups
+    if "alone" not in _groups:  # collective over the job, as all groups
         _groups["alone"] = [dist.new_group([r]) for r in range(dist.get_world_size())][dist.get_rank()]
     if dist.get_rank() >= ranks:
         yield None
@@ -115,7 +116,7 @@ def joined(ranks: int):
 
 
 def seen(name: str, chunk: str) -> tuple:
-    """(kernels that one call must run, kernels that it must not)."""
+    """Return (kernels that one call must run, kernels that it must not)."""
     wanted, unwanted = SEEN[name]
     if chunk == "allscan":
         wanted = tuple("operands_kernel" if x == "delta_states_kernel" else x for x in wanted)
@@ -123,7 +124,7 @@ def seen(name: str, chunk: str) -> tuple:
 
 
 def methods(rule, comm, one, T, chunk) -> dict:
-    """{name: function of q, k, v, g, beta, a state or None}; each returns (o, final state or None)."""
+    """Return {name: function of q, k, v, g, beta, a state or None}; each returns (o, final state or None)."""
     ours = {"kda": allscan.zeco_kda, "gated_delta_rule": allscan.zeco_gated_delta_rule}[rule]
     if comm.device.type == "cuda":
         ours = partial(ours, chunk=chunk)
@@ -167,7 +168,7 @@ def recurrence(*given, initial_state=None, **_):
 
 
 def check(rule, comm, found, T, H, gate, backward, failed, chunk) -> dict:
-    """{method: largest relative error against the whole sequence on one rank}; the others' inputs lie in one draw."""
+    """Return {method: largest relative error against the whole sequence on one rank}."""
     on_gpu = comm.device.type == "cuda"
     small = () if on_gpu else (torch.float32, 16)
     whole = fla_operator(rule) if on_gpu and fla_runs(rule, backward, chunk) else recurrence
@@ -191,7 +192,7 @@ def check(rule, comm, found, T, H, gate, backward, failed, chunk) -> dict:
 
 @contextlib.contextmanager
 def said(comm, what):
-    """The first rank says how long it took: first calls compile, and time configurations that are not known yet."""
+    """Print, on the first rank, the time of the block: first calls compile, and time unknown configurations."""
     begin, before = time.monotonic(), TIMED[0]
     yield
     if comm.device.type == "cuda":
@@ -203,7 +204,7 @@ def said(comm, what):
 
 @contextlib.contextmanager
 def noted(failed: dict, name: str):
-    """What a method raises goes to ``failed``."""
+    """Record a method's exception in ``failed``."""
     try:
         yield
     except Exception as error:
@@ -211,14 +212,14 @@ def noted(failed: dict, name: str):
 
 
 def without(failed: dict, calls: dict, ranks: int) -> dict:
-    """``calls`` but those of methods that have failed on some rank: all ranks leave out the same."""
+    """Return ``calls`` without methods that have failed on some rank: the same on all ranks."""
     everywhere: list = [None] * ranks
     dist.all_gather_object(everywhere, list(failed), group=_groups["fla", ranks])
     return {name: call for name, call in calls.items() if not any(name in names for names in everywhere)}
 
 
 def point(ranks, rule, T, H, gate, backward, names=None, chunk="fla") -> dict | None:
-    """{method: row, or what it has raised} on each of the first ``ranks`` ranks; on CPUs only errors. ``names``: of
+    """Return {method: row, or its exception} on each of the first ``ranks`` ranks; on CPUs only errors. ``names``:
     methods, default all."""
     with joined(ranks) as both:
         if both is None:
@@ -273,8 +274,8 @@ def point(ranks, rule, T, H, gate, backward, names=None, chunk="fla") -> dict | 
 
 
 def first_calls(ranks, rule, H, backward, names, chunk) -> None:
-    """Compile our own kernels and connect NCCL's ranks, while other processes compile fla's kernels, which are left out
-    here: what is computed is of no use."""
+    """Compile allscan's kernels and connect NCCL's ranks, while other processes compile fla's kernels, which are
+    skipped here: the results are meaningless."""
     from triton.runtime.autotuner import Autotuner
 
     T = 2048
@@ -290,7 +291,8 @@ def first_calls(ranks, rule, H, backward, names, chunk) -> None:
 
 
 def graph_us(name, call, comm) -> float | str:
-    """Of ours and of fla on one rank; what waits on the host cannot be captured."""
+    """Return the time of a CUDA graph, for allscan, and fla on one rank; methods that wait on the host cannot be
+    captured."""
     if "cp_context" in name:
         return ""
     graph = torch.cuda.CUDAGraph()
@@ -304,8 +306,8 @@ def graph_us(name, call, comm) -> float | str:
 
 
 def passes(T: int, H: int, K: int = 128) -> dict[str, float]:
-    """On one rank, us: what is between the chunks of KDA, forward and backward, which makes forward's states again,
-    ours and by fla's two kernels for it."""
+    """Return times in us, on one rank, of the part between chunks of KDA, by allscan and by fla's two kernels: forward,
+    and backward, which recomputes forward's states."""
     from fla.ops.common.chunk_delta_h import chunk_gated_delta_rule_bwd_dhu, chunk_gated_delta_rule_fwd_h
 
     from allscan.base.tiling import multiprocessors
@@ -384,7 +386,7 @@ class Point(NamedTuple):
 
 
 def points(rules, shapes, gates, chosen, chunk) -> list[Point]:
-    """What is measured, other gates than the first at the end. ``chosen``: methods, or None."""
+    """Return the points to measure, gates other than the first at the end. ``chosen``: methods, or None."""
     found = []
     for rule in rules:
         places = shapes or SHAPES
@@ -401,7 +403,7 @@ def points(rules, shapes, gates, chosen, chunk) -> list[Point]:
 
 
 def write_rows(table, at: Point, count: int, answers) -> int:
-    """The rows of a point, as they come, and how many methods have failed."""
+    """Write the rows of a point; return the number of failed methods."""
     failed = {name: x for answer in answers for name, x in answer.items() if isinstance(x, str)}
     rows = {
         name: slowest([a[name] for a in answers], "extra_mib", "max_error") for name in at.names if name not in failed
@@ -452,13 +454,13 @@ def main() -> int:
         with Table(arguments.csv, COLUMNS) as table, Ranks(max(counts), "cuda") as ranks:
 
             def meanwhile():
-                most: dict = {}  # the first of each kind has all the methods
+                most: dict = {}  # the first point of each kind has all methods
                 for at in plan:
                     most.setdefault((at.rule, at.H, at.backward), at.names)
                 for kind, names in most.items():
                     try:
                         ranks.run(first_calls, counts[-1], *kind, names, arguments.chunk, timeout=120.0)
-                    except RuntimeError as error:  # a point will say what it means
+                    except RuntimeError as error:  # the measurement of the point will report it
                         elapsed(error)
                 elapsed("our kernels compiled")
 

@@ -1,4 +1,4 @@
-"""What the benchmarks share: inputs and checks, times, and CSV files of the slowest rank that name their machine."""
+"""Functions shared by the benchmarks: inputs, checks, times, CSV files of the slowest rank with the machine's name."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ import allscan
 from allscan.tools.provenance import source_hash
 from allscan.tools.timing import replay_us
 
-# Of processes that use NCCL's or PyTorch's symmetric memory
+# Environment of processes that use NCCL's or PyTorch's symmetric memory
 WITHOUT_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
-REPEATS, REPLAYS = 20, 60  # of a scan in a graph, and of the graph
-STEP_REPLAYS = 10  # of a graph of one step, one after another
+REPEATS, REPLAYS = 20, 60  # scans in a graph, and replays of the graph
+STEP_REPLAYS = 10  # consecutive replays of a graph of one step
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
 @contextlib.contextmanager
 def environment(variables: dict[str, str]):
-    """These variables of the environment, for processes that start in the meantime."""
+    """Set environment variables inside the block, for processes started there."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
@@ -38,12 +38,12 @@ def environment(variables: dict[str, str]):
 
 
 def results(name: str) -> str:
-    """Path of a committed result."""
+    """Return the path of a committed result."""
     return os.path.join(ROOT, "bench", "results", name)
 
 
 def machine() -> dict:
-    """GPU, versions, and which sources: the columns that every table ends with."""
+    """Return the last columns of every table: GPU, versions, sources."""
     return dict(
         gpu=torch.cuda.get_device_name(),
         torch=torch.__version__,
@@ -53,13 +53,13 @@ def machine() -> dict:
 
 
 def quantiles(us: torch.Tensor) -> dict:
-    """p20, p50 and p80 of the samples."""
+    """Return p20, p50 and p80 of the samples."""
     return {f"p{n}_us": us.quantile(n / 100).item() for n in (20, 50, 80)}
 
 
 def slowest(rows, *most) -> dict:
-    """One row from those of all ranks: the times of the slowest rank, how far the fastest is from it (skew_us), and of
-    the columns ``most`` the largest."""
+    """Reduce the rows of all ranks to one: times of the slowest rank, difference of the fastest (skew_us), and the
+    maxima of the columns ``most``."""
     row = dict(max(rows, key=lambda r: r["p50_us"]))
     row["skew_us"] = row["p50_us"] - min(r["p50_us"] for r in rows)
     for name in most:
@@ -68,7 +68,7 @@ def slowest(rows, *most) -> dict:
 
 
 class Table:
-    """A CSV file that is complete after every row. Other entries of a row than ``columns`` are left out."""
+    """A CSV file that is complete after every row. Entries of a row that are not in ``columns`` are dropped."""
 
     def __init__(self, path: str, columns, digits: int = 5):
         os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
@@ -91,7 +91,7 @@ class Table:
 
 
 def inputs(T, H, K, device, seed=0, dtype=torch.bfloat16, mildness=16.0, B=1, V=None):
-    """([q, k, v, g], do)."""
+    """Draw ([q, k, v, g], do)."""
     generator = torch.Generator(device).manual_seed(seed)
 
     def normal(width):
@@ -104,7 +104,7 @@ def inputs(T, H, K, device, seed=0, dtype=torch.bfloat16, mildness=16.0, B=1, V=
 
 
 def step(leaves, do, call, backward):
-    """o, or o and the gradients, of one call."""
+    """Run one call; return [o], or [o, *gradients]."""
     for leaf in leaves:
         leaf.grad = None
     if not backward:
@@ -116,7 +116,8 @@ def step(leaves, do, call, backward):
 
 
 def checked(name, actual, expected, limit) -> float:
-    """The largest difference of the pairs, relative to each tensor's size. AssertionError unless below ``limit``."""
+    """Return the largest difference of the pairs, relative to each tensor's norm. Raise AssertionError unless it is
+    below ``limit``."""
     differences = [(a.double() - b.double()).norm() / b.double().norm() for a, b in zip(actual, expected)]
     worst = torch.stack(differences).max().item()  # NaN if any is
     if not worst < limit:
@@ -125,7 +126,7 @@ def checked(name, actual, expected, limit) -> float:
 
 
 def extra_mib(function) -> float:
-    """Memory that a call needs at its peak, beyond what there is before it."""
+    """Return the peak memory of a call in MiB, beyond the memory in use before it."""
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -135,7 +136,7 @@ def extra_mib(function) -> float:
 
 
 def capture(leaves, do, call, backward):
-    """A CUDA graph of one step, what it returns, and the memory that a step needs beyond its inputs, in MiB."""
+    """Return (CUDA graph of one step, its results, peak memory of a step without its inputs in MiB)."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -152,7 +153,7 @@ def capture(leaves, do, call, backward):
 
 
 def sample(call, count: int = STEP_REPLAYS) -> float:
-    """Microseconds of one of ``count`` calls, such as replays of a graph, one after another."""
+    """Return the microseconds per call of ``count`` consecutive calls, e.g. replays of a graph."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
     for _ in range(count):
@@ -163,8 +164,8 @@ def sample(call, count: int = STEP_REPLAYS) -> float:
 
 
 def both_passes(leaves, do, call, packed: bool, samples: int, both: bool = True) -> dict:
-    """Median microseconds of forward and, with ``both``, of both passes, and the MiB that the latter need: of a CUDA
-    graph's replays, of packed sequences of calls."""
+    """Return median microseconds of forward and, with ``both``, of both passes with their peak MiB. Times replays of a
+    CUDA graph; calls for packed sequences."""
     row = {} if both else {"forward_backward_us": ""}
     for backward, column in ((False, "forward_us"), (True, "forward_backward_us"))[: 1 + both]:
         if packed:
@@ -183,7 +184,8 @@ _teams: dict = {}
 
 
 def group_of(ranks: int):
-    """The process group of the first ranks, and NVSHMEM's team of them for barriers. Collective over the job."""
+    """Return the process group of the first ranks; also create their NVSHMEM team for barriers. Collective over the
+    job."""
     if ranks not in _groups:
         allscan.init()
         _groups[ranks] = dist.new_group(list(range(ranks)))
@@ -198,7 +200,7 @@ def group_of(ranks: int):
 
 
 def barrier_of(ranks: int):
-    """A barrier of the first ranks on their current streams; the host does not wait."""
+    """Return a barrier of the first ranks on their current streams; the host does not wait."""
     from allscan.bindings.nvshmem_host import load
 
     nvshmem = load()
@@ -206,9 +208,9 @@ def barrier_of(ranks: int):
 
 
 def stopwatches(ranks: int):
-    """(latency, in_a_row): functions of a call, its microseconds, one value a replay. The first is of a graph of
-    REPEATS pairs (barrier, call), less the same graph of barriers alone, divided by REPEATS: a pair ends when the
-    slowest rank has ended."""
+    """Return (latency, in_a_row): functions that time a call in microseconds, one value per replay. latency: a graph of
+    REPEATS pairs (barrier, call), minus the same graph of barriers alone, divided by REPEATS; a pair ends when the
+    slowest rank has ended. in_a_row: back to back."""
     barrier = barrier_of(ranks)
 
     def in_a_row(*calls):

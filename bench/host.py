@@ -1,17 +1,17 @@
-"""What a call from Python costs the host, beside NCCL's all-gather and flash-linear-attention in the same process.
+"""Measures the host time of a call from Python, against NCCL's all-gather and fla in the same process.
 
     python -m bench.host                 # 2 GPUs; writes bench/results/host.csv; fla's rows need fla
 
-No CUDA graphs of the caller's, but for one row that says so, and torch's thread for backward passes, but for rows with
-"one thread"; beside them what torch takes for an autograd.Function that launches nothing. ``host_us``: how long CALLS
-calls in a row keep the host, a call, after the GPU has ended all before them; few enough for the GPU's queue to take
-them. WARM calls come before: a processor that has waited for the other rank is slow at first, more so for NCCL's call.
-Torch's thread for backward passes is woken, and waited for, once in a call of "forward+backward", and once for LAYERS
-calls, each of which takes the output of the one before as its v, in rows with "a layer": a model has many.
-``total_us``: until the GPU has ended them, too. Medians over SAMPLES, of the slowest rank, methods in turns whose order
-is drawn anew each time. ``over_nccl``: host_us over that of ``all_gather_into_tensor`` of the same state, since hosts
-differ, and one host from minute to minute: it has its turns among the methods of each T. Without two GPUs every method
-is called once on 2 CPU ranks.
+There are no caller's CUDA graphs, except in one row that says so; backward passes run in torch's backward thread,
+except in rows with "one thread". Other rows: torch's own time for an autograd.Function that launches nothing.
+``host_us``: host time per call of CALLS consecutive calls on an idle GPU; few enough to fit in the GPU's queue. WARM
+calls run before: a processor that has waited for the other rank is slow at first, more so for NCCL's call. Torch's
+backward thread is woken, and waited for, once in a call of "forward+backward". In rows with "a layer" this happens once
+for LAYERS calls, each with the output of the one before as its v, as in a model of many layers. ``total_us``: to the
+end on the GPU. Medians over SAMPLES, of the slowest rank, methods in turns in a new random order each time.
+``over_nccl``: host_us over that of ``all_gather_into_tensor`` of the same state, since hosts differ, and one host
+varies within minutes: NCCL's call takes turns with the methods of each T. Without two GPUs every method is called once
+on 2 CPU ranks.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ COLUMNS = ("method", "T", "H", "D", "ranks", "host_us", "total_us", "over_nccl",
 
 
 def collectives(comm, heads, width, held: list) -> dict:
-    """{method: call} for a state [heads, width, width]. What is to have a backward pass is put into ``held``."""
+    """Return {method: call} for a state [heads, width, width]. Calls put tensors for a backward pass into ``held``."""
     state, decay = (torch.rand(heads, width, *w, device=comm.device) for w in ((width,), ()))
     leaf, out = state.clone().requires_grad_(), torch.empty_like(state)
     scan, tokens = allscan.AllScan(comm, state.shape), torch.zeros(1, 64, heads * width, device=comm.device)
@@ -73,14 +73,14 @@ def collectives(comm, heads, width, held: list) -> dict:
 
 
 def all_gather(comm, heads, width):
-    """NCCL's call for that state."""
+    """Return NCCL's call for that state."""
     state = torch.rand(heads, width, width, device=comm.device)
     gathered = state.new_empty(comm.size * heads, width, width)
     return lambda: dist.all_gather_into_tensor(gathered, state, group=comm.group)
 
 
 def operators(comm, T, heads, width) -> dict:
-    """{method: call} for T tokens a rank."""
+    """Return {method: call} for T tokens a rank."""
     leaves, do = inputs(T, heads, width, comm.device, comm.rank, *_small(comm))
     beta = torch.rand(1, T, heads, device=comm.device)
     calls = {
@@ -123,7 +123,7 @@ def operators(comm, T, heads, width) -> dict:
 
 
 def captured(call):
-    """A replay of ``call`` as one CUDA graph."""
+    """Return a function that replays ``call`` as one CUDA graph."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         kept = call()
@@ -135,7 +135,7 @@ def _small(comm):
 
 
 def timed(call, layers: int = 1) -> tuple[float, float]:
-    """(host, host and GPU) in us of a call, or of one of the ``layers`` in it."""
+    """Return (host time, time to the end on the GPU) in us of a call, or of one of its ``layers``."""
     warm, calls = (WARM, CALLS) if layers == 1 else (1, 2)
     for _ in range(warm):
         call()
@@ -156,8 +156,8 @@ def run_backward(held: list) -> None:
 
 
 def point(T: int | None, heads: int = H, width: int = D) -> dict:
-    """{method: (host_us, total_us)} on each of 2 ranks; T None: the collectives. On CPUs nothing is timed."""
-    with allscan.Communicator(group_of(2), timeout=300.0) as comm:  # fla tunes its kernels meanwhile
+    """Return {method: (host_us, total_us)} on each of 2 ranks; T None: the collectives. On CPUs nothing is timed."""
+    with allscan.Communicator(group_of(2), timeout=300.0) as comm:  # time for fla's autotuning
         held: list = []
         calls = {NCCL: all_gather(comm, heads, width)}
         calls |= collectives(comm, heads, width, held) if T is None else operators(comm, T, heads, width)

@@ -1,38 +1,38 @@
-"""Training transformers' own hybrids of recurrent and softmax layers over several GPUs.
+"""Measures training of transformers' own hybrids of recurrent and softmax layers over several GPUs.
 
     python -m bench.hybrid              # all GPUs of this machine; writes bench/results/hybrid.csv; needs fla
     python -m bench.hybrid --model kimi_linear qwen3_next --mla 128 192 --only "allscan, zigzag" heads --profile
 
-3 recurrent layers to 1 of softmax, 12 in all, width 2,048, dense MLPs, a vocabulary of 32,000 (logits of more would
-take the memory), random weights, bfloat16, T tokens a rank, DistributedDataParallel and AdamW, called from Python:
+3 recurrent layers to 1 of softmax, 12 in all, width 2,048, dense MLPs, a vocabulary of 32,000 (more logits would not
+fit in memory), random weights, bfloat16, T tokens a rank, DistributedDataParallel and AdamW, called from Python:
 
 * kimi_linear: KDA, 16 heads of 128; MLA, 16 heads, latents of 512. --mla 128: keys of 96 + 32, values of 128; 192:
   Kimi's own, keys of 128 + 64.
 * qwen3_next: Gated DeltaNet, 16 heads of 128 for keys and 32 for values; gated softmax, 16 heads of 256, 2 of them for
   keys and values.
 
-Kernels inside the recurrent layers' chunks are All-Scan's for all methods, which are faster than fla's: what the split
-costs is then a larger part. Where a rank computes a layer alone, that is All-Scan's operator on one rank (column
-``rule``). --chunk fla: fla's, whose configurations are chosen first, and fla's own operator where a rank is alone, but
-for Gated DeltaNet, whose backward fla rejects on Hopper before Triton 3.7.1.
+All methods use allscan's kernels inside the chunks of recurrent layers. They are faster than fla's, so the split's cost
+is a larger share. A rank that computes a layer alone uses allscan's operator on one rank (column ``rule``). --chunk
+fla: fla's kernels, with configurations chosen first; a rank alone uses fla's own operator, except for Gated DeltaNet,
+whose backward fla rejects on Hopper before Triton 3.7.1.
 
-Beside each other:
+Methods:
 
 * allscan: allscan.integrations.transformers; a state is sent, softmax layers gather their keys and values or latents;
-* allscan, zigzag: the same in the layout in which all ranks have equal work in softmax layers; two states are sent;
-* heads: all-to-all turns tokens into heads around the rule and around attention (Ulysses; as Megatron-core and
-  ms-swift do); gates are sent in the model's dtype, and convolutions take the integration's: less than those send;
-* gathered: each recurrent layer has the hidden states of the whole sequence on every rank and keeps its part (as slime
-  and NeMo-Automodel do); softmax layers as for allscan;
-* data parallel: a sequence of T tokens a rank, by the ordinary model: 100 %. Its softmax layers look back at less.
+* allscan, zigzag: the same in the layout with equal work of all ranks in softmax layers; two states are sent;
+* heads: all-to-all from tokens to heads around the rule and around attention (Ulysses; as in Megatron-core and
+  ms-swift); gates are sent in the model's dtype, and convolutions use the integration's halo: less traffic than there;
+* gathered: each recurrent layer gets the hidden states of the whole sequence on every rank and keeps its part (as in
+  slime and NeMo-Automodel); softmax layers as for allscan;
+* data parallel: a sequence of T tokens a rank, by the ordinary model: 100 %. Its softmax layers have fewer keys.
 
-Attention kernels of all methods are those of allscan.integrations.attention, in the place of sdpa.
+All methods use the attention kernels of allscan.integrations.attention in place of sdpa.
 
-The methods take turns, step by step, in another order each time; a time is the median step of the slowest rank. They
-are checked first on a small model: loss and gradients against one rank with the whole sequence; and proven afterwards
-by the kernels of one more step, allscan also by its counted scans (column ``proof``, of rank 0). --profile prints what
-the kernels of that step take, by kind and rank, and draws a softmax layer in zigzag. Without GPUs only the check runs,
-on 2 CPU ranks, with transformers' functions in torch in the place of fla's.
+The methods alternate step by step in a new order each time; a time is the median step of the slowest rank. They are
+checked first on a small model: loss and gradients against one rank with the whole sequence. Afterwards the kernels of
+one more step prove which method ran, for allscan also its counted scans (column ``proof``, of rank 0). --profile prints
+the kernel times of that step, by kind and rank, and draws a softmax layer in zigzag. Without GPUs only the check runs,
+on 2 CPU ranks, with transformers' functions in torch in place of fla's.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ from bench.model import text, training_rows
 from bench.proof import breakdown, kind_of, launched, overlapped, ran
 from bench.tuning import Job, compile_ahead
 
-STEPS, CHECKED = 7, 512  # measured; tokens of a rank in the check
-REHEARSED = 90.0  # seconds, at most
+STEPS, CHECKED = 7, 512  # measured steps; tokens per rank in the check
+REHEARSED = 90.0  # longest rehearsal in seconds
 VOCABULARY = 32000
 COLUMNS = (
     "model",
@@ -96,11 +96,11 @@ STATE = ("delta_states_kernel", "transition_kernel")
 
 
 class Hybrid(NamedTuple):
-    """A model of transformers': its file, the name of its recurrent rule there, and of its recurrent layers."""
+    """A model of transformers and its sizes."""
 
     family: str
-    mla: int = 0  # numbers of a key of Kimi-Linear's softmax layers, for heads of 128
-    chunk: str = "allscan"  # whose kernels compute inside the chunks of the recurrent layers
+    mla: int = 0  # key width of Kimi-Linear's softmax layers, for heads of 128
+    chunk: str = "allscan"  # whose kernels are used inside the chunks of recurrent layers
 
     @property
     def name(self) -> str:
@@ -116,18 +116,18 @@ class Hybrid(NamedTuple):
 
     @property
     def layers(self) -> tuple[str, str]:
-        """The classes of recurrent and softmax layers."""
+        """Return the classes of recurrent and softmax layers."""
         kimi = "KimiLinearDeltaAttention", "KimiLinearAttention"
         return kimi if self.mla else ("Qwen3NextGatedDeltaNet", "Qwen3NextAttention")
 
     @property
     def operator(self):
-        """All-Scan's."""
+        """Return allscan's operator."""
         operator = allscan.zeco_kda if self.mla else allscan.zeco_gated_delta_rule
         return functools.partial(operator, chunk=self.chunk)
 
     def alone(self, device) -> bool:
-        """Whether All-Scan's operator, on one rank, computes where a rank is alone."""
+        """Check whether a rank that is alone uses allscan's operator."""
         return device.type == "cuda" and (self.chunk == "allscan" or not self.mla)
 
     def config(self, layers, width, heads, head, vocabulary):
@@ -170,9 +170,9 @@ class Hybrid(NamedTuple):
 
 
 def seen(layers, alone=False) -> dict:
-    """Of each method what a step must run, and how often (None: at all), and what it must not. alone: whether the
-    operator that computes on one rank is All-Scan's."""
-    # a layer's collectives are one group call, of which NCCL makes one kernel or some
+    """Return by method ({kernels that a step must run: how often, None for any}, kernels that it must not). alone:
+    whether the operator on one rank is allscan's."""
+    # a layer's collectives are one group call, which NCCL maps to one or several kernels
     ours = {STATE[0]: None, "AllGather": None, "ReduceScatter": None}, ("SendRecv",)
     of_state = () if alone else STATE
     return {
@@ -185,14 +185,14 @@ def seen(layers, alone=False) -> dict:
 
 
 def scans(comm, head) -> tuple:
-    """How many of states [head, head] All-Scan has made on this rank, forward and reverse."""
+    """Return the number of All-Scan's scans of states [head, head] on this rank, forward and reverse."""
     counted = [scan.epochs for scan in comm.collectives if tuple(scan.shape[-2:]) == (head, head)]
     return tuple(map(sum, zip((0, 0), *counted)))
 
 
 def prove_scans(name, recurrent, before, after) -> None:
-    """AssertionError unless a step made those of the method: for each layer one forward and, in its backward, one in
-    reverse; in the zigzag layout one there and one back in either pass; none for other methods."""
+    """Raise AssertionError unless a step made the method's scans: for each layer one forward and, in its backward, one
+    in reverse; in the zigzag layout an ascending and a descending one in either pass; none for other methods."""
     wanted = recurrent * {"allscan": 1, "allscan, zigzag": 2}.get(name, 0)
     made_now = tuple(now - then for now, then in zip(after, before))
     if made_now != (wanted, wanted):
@@ -208,18 +208,19 @@ def made(hybrid, device, dtype, layers=12, width=2048, heads=16, head=128, vocab
     with torch.no_grad():
         for name, p in model.named_parameters():
             if name.endswith("A_log"):
-                p.uniform_(-7, -4)  # a decay over many tokens: states last over some ranks
+                p.uniform_(-7, -4)  # slow decay: states persist over several ranks
     return model.to(device, dtype).train()
 
 
 def turned(comm, tensors, function):
-    """function(tensors with all tokens and some heads) [1, P * T, H / P, ...] of tensors [1, T, H, ...]; back."""
+    """Call ``function`` on tensors with all tokens and a share of the heads, [1, P * T, H / P, ...], made from tensors
+    [1, T, H, ...] by all-to-all; convert its results back."""
     wide = Turn.apply(torch.cat(tensors, -1), comm, True)
     return Turn.apply(function(*wide.split([t.shape[-1] for t in tensors], -1)).contiguous(), comm, False)
 
 
 def rule_of_heads(original, sequence, q, k, v, g, beta, use_qk_l2norm_in_kernel=False, **_):
-    each = v.shape[2] // q.shape[2]  # heads of values of a head of keys
+    each = v.shape[2] // q.shape[2]  # value heads per key head
     ends = v.shape[3:], g.shape[3:], beta.shape[3:]
 
     def rule(q, k, *of_values):
@@ -235,9 +236,9 @@ def rule_of_heads(original, sequence, q, k, v, g, beta, use_qk_l2norm_in_kernel=
 def attention_of_heads(module, query, key, value, attention_mask, scaling=None, allscan_sequence=None, **_):
     comm, (_, heads, _, width) = allscan_sequence.comm, query.shape
     query, key, value = (t.transpose(1, 2) for t in (query, key, value))
-    if key.shape[2] < comm.size:  # each rank has one
+    if key.shape[2] < comm.size:  # each rank needs one
         key, value = (t.repeat_interleave(comm.size // t.shape[2], 2) for t in (key, value))
-    together = heads // key.shape[2]  # queries of a head of keys
+    together = heads // key.shape[2]  # query heads per key head
 
     def attend(q, k, v):
         q, k, v = (t.transpose(1, 2) for t in (q.unflatten(3, (together, width)).flatten(2, 3), k, v))
@@ -248,12 +249,12 @@ def attention_of_heads(module, query, key, value, attention_mask, scaling=None, 
 
 
 def attention_of_one(module, query, key, value, attention_mask, scaling=None, **_):
-    """In place of sdpa, so that data parallel and heads have the kernels that blocks have."""
+    """Replace sdpa, so that "data parallel" and "heads" use the same kernels as attention in blocks."""
     return attention.causal(query, key, value, scaling), None
 
 
 def gathering(layer, hidden_states, *, allscan_sequence, **options):
-    """The forward of a KDA layer with the hidden states of all ranks."""
+    """Run a recurrent layer's forward on the hidden states of all ranks."""
     from allscan.integrations.softmax import chunks, gathered
 
     sequence = allscan_sequence
@@ -263,7 +264,7 @@ def gathering(layer, hidden_states, *, allscan_sequence, **options):
 
 @contextlib.contextmanager
 def method(name, hybrid, model, comm, one):
-    """The model as that method has it. one: the communicator of this rank alone."""
+    """Patch the model for a method. one: the communicator of this rank alone."""
     from transformers import AttentionInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -307,8 +308,8 @@ def alone(operator, one, query, key, value, g, beta, use_qk_l2norm_in_kernel=Fal
 
 @contextlib.contextmanager
 def functions(hybrid, device):
-    """On GPUs All-Scan's operators with the model's ``chunk``; on CPUs transformers' function in torch, where fla's
-    does not run."""
+    """Set the model's operators: on GPUs allscan's with the model's ``chunk``; on CPUs, where fla's functions do not
+    run, transformers' in torch."""
     from allscan.integrations import transformers_layers as layers
 
     own = vars(hybrid.modeling)[hybrid.rule]
@@ -325,18 +326,18 @@ _alone: dict = {}
 
 @contextlib.contextmanager
 def communicators(group):
-    """That of the group, and that of this rank alone."""
+    """Create the communicator of the group, and one of this rank alone."""
     if group not in _alone:
         ranks = dist.get_process_group_ranks(group)
         _alone[group] = [dist.new_group([r], use_local_synchronization=True) for r in ranks if r == dist.get_rank()][0]
-    # a rank may compile longer than another
+    # ranks may compile for different times
     with allscan.Communicator(group, timeout=120) as comm, allscan.Communicator(_alone[group]) as one:
         yield comm, one
 
 
 def check(group, hybrid, names, T, heads, head) -> dict:
-    """{method: relative error of loss and gradients} of a small model against one rank with the whole; on GPUs in
-    bfloat16 and with the heads that are measured, so that fla's kernels are tuned once."""
+    """Return {method: relative error of loss and gradients} of a small model against one rank with the whole sequence;
+    on GPUs in bfloat16 and with the measured heads, so that fla's kernels are tuned once."""
     with communicators(group) as (comm, one), functions(hybrid, comm.device):
         dtype, limit = (torch.float32, 1e-4) if comm.device.type == "cpu" else (torch.bfloat16, 5e-2)
         model = made(hybrid, comm.device, dtype, 4, 64, heads, head, 97)
@@ -365,7 +366,7 @@ def check(group, hybrid, names, T, heads, head) -> dict:
 
 
 def measure(group, hybrid, names, T, shape, steps) -> dict:
-    """{method: (seconds of a step, peak GiB, parameters, proof, what one more step launched)}."""
+    """Return {method: (seconds of a step, peak GiB, parameters, proof, launches of one more step)}."""
     with communicators(group) as (comm, one), functions(hybrid, comm.device):
         model = made(hybrid, comm.device, torch.bfloat16, **shape)
         wrapped = DistributedDataParallel(model, process_group=comm.group, gradient_as_bucket_view=True)
@@ -410,7 +411,7 @@ def measure(group, hybrid, names, T, shape, steps) -> dict:
 
 
 def freed() -> None:
-    """On all ranks: what the last model had."""
+    """Free the last model's memory; runs on all ranks."""
     gc.collect()
     torch.cuda.empty_cache()
 
@@ -427,18 +428,18 @@ def print_breakdown(answers) -> None:
 
 
 def softmax_layers(found) -> list[tuple[float, float]]:
-    """(begin, end) in us of each softmax layer's kernels in a step, forward, then backward."""
+    """Return (begin, end) in us of each softmax layer's kernels in a step, forward, then backward."""
     layers: list[list[float]] = []
     for one in sorted((x for x in found if kind_of(x.name) == "softmax"), key=lambda x: x.begin):
-        if not layers or one.begin - layers[-1][1] > 5e3:  # between two are recurrent layers, or the loss
+        if not layers or one.begin - layers[-1][1] > 5e3:  # recurrent layers or the loss lie in between
             layers.append([one.begin, one.begin])
         layers[-1][1] = max(layers[-1][1], one.begin + one.us)
     return [(begin, end) for begin, end in layers]
 
 
 def aligned(profiles) -> list:
-    """The profiles of all ranks on the clock of the first: a collective ends on all ranks at once, but the clocks of
-    their GPUs' profilers are some milliseconds apart."""
+    """Shift the profiles of all ranks to the first rank's clock: the clocks of the GPUs' profilers differ by some
+    milliseconds, but a collective ends on all ranks at the same time."""
     ends = [
         [x.begin + x.us for x in sorted(found, key=lambda x: x.begin) if kind_of(x.name) == "NCCL"]
         for found in profiles
@@ -448,8 +449,8 @@ def aligned(profiles) -> list:
 
 
 def timeline(answers, name: str, title: str) -> dict:
-    """Of the first softmax layer's forward and of its backward, the last one's, each rank's kernels, for plots.hybrid:
-    (kind, name, begin and length in ms)."""
+    """Return each rank's kernels in the forward and the backward of the first softmax layer, for plots.hybrid: (kind,
+    name, begin and length in ms). Its backward is the last one."""
     profiles, panels = aligned([answer[name][4] for answer in answers]), {}
     layers = softmax_layers(profiles[0])
     for what, (begin, end) in (("forward", layers[0]), ("backward", layers[-1])):
@@ -466,8 +467,8 @@ def timeline(answers, name: str, title: str) -> dict:
 
 
 def jobs(hybrid, ranks: int, heads: int, tokens) -> list[Job]:
-    """What fla is called for: all heads, in the zigzag layout as two sequences, and a rank's share of the heads; a
-    rank's tokens, and those of all ranks."""
+    """Return fla's jobs: all heads, in the zigzag layout as two sequences, and a rank's share of the heads; for a
+    rank's tokens, and for those of all ranks."""
     normalized = tuple(T * many for T in (CHECKED, *tokens) for many in (1, ranks))
     rule, heads = ("kda", heads) if hybrid.mla else ("gated_delta_rule", 2 * heads)
     return [
@@ -478,7 +479,7 @@ def jobs(hybrid, ranks: int, heads: int, tokens) -> list[Job]:
 
 
 def first_configuration(self, *args, **kwargs):
-    """In place of Autotuner.run: without a choice."""
+    """Replace Autotuner.run by the first configuration."""
     self.nargs = dict(zip(self.arg_names, args))
     config = self.prune_configs(kwargs)[0] if len(self.configs) > 1 else self.configs[0]
     self.nargs = None
@@ -493,8 +494,8 @@ def rehearsal(group, *arguments) -> None:
 
 
 def rehearse(count: int, hybrids, names, heads: int, head: int = 128) -> None:
-    """The check of each model and method by ranks of its own, all at once, so that Triton's cache has the kernels that
-    are not fla's before the ranks want them, one after the other. What is wrong is the check's to say."""
+    """Run the check of each model and method in separate ranks, all at once: Triton's cache then has all kernels but
+    fla's before the measured ranks need them in sequence. Errors are left to the real check."""
     begin, cases = time.monotonic(), [(hybrid, name) for hybrid in hybrids for name in names]
     with contextlib.ExitStack() as stack:
         many = [stack.enter_context(Ranks(count, "cuda")) for _ in cases]
@@ -504,7 +505,7 @@ def rehearse(count: int, hybrids, names, heads: int, head: int = 128) -> None:
             for _, error in ranks.results(timeout=max(1.0, begin + REHEARSED - time.monotonic()), after_failure=5.0):
                 if error is not None:
                     print(f"rehearsal of {hybrid.name}, {name}: {str(error)[:200]}", file=sys.stderr)
-                    kill(ranks)  # others may wait for it
+                    kill(ranks)  # other ranks may wait for it
     print(f"rehearsed: {time.monotonic() - begin:.1f} s", file=sys.stderr, flush=True)
 
 
@@ -514,7 +515,7 @@ def kill(ranks: Ranks) -> None:
 
 
 def started(count: int, hybrids) -> Ranks:
-    """Ranks that import what the models need; what is run next waits for that."""
+    """Start ranks that import the models' packages; the next call waits for the imports."""
     ranks = Ranks(count, "cuda")
     ranks.start(load, hybrids)
     return ranks
@@ -526,7 +527,7 @@ def load(hybrids) -> None:
 
 
 def run(ranks, hybrid, names, count: int, arguments, table) -> None:
-    """Check, measure, and write and print what is found."""
+    """Check and measure; write and print the results."""
     begin, shape = time.monotonic(), dict(layers=arguments.layers, width=2048, heads=arguments.heads, head=128)
     one = "All-Scan's on one rank" if hybrid.alone(torch.device("cuda")) else "fla's"
     print(hybrid.name, flush=True)
@@ -548,7 +549,7 @@ def run(ranks, hybrid, names, count: int, arguments, table) -> None:
                 found = timeline(answers, "allscan, zigzag", title)
                 with open(f"{path}.json", "w") as file:
                     json.dump(found, file)
-                with contextlib.suppress(ImportError):  # bench.plots draws it anywhere
+                with contextlib.suppress(ImportError):  # without matplotlib draw later with bench.plots
                     plots.hybrid(found, f"{path}.png")
         ranks.run(freed)
     print(f"{hybrid.name}: {time.monotonic() - begin:.1f} s", file=sys.stderr, flush=True)
@@ -593,7 +594,7 @@ def main() -> int:
         for hybrid in hybrids:
             try:
                 run(ranks, hybrid, names, count, arguments, table)
-            except RuntimeError as error:  # of its ranks, of which some may wait for others
+            except RuntimeError as error:  # from the ranks; some may still wait for others
                 failed = True
                 print(f"{hybrid.name}: {error}", file=sys.stderr, flush=True)
                 kill(ranks)

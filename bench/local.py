@@ -1,14 +1,14 @@
-"""The local operator on one GPU: zeco_gla beside flash-linear-attention's chunk_gla, and each kernel beside its floors.
+"""Measures zeco_gla on one GPU against flash-linear-attention's chunk_gla, and each kernel against its lower bounds.
 
     python -m bench.local                       # one GPU; writes bench/results/local.csv
     python -m bench.local --shapes 1x16384x16x128x128 --no-fla
 
-Results are checked first: both against the float64 recurrence on 512 tokens of the same heads and widths. Times
-are of CUDA graphs of one call, inputs the same for both: medians over samples of 10 replays one after another. (Packed
-sequences: of 10 calls one after another, because chunk_gla then waits for the GPU in between.) fla's configurations are
-compiled and chosen ahead (bench/tuning.py). The floors of a
-kernel are the bytes that it must move over the memory's bandwidth and its products' FLOPs (counted once, without the
-second products that keep precision) over the tensor cores' rate; "of floor" is the larger of the two over the time.
+Results are checked first: both against the float64 recurrence on 512 tokens of the same heads and widths. Times are of
+CUDA graphs of one call, with the same inputs: medians over samples of 10 consecutive replays. (Packed sequences: of 10
+consecutive calls, because chunk_gla then waits for the GPU in between.) fla's configurations are compiled and chosen
+ahead (bench/tuning.py). The lower bounds ("floors") of a kernel are its minimal bytes over the memory bandwidth, and
+its products' FLOPs (counted once, without the second products for precision) over the tensor cores' rate; "of floor" is
+the larger of the two over the time.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from bench import local_delta
 from bench.harness import Table, both_passes, capture, checked, inputs, results, step
 from bench.tuning import Job, compile_ahead
 
-# B, T, H, K, V: two of the paper's sizes, then others that users have, at last that of fla's GLA models by default
+# B, T, H, K, V: two of the paper's sizes, then other common ones, last the default of fla's GLA models
 SHAPES = (
     (1, 16384, 16, 128, 128),
     (1, 8192, 32, 128, 128),
@@ -44,7 +44,7 @@ SHAPES = (
     (1, 16384, 16, 128, 256),
     (1, 16384, 4, 256, 512),
 )
-PACKED = 37  # sequences of uneven lengths, in one more measurement of the first shape
+PACKED = 37  # sequences of uneven lengths, in an additional measurement of the first shape
 # An H200: the measured streaming rate, and about 80 % of the peak for dense bfloat16
 BYTES_PER_US, FLOPS_PER_US = 4.3e6, 8e8
 SAMPLES = 15
@@ -66,7 +66,7 @@ COLUMNS = (
 
 
 def work(B, T, H, K, V) -> dict:
-    """{kernel: (bytes, FLOPs)} of one forward and backward, bfloat16 with float32 gates, all its launches together."""
+    """Return {kernel: (bytes, FLOPs)} of a forward and backward, bfloat16 with float32 gates, summed over launches."""
     n, BT = B * T * H, CHUNK_TOKENS
     segments = B * -(-T // segment_length(B, T, H, K, V, False, multiprocessors(torch.device("cuda")))) * H * K * V * 4
     chunks = B * -(-T // BT) * H * K * V * 2
@@ -84,14 +84,14 @@ def work(B, T, H, K, V) -> dict:
     }
     if K <= 128:
         found["output_kernel"] += turned
-    else:  # the latter reads do and the gradients of states again
+    else:  # value_grad_kernel reads do and the gradients of states again
         found["state_kernel"] += turned[:1]
         found["value_grad_kernel"] = [turned[1], (value + chunks, 0)]
     return {name: tuple(map(sum, zip(*parts))) for name, parts in found.items()}
 
 
 def boundaries(tokens: int):
-    """cu_seqlens of PACKED sequences, some of them many times as long as others."""
+    """Return cu_seqlens of PACKED sequences of very different lengths."""
     cuts = torch.rand(PACKED - 1, generator=torch.Generator().manual_seed(0), dtype=torch.float64) ** 2
     return torch.tensor([0, *sorted((cuts * tokens).long().tolist()), tokens])
 
@@ -115,16 +115,16 @@ METHODS = {"zeco_gla": ours, "zeco_gla, recompute=False": keeping, "fla chunk_gl
 
 
 def check(name, comm, shape, packed) -> float:
-    """Largest relative error of o and the gradients against float64."""
+    """Return the largest relative error of o and the gradients against float64."""
     lengths = boundaries(512) if packed else None
-    leaves, do = inputs(512, shape[2], shape[3], comm.device, V=shape[4])  # other heads would be compiled for anew
+    leaves, do = inputs(512, shape[2], shape[3], comm.device, V=shape[4])  # the same heads, to compile only once
     reference = [x.detach().double().requires_grad_() for x in leaves]
     expected = step(reference, do.double(), lambda *x: gla_reference(*x, cu_seqlens=lengths)[0], True)
     return checked(name, step(leaves, do, METHODS[name](comm, lengths), True), expected, 5e-3)
 
 
 def first_call(comm, name, shape, packed=False):
-    """(seconds of the first forward and backward, what :func:`step` takes for more of them)."""
+    """Return (seconds of the first forward and backward, arguments of :func:`step` for more of them)."""
     B, T, H, K, V = shape
     leaves, do = inputs(T, H, K, "cuda", B=B, V=V)
     call = METHODS[name](comm, boundaries(T) if packed else None)
@@ -136,7 +136,8 @@ def first_call(comm, name, shape, packed=False):
 
 
 def first_calls(shape) -> list:
-    """Seconds of zeco_gla's first forward and backward, compilation included, in a process and in one after it."""
+    """Return the seconds of zeco_gla's first forward and backward, with compilation, in a process and in a second
+    one."""
     with tempfile.TemporaryDirectory() as cache:
         command = [sys.executable, "-m", "bench.local", "--first-call", "--shapes", "x".join(map(str, shape))]
         environment = os.environ | {"TRITON_CACHE_DIR": cache}
@@ -151,7 +152,7 @@ def measure(name, comm, shape, packed) -> dict:
 
 
 def kernels(call, shape) -> list:
-    """[(kernel, launches, us, MB, GFLOP, percent of its floor)] of one forward and backward, the slowest first."""
+    """Return [(kernel, launches, us, MB, GFLOP, percent of its floor)] of one forward and backward, slowest first."""
     B, T, H, K, V = shape
     leaves, do = inputs(T, H, K, "cuda", B=B, V=V)
     graph, *_ = capture(leaves, do, call, True)

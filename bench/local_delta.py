@@ -1,11 +1,11 @@
-"""python -m bench.local --rule kda: zeco_kda and zeco_gated_delta_rule on one GPU, by our own chunk kernels and by
-fla's, beside fla's operators and those of cuDNN's frontend and FlashQLA, where they are installed.
+"""python -m bench.local --rule kda: zeco_kda and zeco_gated_delta_rule on one GPU, with allscan's chunk kernels and
+with fla's, against fla's operators and those of cuDNN's frontend and FlashQLA, if installed.
 
-Each method is compared with the token-by-token recurrence in float64 first, on 512 tokens, and then proven by the
-kernels that it launches. Times are of CUDA graphs of one call, medians over samples of 10 replays; of packed sequences
-of 10 calls, since fla waits for the GPU there. fla is told not to pass its calls on to other packages; with --backends
-it may, and the kernels that ran are in the column proof. fla rejects the backward of Gated DeltaNet on Hopper before
-Triton 3.7.1: forward alone then. What raises is printed and has no row.
+Each method is first compared with the token-by-token recurrence in float64, on 512 tokens, and then proven by the
+kernels that it launches. Times are of CUDA graphs of one call, medians over samples of 10 replays; for packed sequences
+of 10 calls, since fla waits for the GPU there. fla's dispatch to other packages is disabled; --backends enables it, and
+the column proof shows the kernels that ran. fla rejects the backward of Gated DeltaNet on Hopper before Triton 3.7.1:
+then only forward is measured. Exceptions are printed and have no row.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ COLUMNS += ("proof", "gpu", "torch", "triton", "sources")
 
 
 class Method(NamedTuple):
-    """make(comm, boundaries on the host or None): a function of q, k, v, g, beta; the first of what it returns is o.
-    wanted, unwanted: among the names of its kernels. note: what it does not compute as the others do."""
+    """A method. make(comm, boundaries on the host or None) returns a function of q, k, v, g, beta, whose first result
+    is o. wanted, unwanted: names of kernels that it must and must not run. note: difference from other methods."""
 
     rule: str
     make: Callable
@@ -157,7 +157,7 @@ SHAPES += (
 
 
 def drawn(shape: Shape, tokens: int, device, dtype=torch.bfloat16):
-    """([q, k, v, g, beta], do)."""
+    """Draw ([q, k, v, g, beta], do)."""
     generator = torch.Generator(device).manual_seed(0)
 
     def normal(*width):
@@ -172,7 +172,7 @@ def drawn(shape: Shape, tokens: int, device, dtype=torch.bfloat16):
 
 
 def installed(shape: Shape | None = None) -> list[str]:
-    """Methods of the shape's rule, or of all rules, whose packages are there."""
+    """Return the methods of the shape's rule, or of all rules, whose packages are installed."""
     return [
         name
         for name, x in METHODS.items()
@@ -181,13 +181,13 @@ def installed(shape: Shape | None = None) -> list[str]:
 
 
 def method(name: str, comm, lengths):
-    """A function of q, k, v, g, beta."""
+    """Return the method's function of q, k, v, g, beta."""
     call = METHODS[name].make(comm, lengths)
     return lambda *x: call(*x)[0]
 
 
 def check(name: str, comm, shape: Shape, tokens: int = CHECKED, limit: float = 1e-2) -> float:
-    """Largest relative error of o and the gradients against float64."""
+    """Return the largest relative error of o and the gradients against float64."""
     lengths = shape.boundaries(tokens)
     (leaves, do), both = drawn(shape, tokens, comm.device), METHODS[name].trains()
     exact = [x.detach().double().requires_grad_() for x in leaves]
@@ -207,8 +207,8 @@ def measure(name: str, comm, shape: Shape, backends: bool = False) -> dict:
 
 
 def rows(comm, names, backends: bool = False):
-    """Row by row of the table; what raises is printed, and the others go on. backends: of fla's methods alone, which
-    may pass their calls on."""
+    """Yield the table row by row; print exceptions, and continue with other methods. backends: only fla's methods, with
+    its dispatch to other packages."""
     if not backends:
         os.environ["FLA_DISABLE_BACKEND_DISPATCH"] = "1"  # before fla is imported
     for shape in SHAPES:

@@ -1,28 +1,27 @@
-"""Training Megatron-core's hybrids of Mamba2, Gated DeltaNet, softmax attention and MLPs over several GPUs.
+"""Measures training of Megatron-core's hybrids of Mamba2, Gated DeltaNet, softmax attention and MLPs over several GPUs.
 
     python -m bench.megatron            # all GPUs of this machine; writes bench/results/megatron.csv; needs fla
     python -m bench.megatron --pattern "MG*-MG*-" --tokens 8192
 
 HybridModel of megatron-core, layers by their letters in --hybrid-layer-pattern (M: Mamba2, G: Gated DeltaNet,
 *: softmax attention, -: MLP), width 2,048, a vocabulary of 8,192, random weights, bfloat16, T tokens a rank, torch's
-DistributedDataParallel and AdamW, called from Python. Beside each other:
+DistributedDataParallel and AdamW, called from Python. Methods:
 
 * allscan, zigzag: allscan.integrations.megatron; two states are sent; Megatron's own layout;
 * allscan: the same in consecutive tokens; one state;
-* all-to-all: Megatron's own mixers under context parallelism, which turn tokens into heads and back;
-* data parallel: a sequence of T tokens a rank, by the ordinary model: 100 %. Its softmax layers look back at less.
+* all-to-all: Megatron's own mixers under context parallelism, with all-to-all from tokens to heads and back;
+* data parallel: a sequence of T tokens a rank, by the ordinary model: 100 %. Its softmax layers have fewer keys.
 
-Stand-ins, the same for all methods, since neither mamba_ssm nor Transformer Engine needs to be there (column
-``stand_ins``; see tests/support/megatron.py): for mamba_ssm's chunk scan transformers' in torch, in float32; for its
-gated norm and Transformer Engine's norm ones of torch's; for Transformer Engine's attention that of
-allscan.integrations.attention, which gathers keys, also beside Megatron's all-to-all. Gated delta rules of a rank alone
-are All-Scan's operator on one rank: fla rejects their backward on Hopper before Triton 3.7.1. What Megatron would
-compile with torch.compile runs as it is.
+All methods use the same stand-ins, since neither mamba_ssm nor Transformer Engine is required (column ``stand_ins``;
+see tests/support/megatron.py): for mamba_ssm's chunk scan transformers' in torch, in float32; for its gated norm and
+Transformer Engine's norm torch's; for Transformer Engine's attention that of allscan.integrations.attention, which
+gathers keys, also with Megatron's all-to-all. Gated delta rules of a rank alone use allscan's operator on one rank: fla
+rejects their backward on Hopper before Triton 3.7.1. Functions that Megatron compiles with torch.compile run eagerly.
 
-The methods take turns, step by step, in another order each time; a time is the median step of the slowest rank. They
-are checked first on a small model: loss and gradients against one rank with the whole sequence; and proven afterwards
-by the kernels of one more step, allscan also by its counted scans (column ``proof``, of rank 0). Without GPUs only the
-check runs, on 2 CPU ranks.
+The methods alternate step by step in a new order each time; a time is the median step of the slowest rank. They are
+checked first on a small model: loss and gradients against one rank with the whole sequence. Afterwards the kernels of
+one more step prove which method ran, for allscan also its counted scans (column ``proof``, of rank 0). Without GPUs
+only the check runs, on 2 CPU ranks.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ from bench.hybrid import communicators, freed, kill
 from bench.model import text, training_rows
 from bench.proof import kernels, ran
 
-STEPS, CHECKED, VOCABULARY = 7, 512, 8192  # measured; tokens of a rank in the check
+STEPS, CHECKED, VOCABULARY = 7, 512, 8192  # measured steps; tokens per rank in the check
 PATTERNS = "MG*-MG*-", "GGGG", "MMMM"
 COLUMNS = (
     "pattern",
@@ -73,11 +72,11 @@ COLUMNS = (
 METHODS = ("allscan, zigzag", "allscan", "all-to-all")
 STAND_INS = {"M": "chunk scan, gated norm", "G": "rule of a rank alone", "*": "core attention"}
 RECURRENT = "MG"
-STATES, STATES_ON_CPU = ((64, 128), (128, 128)), ((4, 6), (8, 8))  # rows and columns, by which scans are told apart
+STATES, STATES_ON_CPU = ((64, 128), (128, 128)), ((4, 6), (8, 8))  # (rows, columns), which identify scans
 
 
 class Shape(NamedTuple):
-    """Of a model; the states of its heads are STATES, on CPUs STATES_ON_CPU."""
+    """Sizes of a model; the states of its heads are STATES, on CPUs STATES_ON_CPU."""
 
     pattern: str
     width: int = 2048
@@ -85,7 +84,7 @@ class Shape(NamedTuple):
     cpu: bool = False
 
     def options(self) -> dict[str, Any]:
-        """Of Megatron's configuration."""
+        """Return options of Megatron's configuration."""
         (P, N), (K, V) = STATES_ON_CPU if self.cpu else STATES
         sizes = dict(
             hidden_size=self.width,
@@ -110,7 +109,7 @@ class Shape(NamedTuple):
 
 
 def support():
-    """tests/support/megatron.py."""
+    """Import tests/support/megatron.py."""
     path = os.path.join(ROOT, "tests")
     if path not in sys.path:
         sys.path.insert(0, path)
@@ -120,7 +119,7 @@ def support():
 
 
 def chunk_scan(x, dt, A, B, C, chunk_size, D=None, dt_bias=None, seq_idx=None, return_final_states=False, **options):
-    """In place of mamba_ssm's: transformers' in torch. seq_idx: of both halves of the zigzag layout."""
+    """Replace mamba_ssm's chunk scan by transformers' in torch. seq_idx: used for both halves of the zigzag layout."""
     from transformers.models.mamba2 import modeling_mamba2
 
     own = modeling_mamba2.mamba2_chunk_scan
@@ -146,13 +145,13 @@ def stand_ins():
 
 
 def rule_alone(one, q, k, v, g, beta, use_qk_l2norm_in_kernel=False, **_):
-    """In place of fla's chunk_gated_delta_rule where a rank has all tokens of some heads."""
+    """Replace fla's chunk_gated_delta_rule on a rank with all tokens of some heads."""
     tensors = [x.contiguous() for x in (q, k, v, g, beta)]
     return allscan.zeco_gated_delta_rule(*tensors, comm=one, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)
 
 
 def made(name, shape, comm, one):
-    """The model as that method has it, the same weights for all."""
+    """Create the model for a method, with the same weights for all."""
     from allscan.integrations.megatron import sequence_parallel
 
     megatron, alone = support(), name == "data parallel"
@@ -170,14 +169,14 @@ def made(name, shape, comm, one):
 
 
 def scans(comm) -> tuple[int, int]:
-    """How many of states All-Scan has made on this rank, forward and reverse."""
+    """Return the number of All-Scan's scans of states on this rank, forward and reverse."""
     counted = [scan.epochs for scan in comm.collectives if tuple(scan.shape[-2:]) in STATES + STATES_ON_CPU]
     ascending, descending = map(sum, zip((0, 0), *counted))
     return ascending, descending
 
 
 def prove_scans(name, shape, comm, before) -> None:
-    """AssertionError unless a step made those of the method: see bench.hybrid."""
+    """Raise AssertionError unless a step made the method's scans: see bench.hybrid."""
     made_now = tuple(now - then for now, then in zip(scans(comm), before, strict=True))
     layers = sum(letter in RECURRENT for letter in shape.pattern)
     wanted = layers * {"allscan": 1, "allscan, zigzag": 2}.get(name, 0)
@@ -186,7 +185,7 @@ def prove_scans(name, shape, comm, before) -> None:
 
 
 def seen(shape) -> dict:
-    """Of each method what a step must run, and what it must not."""
+    """Return by method the kernels that a step must run, and those that it must not."""
     gathers = {"AllGather": None, "ReduceScatter": None} if "*" in shape.pattern else {}
     of_scans = "scan_kernel|gated_segments_kernel" if "M" in shape.pattern else "delta_states_kernel"
     no_gathers = () if gathers else ("AllGather", "ReduceScatter")
@@ -199,10 +198,10 @@ def seen(shape) -> dict:
 
 
 def check(group, shape, names, T) -> dict:
-    """{method: largest relative error of the loss and of each weight's gradient} of a small model against one rank with
-    the whole sequence."""
+    """Return {method: largest relative error of the loss and of each weight's gradient} of a small model against one
+    rank with the whole sequence."""
     with communicators(group) as (comm, one), stand_ins():
-        limit = 1e-4 if shape.cpu else 0.1  # of the worst of many weights in bfloat16; without a state it is 0.6
+        limit = 1e-4 if shape.cpu else 0.1  # worst of many weights in bfloat16; without a state the error is 0.6
         whole = text(T * comm.size, VOCABULARY, comm.device, 0)
         tokens, labels = whole[:, :-1], whole[:, 1:]
         errors, expected = {}, None
@@ -214,7 +213,7 @@ def check(group, shape, names, T) -> dict:
             loss = model(tokens[:, mine], None, None, labels=labels[:, mine]).float().sum() / labels.numel()
             loss.backward()
             prove_scans(name, shape, comm, before)
-            grads = [p.grad.float() for p in model.parameters() if p.ndim > 1]  # others are sums that cancel
+            grads = [p.grad.float() for p in model.parameters() if p.ndim > 1]  # vectors' gradients suffer cancellation
             found = [loss.detach().float(), *grads]
             if expected is None:
                 expected = found
@@ -229,7 +228,7 @@ def check(group, shape, names, T) -> dict:
 
 
 def measure(group, shape, names, T, steps) -> dict:
-    """{method: (seconds of a step, peak GiB, parameters, proof)}."""
+    """Return {method: (seconds of a step, peak GiB, parameters, proof)}."""
     with communicators(group) as (comm, one), stand_ins():
         names, models = (*names, "data parallel"), {}
         whole = text(T, VOCABULARY, comm.device, comm.rank)
@@ -238,7 +237,7 @@ def measure(group, shape, names, T, steps) -> dict:
             model = made(name, shape, comm, one)
             wrapped = DistributedDataParallel(model, process_group=comm.group, gradient_as_bucket_view=True)
             models[name] = wrapped, torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
-        others = torch.cuda.memory_allocated() * (len(names) - 1) / len(names)  # models of the other methods
+        others = torch.cuda.memory_allocated() * (len(names) - 1) / len(names)  # memory of the other methods' models
         times: dict[str, list[float]] = {name: [] for name in names}
         peaks, proofs = {}, {}
 
@@ -259,7 +258,7 @@ def measure(group, shape, names, T, steps) -> dict:
                 times[name].append(time.perf_counter() - start)
                 peaks[name] = torch.cuda.max_memory_allocated()
                 prove_scans(name, shape, comm, before)
-                if turn == 0:  # its moments are there from now on
+                if turn == 0:  # the optimizer's moments exist from now on
                     others += sum(2 * p.nbytes for p in models[name][0].parameters()) * (len(names) - 1) / len(names)
         for name in names:
             comm.barrier()
@@ -300,7 +299,7 @@ def main() -> int:
                         row |= dict(pattern=shape.pattern, stand_ins=shape.stand_ins())
                         table.write(row | dict(max_error=errors.get(row["method"], "")))
                     ranks.run(freed)
-            except RuntimeError as error:  # of its ranks, of which some may wait for others
+            except RuntimeError as error:  # from the ranks; some may still wait for others
                 failed = True
                 print(f"{shape.pattern}: {error}", file=sys.stderr, flush=True)
                 kill(ranks)

@@ -1,14 +1,14 @@
-"""Training a GLA language model of 1.2 billion parameters over several GPUs (the paper's tables 5 and 6).
+"""Measures training of a GLA language model of 1.2 billion parameters over several GPUs (the paper's tables 5 and 6).
 
     python -m bench.model               # 1, 2 and all GPUs of this machine; writes bench/results/model.csv
 
 Every rank has the whole model (DistributedDataParallel) and T tokens, forward, backward and optimizer step in bfloat16
-autocast, called from Python as in training. Beside each other: one sequence cut over the ranks, its state carried by
-zeco_gla, by LASP-2's all-gather, LASP-1's ring or Ulysses' all-to-all, and plain data parallelism, a sequence of T
-tokens a rank, which is the ideal. The methods take turns, step by step, in another order each time, because a GPU's
-clock depends on what it did before; a time is the median step of the slowest rank. They are checked first, on a small
-model: loss and gradients against one rank with the whole sequence; and proven afterwards to be what ran
-(bench/proof.py; column ``proof``, of rank 0). Without GPUs only the check runs, on 2 CPU ranks.
+autocast, called from Python as in training. Methods: one sequence split over the ranks, its state carried by zeco_gla,
+by LASP-2's all-gather, LASP-1's ring or Ulysses' all-to-all; and plain data parallelism, a sequence of T tokens a rank,
+which is the ideal. The methods alternate step by step in a new order each time, because a GPU's clock depends on its
+previous load; a time is the median step of the slowest rank. They are checked first on a small model: loss and
+gradients against one rank with the whole sequence; afterwards bench/proof.py proves which method ran (column ``proof``,
+of rank 0). Without GPUs only the check runs, on 2 CPU ranks.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Model(nn.Module):
         self.norm, self.head = nn.RMSNorm(width), nn.Linear(width, vocabulary, bias=False)
 
     def forward(self, tokens, labels, call):
-        """The loss, the mean over these tokens."""
+        """Return the loss, the mean over these tokens."""
         x = self.embedding(tokens)
         for layer in self.layers:
             x = layer(x, call)
@@ -87,20 +87,21 @@ class Model(nn.Module):
 
 
 def text(tokens, vocabulary, device, seed):
-    """[1, tokens + 1] numbers; what they are does not matter here."""
+    """Draw [1, tokens + 1] random token numbers."""
     return torch.randint(vocabulary, (1, tokens + 1), generator=torch.Generator().manual_seed(seed)).to(device)
 
 
 def chosen(methods, size) -> dict:
-    """Of bench.operator's methods those that train; plain data parallelism, which does without other ranks, first.
-    On one rank that is all there is."""
+    """Select the methods of bench.operator that can train; plain data parallelism first. It needs no other ranks, and
+    is the only method on one rank."""
     left_out = "one rank", "fla, one rank", *INVARIANT, *ZIGZAG  # the model's tokens are in rank order
     others = {name: call for name, call in methods.items() if name not in left_out}
     return {"data parallel": methods["one rank"]} | (others if size > 1 else {})
 
 
 def check(ranks, T) -> dict | None:
-    """{method: relative error of loss and gradients} of a small model against one rank with the whole sequence."""
+    """Return {method: relative error of loss and gradients} of a small model against one rank with the whole
+    sequence."""
     with over(ranks) as here:
         if here is None:
             return None
@@ -111,7 +112,7 @@ def check(ranks, T) -> dict | None:
         errors, expected = {}, None
         for name, call in chosen(methods, comm.size).items():
             model.zero_grad()
-            inside = slice(None) if expected is None else mine  # first: everything on every rank
+            inside = slice(None) if expected is None else mine  # first the whole sequence on every rank
             loss = model(whole[:, :-1][:, inside], whole[:, 1:][:, inside], call)
             loss.backward()
             found = torch.cat([loss.detach()[None]] + [p.grad.flatten() for p in model.parameters()])
@@ -128,7 +129,7 @@ def check(ranks, T) -> dict | None:
 
 
 def measure(ranks, T, shape) -> dict | None:
-    """{method: (seconds of a step, peak GiB, parameters)}."""
+    """Return {method: (seconds of a step, peak GiB, parameters)}."""
     with over(ranks) as here:
         if here is None:
             return None
@@ -168,7 +169,7 @@ def measure(ranks, T, shape) -> dict | None:
 
 
 def training_rows(answers: list, T: int):
-    """Rows of a table, each printed, from what every rank's :func:`measure` has returned: the slowest rank's time."""
+    """Yield, and print, table rows from every rank's result of :func:`measure`, with the slowest rank's time."""
     seconds = {name: max(answer[name][0] for answer in answers) for name in answers[0]}
     for name, step in seconds.items():
         row = dict(method=name, ranks=len(answers), T=T, step_ms=1e3 * step, tokens_per_s_per_gpu=T / step)

@@ -1,18 +1,18 @@
-"""The GLA operator over several ranks: zeco_gla, the same kernels with other communications, and what the split costs.
+"""Measures the GLA operator over several ranks: zeco_gla, other communication of the same kernels, cost of the split.
 
     python -m bench.operator            # all GPUs of this machine, and 2 of them; writes bench/results/operator.csv
 
-Weak scaling: T tokens a rank. Beside each other: zeco_gla; the all-gather of LASP-2 (NCCL, one fused fold; blocking,
-and beside what needs nothing remote; there also without multiprocessors, by NCCL's symmetric windows with
-NCCL_CTA_POLICY=2, in processes of its own, and by PyTorch's low-contention all-gather), the ring of LASP-1 and the
-all-to-all of Ulysses, all around the same local kernels; zeco_gla with the tokens in the zigzag layout, as it takes
-that natively, and with the tokens moved to rank order and back; zeco_gla with the same bits for every number of ranks
-(invariant=), in segments of 2,048 and of 1,024 tokens; zeco_gla on one rank, which is the ideal, since it does the same
-without communication; and, where fla is installed, its chunk_gla on one rank. All are CUDA graphs, replayed
-on the same GPUs in the same processes, in turns whose order is drawn anew each time. A time is the median over samples
-of STEP_REPLAYS replays in a row, of the slowest rank. Every method is checked first against one rank's zeco_gla on the
-whole sequence (at a 16th of the tokens, since that must fit one GPU), and proven afterwards to be what ran
-(bench/proof.py; column ``proof``, of rank 0). Without GPUs only the check runs, on 3 CPU ranks.
+Weak scaling: T tokens a rank. Methods, all with the same local kernels: zeco_gla; LASP-2's all-gather (NCCL, one fused
+fold), blocking and overlapped with kernels without remote inputs; overlapped also without multiprocessors, by NCCL's
+symmetric windows with NCCL_CTA_POLICY=2, in separate processes, and by PyTorch's low-contention all-gather; LASP-1's
+ring; Ulysses' all-to-all; zeco_gla with tokens in the zigzag layout, natively and with tokens moved to rank order and
+back; zeco_gla with the same bits for every number of ranks (invariant=), in segments of 2,048 and of 1,024 tokens;
+zeco_gla on one rank, the ideal, since it is the same work without communication; and, if fla is installed, its
+chunk_gla on one rank. All are CUDA graphs, replayed on the same GPUs in the same processes, in turns in a new random
+order each time. A time is the median over samples of STEP_REPLAYS consecutive replays, of the slowest rank. Every
+method is checked first against one rank's zeco_gla on the whole sequence (at a 16th of the tokens, to fit one GPU), and
+afterwards proven to have run (bench/proof.py; column ``proof``, of rank 0). Without GPUs only the check runs, on 3 CPU
+ranks.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ from bench.proof import Method
 from bench.tuning import Job, compile_ahead
 
 SHAPES = [(16384, 16, 128), (32768, 16, 128), (8192, 32, 128)]  # T tokens a rank, H, K = V
-# logsigmoid(normal) over this; 0: all gates are 0, nothing decays. Over 16,384 tokens a rank's decay is 0 in float32
-# with the other two, so that no rank's output depends on what comes in (rank_decay: the largest decay of a channel over
-# a rank).
+# Divisor of logsigmoid(normal); 0: all gates are 0, no decay. With the other two a rank's decay over 16,384 tokens is 0
+# in float32, so that no rank's output depends on its incoming state (rank_decay: the largest decay of a channel over a
+# rank).
 GATES = {"0": 0.0, "near 1": 16.0, "mild": 1.0}
 SAMPLES = 20
 COLUMNS = (
@@ -80,22 +80,22 @@ COLUMNS = (
 
 
 FLA = "fla, one rank"
-ZIGZAG = ("zeco, zigzag", "zeco, tokens moved")  # methods that are given tokens in that layout
+ZIGZAG = ("zeco, zigzag", "zeco, tokens moved")  # methods with tokens in that layout
 INVARIANT = {"zeco, invariant 2048": 2048, "zeco, invariant 1024": 1024}  # tokens of a segment
 
 
 def in_order(q, k, v, g, *, comm, segment):
-    """zeco_gla with the same bits for every number of ranks; of few tokens with one segment a rank."""
+    """Call zeco_gla with the same bits for every number of ranks; for few tokens with one segment per rank."""
     return allscan.zeco_gla(q, k, v, g, comm=comm, invariant=min(segment, q.shape[1]))[0]
 
 
 def moved(q, k, v, g, *, comm):
-    """zeco_gla of tokens in the zigzag layout, by way of rank order."""
+    """Call zeco_gla on tokens in the zigzag layout, moved to rank order and back."""
     return to_zigzag(allscan.zeco_gla(*(from_zigzag(x, comm=comm) for x in (q, k, v, g)), comm=comm)[0], comm=comm)
 
 
 def calls(comm, one, others, zigzags, ordered) -> dict:
-    """{method: Method}. ``one``: a communicator of this rank alone; ``others``: {method: Baseline}; ``zigzags``,
+    """Return {method: Method}. ``one``: a communicator of this rank alone; ``others``: {method: Baseline}; ``zigzags``,
     ``ordered``: the communicators of ZIGZAG and of INVARIANT."""
     native, moving = zigzags
     found = {"zeco": Method(lambda *x: allscan.zeco_gla(*x, comm=comm)[0], comm, scans=1)}
@@ -116,7 +116,7 @@ def calls(comm, one, others, zigzags, ordered) -> dict:
 
 
 def check(comm, methods, T, H, D, dtype, mildness) -> dict:
-    """{method: largest error against one rank on the whole, relative to each tensor's size}."""
+    """Return {method: largest error against one rank with the whole sequence, relative to each tensor's norm}."""
     leaves, do = inputs(T * comm.size, H, D, comm.device, 1, dtype, mildness)
     expected = step(leaves, do, methods["one rank"], True)
     mine, places = slice(comm.rank * T, (comm.rank + 1) * T), zigzag_positions(T, comm=comm)
@@ -136,7 +136,8 @@ _groups = {}
 
 @contextlib.contextmanager
 def over(ranks):
-    """(communicator, {method: function of q, k, v, g}) on the first ``ranks`` ranks, None on the others. For all."""
+    """Return (communicator, {method: function of q, k, v, g}) on the first ``ranks`` ranks, None on the others.
+    Collective over the job."""
     allscan.init()
     if ranks not in _groups:
         alone = [dist.new_group([r]) for r in range(dist.get_world_size())]
@@ -155,7 +156,8 @@ def over(ranks):
 
 
 def point(ranks, T, H, D, mildness, backward, chosen=None) -> dict | None:
-    """{method: row} on each of the first ``ranks`` ranks; on CPUs only errors. ``chosen``: methods, default all."""
+    """Return {method: row} on each of the first ``ranks`` ranks; on CPUs only errors. ``chosen``: methods, default
+    all."""
     with over(ranks) as here:
         if here is None:
             return None

@@ -1,11 +1,11 @@
-"""Training a hybrid of transformers' on packed rows in the zigzag layout: the row cut into 2P chunks, or each document.
+"""Measures training of a transformers hybrid on packed rows in the zigzag layout: split by row, or by document.
 
     python -m bench.packed              # 2 GPUs; writes bench/results/packed.csv; needs fla
     python -m bench.packed --model qwen3_next
 
-Models and steps are those of bench.hybrid. The cuts take turns; a time is the median step of the slowest rank. Checked
-first on a small model: loss and gradients of one cut against those of the other. Without GPUs only the check runs, on 2
-CPU ranks.
+Either the row or each document is cut into 2P chunks. Models and steps are those of bench.hybrid. The two cuts
+alternate; a time is the median step of the slowest rank. A check runs first on a small model: loss and gradients of one
+cut against those of the other. Without GPUs only the check runs, on 2 CPU ranks.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ COLUMNS = (
     "step_ms",
     "tokens_per_s_per_gpu",
 )
-COLUMNS += ("softmax_ms", "peak_gib", "gpu", "torch", "triton", "sources")  # softmax_ms: of each rank, in one step
+COLUMNS += ("softmax_ms", "peak_gib", "gpu", "torch", "triton", "sources")  # softmax_ms: per rank, in one step
 CUTS = False, True
 
 
 def packings(whole: int) -> dict[str, list[int]]:
-    """cu_seqlens of rows of ``whole`` tokens."""
+    """Return {name: cu_seqlens} of rows of ``whole`` tokens."""
     long = [whole // 2, *[whole // 32] * 14, whole // 16]
     lengths = {"4 of a quarter": [whole // 4] * 4, "1 of a half, 14 of a 32nd, 1 of a 16th": long}
     return {name: [sum(some[:i]) for i in range(len(some) + 1)] for name, some in lengths.items()}
 
 
 def parts(comm, whole, cuts) -> dict:
-    """{per_document: this rank's part of a row}."""
+    """Return {per_document: this rank's part of a row}."""
     from allscan.integrations.transformers import cut_batch
 
     labels, boundaries = whole.clone(), torch.tensor(cuts, device="cpu")
@@ -69,7 +69,7 @@ def split(model, comm, cut) -> None:
 
 
 def check(group, kind, T, heads, head) -> dict:
-    """{packing: relative error of loss and gradients} of a small model, one cut against the other."""
+    """Return {packing: relative error of loss and gradients} of a small model, one cut against the other."""
     with hybrid.communicators(group) as (comm, _), hybrid.functions(kind, comm.device):
         dtype, limit = (torch.float32, 1e-4) if comm.device.type == "cpu" else (torch.bfloat16, 5e-2)
         model, errors = hybrid.made(kind, comm.device, dtype, 4, 64, heads, head, 97), {}
@@ -91,7 +91,7 @@ def check(group, kind, T, heads, head) -> dict:
 
 
 def measure(group, kind, T, shape, steps) -> dict:
-    """{(packing, per_document): (seconds of a step, ms of softmax kernels, peak GiB)}."""
+    """Return {(packing, per_document): (seconds of a step, ms of softmax kernels, peak GiB)}."""
     with hybrid.communicators(group) as (comm, _), hybrid.functions(kind, comm.device):
         model = hybrid.made(kind, comm.device, torch.bfloat16, **shape)
         wrapped = DistributedDataParallel(model, process_group=comm.group, gradient_as_bucket_view=True)

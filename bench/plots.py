@@ -1,8 +1,8 @@
-"""Pictures of the committed results; needs no GPU.
+"""Draws plots of the committed results; needs no GPU.
 
     python -m bench.plots               # draws scan.png, operator.png, delta.png and hybrid_*.png
 
-They are of the files in bench/results that are called alike, as far as they are there.
+Each plot shows the file of the same name in bench/results, if it exists.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def rows(path: str) -> list:
 
 
 def scan(table, path):
-    """Latency over the size of the state, a line a method, a panel a number of ranks."""
+    """Draw latency over the size of the state, a line per method, a panel per number of ranks."""
     from matplotlib.figure import Figure
 
     counts = sorted({int(row["ranks"]) for row in table})
@@ -45,7 +45,7 @@ def scan(table, path):
     figure.savefig(path, dpi=120)
 
 
-NAMES = {  # of methods, as the pictures have them
+NAMES = {  # labels of methods
     "zeco": "All-Scan",
     "sentinel": "All-Scan",
     "signal": "All-Scan, stores with a signal",
@@ -69,7 +69,7 @@ def conditions(table, *more) -> str:
 
 
 def operator(table, path):
-    """What each method takes more than one rank, in percent, the worst of all gates; a panel a pass."""
+    """Draw each method's additional time over one rank, in percent, the worst of all gates; a panel per pass."""
     from matplotlib.figure import Figure
 
     methods = [m for m in dict.fromkeys(row["method"] for row in table) if m not in ("all_to_all", "fla, one rank")]
@@ -101,7 +101,8 @@ def operator(table, path):
 
 
 def delta(table, path):
-    """Time of a call over that of fla's operator on one rank with as many tokens; a panel a rule and pass."""
+    """Draw the time of a call over that of fla's operator on one rank with as many tokens; a panel per rule and
+    pass."""
     from matplotlib.figure import Figure
 
     methods = [m for m in NAMES if any(row["method"] == m for row in table)]
@@ -140,7 +141,7 @@ def delta(table, path):
 
 
 def hybrid(found, path):
-    """A softmax layer of bench.hybrid in the zigzag layout on each rank: what gathers keys, and what computes."""
+    """Draw a softmax layer of bench.hybrid in the zigzag layout on each rank: gathers of keys, and computation."""
     from matplotlib.figure import Figure
 
     colors = {"other kernels": "lightgray", "softmax": "C0", "NCCL": "black"}

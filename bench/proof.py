@@ -1,7 +1,7 @@
-"""Which method ran: counted in the process that was timed, so that a row cannot be another method's measurement.
+"""Proves which method ran, in the timed process itself, so that no row shows another method's time.
 
-All-Scan: the scans that have ended are counted on the device (AllScan.epochs), and their kernels by torch's profiler. A
-baseline: no scan of All-Scan, its own calls, and its kernels of NCCL by the profiler.
+All-Scan: completed scans are counted on the device (AllScan.epochs), and their kernels by torch's profiler. A baseline:
+no scan of All-Scan, its own calls, and its NCCL kernels in the profile.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import torch
 
 
 class Method:
-    """One way to compute the operator: a function of q, k, v, g, and what must be seen to run when it is called.
+    """A method to compute the operator: a function of q, k, v, g, and the evidence that it ran.
 
-    comm: whose All-Scans are counted. scans: how many of All-Scan carry the state in a pass: 0, 1, or 2 in the zigzag
-    layout, ascending and descending. nccl: what the names of the kernels of NCCL, or of the copies, contain by which
-    the method communicates, None for none.
+    comm: the communicator whose scans are counted. scans: number of All-Scan's scans of the state in a pass: 0, 1, or 2
+    in the zigzag layout, ascending and descending. nccl: part of the names of the method's NCCL kernels or copies, None
+    without any.
     """
 
     def __init__(self, call, comm, *, scans: int = 0, nccl: str | None = None):
@@ -27,13 +27,14 @@ class Method:
         return self.call(q, k, v, g)
 
     def epochs(self) -> tuple[int, int]:
-        """Scans that All-Scan has made for it on this rank so far, forward and reverse."""
+        """Return the number of All-Scan's scans for this method on this rank, forward and reverse."""
         counted = [scan.epochs for scan in self.comm.collectives] if self.comm.size > 1 else []
         return tuple(map(sum, zip((0, 0), *counted)))
 
     def prove(self, name: str, before: tuple, steps: int, layers: int, backward: bool, once) -> str:
-        """Since ``before`` (epochs) ``steps`` steps were made, each with ``layers`` calls of the operator; ``once()``
-        makes another one. AssertionError unless it was this method; a sentence of what was counted. Not on CPUs."""
+        """Check that this method made the ``steps`` steps since ``before`` (epochs), each with ``layers`` calls of the
+        operator; ``once()`` makes one more step. Raise AssertionError if not; return a sentence with the counts. Not on
+        CPUs."""
         made = tuple(now - then for now, then in zip(self.epochs(), before))
         calls = steps * layers
         wanted = {0: (0, 0), 1: (calls, calls * backward), 2: (calls * (1 + backward),) * 2}[self.scans]
@@ -55,7 +56,7 @@ class Method:
 
 
 class Launched(NamedTuple):
-    """A kernel, copy or fill of the GPU, by torch's profiler; us: its duration, begin: on the host's clock, in us."""
+    """A kernel, copy or fill on the GPU, from torch's profiler; us: duration; begin: by the host's clock, in us."""
 
     name: str
     us: float
@@ -63,12 +64,12 @@ class Launched(NamedTuple):
 
 
 def kernels(once) -> collections.Counter:
-    """How often each kernel of the GPU runs in ``once()``."""
+    """Count how often each GPU kernel runs in ``once()``."""
     return collections.Counter(one.name for one in launched(once))
 
 
 def launched(once) -> list[Launched]:
-    """All of ``once()``."""
+    """Return all launches of ``once()``."""
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         once()
@@ -80,7 +81,7 @@ def launched(once) -> list[Launched]:
     ]
 
 
-# Kinds of what a step launches, by what is in the kernels' names: the first that fits
+# Kinds of launches by parts of kernel names; the first match counts
 KINDS = {
     "NCCL": "nccl",
     "softmax": "sdpa flash_fwd flash_bwd fmha dot_do_o convert_dq flashattn flash:: "
@@ -89,7 +90,7 @@ KINDS = {
     "recurrences": "scan_kernel delta_ kda chunk_ transition_ recompute_w_u prepare_wy merge_16 solve_ l2norm cumsum "
     "summary_kernel adjoint_kernel operands_kernel output_kernel pairs_kernel gradient_kernel "
     "normalize_ gate_kernel gate_back sums_kernel",
-    "convolutions": "conv dgrad wgrad",  # in front of GEMM, in whose names convolutions of cuDNN are, too
+    "convolutions": "conv dgrad wgrad",  # before GEMM, since cuDNN's convolutions also match GEMM's names
     "copies": "copy Memcpy",
     "GEMM": "gemm nvjet cutlass cublas splitK",
     "AdamW": "multi_tensor adam",
@@ -104,7 +105,7 @@ def kind_of(name: str) -> str:
 
 
 def breakdown(found: list[Launched]) -> dict[str, float]:
-    """Milliseconds of each of KINDS, and of the rest."""
+    """Return the milliseconds of each of KINDS, and of the rest."""
     sums = dict.fromkeys([*KINDS, "rest"], 0.0)
     for one in found:
         sums[kind_of(one.name)] += one.us / 1e3
@@ -112,14 +113,14 @@ def breakdown(found: list[Launched]) -> dict[str, float]:
 
 
 def overlapped(found: list[Launched], kind: str, other: str) -> float:
-    """Milliseconds of a kind's kernels during which one of the other kind runs."""
+    """Return the milliseconds of a kind's kernels that overlap with kernels of the other kind."""
     ranges = [[(x.begin, x.begin + x.us) for x in found if kind_of(x.name) == some] for some in (kind, other)]
     return sum(max(0.0, min(b, d) - max(a, c)) for a, b in ranges[0] for c, d in ranges[1]) / 1e3
 
 
 def ran(name: str, found: collections.Counter, wanted, unwanted) -> str:
-    """A sentence of which kernels of ``wanted`` ("a|b": either) are in ``found``; AssertionError if it was another
-    method: if one is missing, or as a dict's value says is not there so often, or if there are ``unwanted`` ones."""
+    """Return a sentence that lists the kernels of ``wanted`` ("a|b": either) in ``found``. Raise AssertionError if one
+    is missing, if its count differs from the value of a dict ``wanted``, or if ``unwanted`` ones ran."""
     numbers = wanted if isinstance(wanted, dict) else dict.fromkeys(wanted)
     counted = {w: sum(n for kernel, n in found.items() if any(x in kernel for x in w.split("|"))) for w in numbers}
     strange = [kernel for kernel in found if any(w in kernel for w in unwanted)]

@@ -1,4 +1,4 @@
-"""What happens beyond this machine: a small model, held against measurements first, then extrapolated. Needs no GPU.
+"""Extrapolates beyond this machine by a small model, which is first compared with measurements. Needs no GPU.
 
     python -m bench.scaling                     # reads bench/results/scan.csv; writes scaling.csv and scaling.png there
     python -m bench.scaling --net-us 3 --net-gbps 100 --node 4
@@ -8,26 +8,27 @@ Each method is a sum of latencies and bytes over bandwidth, with P ranks and a s
     chain       t + (P - 1) a + m / B + [P > 2] m c     pipelined tiles: All-Scan; c: a rank in the middle, which
                                                         receives and sends, is slower than the first and the last
     all-gather  t + (P - 1) (a + m / B)                 every rank receives all states, then folds; between nodes
-                                                        over all L cards, as NCCL's rings go
-    ring        (P - 1) (t + m / B)                     send/receive one after another: LASP-1
-    rails       t + give + (N - 1) n + m / L W + take   N nodes of L GPUs (docs/rails.md), one launch: a slice goes
+                                                        over all L cards, as in NCCL's rings
+    ring        (P - 1) (t + m / B)                     sequential send and receive: LASP-1
+    rails       t + give + (N - 1) n + m / L W + take   N nodes of L GPUs (docs/rails.md), one launch: a slice is sent
                                                         to its owner, over the nodes by a chain, and back
-    recursive doubling    t + give + q (n + 17/16 m / L W) + take the same, over the nodes in q rounds with their decays
+    recursive doubling    t + give + q (n + 17/16 m / L W) + take like rails, over the nodes in q rounds with decays
 
     give = a + (L - 1) / L m (1 / B + c) + 2 (L - 1) l          take = a + (L - 1) / L m (1 / B + c) + (L - 1) l
 
 t, a, B and c of the first three are fitted to our measurements (2 and 4 H200s, NVLink, each a launch in a CUDA graph,
-so t has the launch boundary) by least squares of the relative error. Links between nodes are not ours to measure: W, 50
-GB/s a GPU, is a 400 Gb/s ConnectX-7 (as in DeepEP's README), and n, 5 us for a put with its signal, is an assumption;
-the table also says who wins at 2 and at 10 us. 7 us and 47 GB/s is what others have measured of NVSHMEM's IBGDA. l, the
-time of a look at a part of a slice that has come, is assumed too; virtual ranks (allscan.tools.virtual) can measure it.
+so t includes the launch boundary) by least squares of the relative error. We have no links between nodes to measure: W,
+50 GB/s a GPU, is a 400 Gb/s ConnectX-7 (as in DeepEP's README), and n, 5 us for a put with its signal, is an
+assumption; the table also names the fastest method at 2 and at 10 us. Others have measured 7 us and 47 GB/s for
+NVSHMEM's IBGDA. l, the time to poll a part of a slice that has arrived, is also assumed; virtual ranks
+(allscan.tools.virtual) can measure it.
 
-Launch boundaries: one for each method, the ring's one for each hop. Nothing is said of a program with several tiles of
-one slice, whose rounds of recursive doubling follow one another: with 66 programs and nodes of 8 from 32 MiB on, with
-the 33 of zeco_gla from 16 MiB on.
+Launch boundaries: one per method, for the ring one per hop. The model does not cover programs with several tiles of one
+slice, whose rounds of recursive doubling are sequential: with 66 programs and nodes of 8 from 32 MiB on, with the 33 of
+zeco_gla from 16 MiB on.
 
-"by proxy": NVSHMEM 3.4.5, whose bitcode has no IBGDA: a thread of the host makes each put. Its latency, and its time
-for a put with its signal, of which a tile of 32 KiB is one, are assumptions.
+"by proxy": NVSHMEM 3.4.5, whose bitcode has no IBGDA: a host thread makes each put. Its latency, and its time for a put
+with signal (one per tile of 32 KiB), are assumptions.
 """
 
 from __future__ import annotations
@@ -47,10 +48,10 @@ from bench.harness import results
 MIB = 1 << 20
 CHAINS = ("sentinel", "signal", "put")
 GATHER = "all_gather (fused fold)"
-CHAIN = "virtual, 2 GPUs, no launch"  # of bench.chain
+CHAIN = "virtual, 2 GPUs, no launch"  # a kind of bench.chain
 LOOK_US = 0.4  # l, assumed
 PROXY_US, PROXY_PUT_US, PROXY_BYTES = 12.0, 1.0, 32 << 10  # assumed
-SCANS = ("chain", "rails", "recursive_doubling")  # that are built
+SCANS = ("chain", "rails", "recursive_doubling")  # implemented algorithms
 # ZeCO, arXiv 2507.01004, table 2, in us: H100s, H=32, K=V=128, so 2 MiB
 PUBLISHED_RANKS = (8, 16, 32, 64, 128, 256)
 PUBLISHED = {
@@ -60,7 +61,7 @@ PUBLISHED = {
 
 
 def terms(method: str, ranks, nbytes):
-    """The model's terms [points, 4], whose coefficients are t, a, 1 / B and c."""
+    """Return the model's terms [points, 4] with coefficients t, a, 1 / B and c."""
     hops = np.asarray(ranks, float) - 1
     nbytes = np.asarray(nbytes, float)
     if method == "ring":
@@ -71,13 +72,13 @@ def terms(method: str, ranks, nbytes):
 
 
 def fit(method: str, ranks, nbytes, us):
-    """(t, a, 1 / B, c) by least squares of the relative error."""
+    """Fit (t, a, 1 / B, c) by least squares of the relative error."""
     us = np.asarray(us, float)
     return np.linalg.lstsq(terms(method, ranks, nbytes) / us[:, None], np.ones(len(us)), rcond=None)[0]
 
 
 def measured(path: str):
-    """{method: (ranks, bytes, us)}."""
+    """Read {method: (ranks, bytes, us)}."""
     points = {}
     with open(path) as file:
         for row in csv.DictReader(file):
@@ -88,7 +89,7 @@ def measured(path: str):
 
 
 def measured_chain(path: str):
-    """(ranks, bytes, us) of bench.chain, where hops that share a direction of the link measure latency."""
+    """Read (ranks, bytes, us) of bench.chain, for sizes at which hops that share a link's direction measure latency."""
     with open(path) as file:
         rows = [row for row in csv.DictReader(file) if row["kind"] == "chain"]
     points = [(int(row["ranks"]), int(row["bytes"]), float(row["p50_us"])) for row in rows]
@@ -97,7 +98,8 @@ def measured_chain(path: str):
 
 
 def beyond(fits, P: int, m: float, node: int, net_us: float, net_gbps: float):
-    """{method: us} for P ranks in nodes of ``node``; inside a node as measured, between nodes as given."""
+    """Return {method: us} for P ranks in nodes of ``node``: measured inside a node, ``net_us`` and ``net_gbps``
+    between nodes."""
     t, a, inverse, middle = fits["sentinel"]
     inverse += middle * (P > 2)
     nodes = math.ceil(P / node)
@@ -110,13 +112,13 @@ def beyond(fits, P: int, m: float, node: int, net_us: float, net_gbps: float):
     others = (inside - 1) / inside * m * (fits["sentinel"][2] + middle)
     give = a + others + 2 * (inside - 1) * LOOK_US
     take = a + others + (inside - 1) * LOOK_US
-    if nodes == 1:  # nothing to choose
+    if nodes == 1:  # no choice of algorithm
         give = take = math.inf
     hops = (P - 1 - slow) * gather_a + slow * net_us
     rounds = len(distances(nodes))
 
     def over_nodes(us, part):
-        """(By a chain, in rounds), us for a slice."""
+        """Return the us for a slice (by a chain, in rounds)."""
         return slow * us + part, rounds * (us + part * 17 / 16)
 
     rails, recursive_doubling = over_nodes(net_us, net / inside)
@@ -134,8 +136,8 @@ def beyond(fits, P: int, m: float, node: int, net_us: float, net_gbps: float):
 
 
 def choices(fits, node: int, net_us: float, net_gbps: float) -> tuple:
-    """A table of allscan.comm.topology: the most bytes, a power of two, for which recursive doubling is the fastest of
-    SCANS with so many nodes, and then rails."""
+    """Compute a table of allscan.comm.topology: by number of nodes the largest size, a power of two in bytes, at which
+    recursive doubling is the fastest of SCANS, and then the same for rails."""
     sizes = [1 << i for i in range(14, 31)]
     found = {}
     for nodes in (128, 96, 64, 48, 32, 24, 16, 12, 8, 6, 4, 3, 2):
@@ -146,7 +148,7 @@ def choices(fits, node: int, net_us: float, net_gbps: float) -> tuple:
                 found[method, nodes] = max(won) if max(won) < sizes[-1] else ANY_SIZE
     table = [(nodes, most, method) for (method, nodes), most in found.items()]
     table.sort(key=lambda row: (row[2] == "rails", -row[0]))
-    # what a row for fewer nodes says, too, is left out
+    # drop rows that repeat a row for fewer nodes
     return tuple(a for a, b in zip(table, [*table[1:], None]) if b is None or a[1:] != b[1:])
 
 

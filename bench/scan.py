@@ -1,14 +1,14 @@
-"""Time of the scan alone, by method, size and number of ranks, beside the bare peer copy of the same bytes.
+"""Measures the scan alone, by method, size and number of ranks, against a plain peer copy of the same bytes.
 
     python -m bench.scan                        # all GPUs of this machine, and 2 of them; writes bench/results/scan.csv
     python -m bench.scan --ranks 4 --mib 2      # one point
 
 Every method is checked against float64 before it is timed, and the baselines are proven by the names of their kernels
-(column ``proof``, of the last rank). NCCL reads once how many programs its symmetric kernels get, so each of WINDOWS is
-timed by processes of its own. A latency is the median over replays of a CUDA graph with
-REPEATS pairs (barrier, scan), less the same graph of barriers alone, divided by REPEATS; of the slowest rank. "free
-running" is a graph of scans without barriers: what a scan costs where ranks may run ahead; "eager" REPEATS calls from
-Python, one after another, without a graph. Without GPUs every method but NVSHMEM's put is only checked, on 3 CPU ranks.
+(column ``proof``, of the last rank). NCCL reads the number of programs of its symmetric kernels once, so each of
+WINDOWS is timed in separate processes. A latency is the median over replays of a CUDA graph with REPEATS pairs
+(barrier, scan), minus the same graph of barriers alone, divided by REPEATS; of the slowest rank. "Back to back": a
+graph of scans without barriers, the cost of a scan if ranks may run ahead; "eager": REPEATS consecutive calls from
+Python without a graph. Without GPUs every method but NVSHMEM's put is only checked, on 3 CPU ranks.
 """
 
 from __future__ import annotations
@@ -63,12 +63,12 @@ COLUMNS = (
 )
 METHODS = ["sentinel", "signal", "put", "all_gather", "windows", "pull", "ring"]
 
-# Environments in which NCCL's all-gather of symmetric windows is timed, by what is behind the method's name
+# Environments for NCCL's all-gather of symmetric windows, by suffix of the method's name
 WINDOWS = {"": {}} | {f", {n} programs": {"NCCL_SYM_CTAS": str(n)} for n in (16, 32, 64)}
 WINDOWS[", AllGather_LL"] = {"NCCL_SYM_KERNEL": "AllGather_LL"}
-LL_BYTES = 1 << 18  # the largest state with that kernel
+LL_BYTES = 1 << 18  # largest state for this kernel
 
-# By the method's name: parts of the names of kernels that must run in it, of which none may in All-Scan's
+# By method: parts of the names of kernels that it must run, and All-Scan must not
 PROOFS = {
     "sentinel": ["scan_kernel"],
     "signal": ["scan_kernel"],
@@ -91,7 +91,7 @@ class AllScanMethod:
 
 
 def point(ranks: int, nbytes: int, methods, tiles) -> list:
-    """Run on every rank: check and time all methods for one size. Returns rows of this rank."""
+    """Check and time all methods for one size; runs on every rank. Return this rank's rows."""
     group = group_of(ranks)
     if dist.get_rank() >= ranks:
         return []
@@ -137,7 +137,7 @@ def point(ranks: int, nbytes: int, methods, tiles) -> list:
     copies = _copies(comm, state)
     copy = min(map(latency, copies), key=lambda t: t.median())
     copy_us = copy.median().item()
-    last = comm.rank == comm.size - 1  # which copies nothing
+    last = comm.rank == comm.size - 1  # the last rank copies nothing
     copies_in_a_row = torch.zeros(1) if last else min(map(in_a_row, copies), key=lambda t: t.median())
     for name in [name for name in made if name in ("all_gather", "windows (fused fold)")]:
         alone = f"{name.partition(' ')[0]} (no fold)"
@@ -156,7 +156,7 @@ def point(ranks: int, nbytes: int, methods, tiles) -> list:
             except allscan.AllScanTimeout as timeout:
                 raise RuntimeError(f"{name}, {nbytes} bytes, {ranks} ranks: {timeout}") from timeout
             if "max_error" in row:
-                checked(name)  # and still right after running freely
+                checked(name)  # still correct after back-to-back scans
             wanted = next(kinds for method, kinds in PROOFS.items() if name.startswith(method))
             others = ["nccl"] if wanted == ["scan_kernel"] else ["scan_kernel"]
             found = kernels(made[name])
@@ -170,8 +170,8 @@ def point(ranks: int, nbytes: int, methods, tiles) -> list:
 
 
 def _copies(comm, state):
-    """Bare copies of a state into the next rank's memory, by kernels of several shapes; the fastest counts."""
-    channel = allscan.AllScan(comm, state.shape, protocol="signal", depth=1).channel()  # an inbox to be overwritten
+    """Return plain copies of a state into the next rank's memory, by kernels of several shapes; the fastest counts."""
+    channel = allscan.AllScan(comm, state.shape, protocol="signal", depth=1).channel()  # its inbox is overwritten
 
     def copy(block, warps):
         if comm.rank < comm.size - 1:
@@ -222,7 +222,7 @@ def main() -> int:
 
 
 def time_one(ranks, table, count, nbytes, methods, words, suffix) -> None:
-    """Rows of ``count`` ranks and one size; ``suffix``: what is behind the names of methods with symmetric windows."""
+    """Write rows of ``count`` ranks and one size; ``suffix``: of the names of methods with symmetric windows."""
     tiles = [(tile, depth) for tile in words for depth in (2, 3)]
     answers = ranks.run(point, count, nbytes, methods, tiles)[:count]
     for same in zip(*answers):

@@ -1,9 +1,9 @@
-"""The scan over segments of a sequence, allscan_segments(), beside the scan of one state.
+"""Measures the scan over segments of a sequence, allscan_segments(), against the scan of one state.
 
-    python -m bench.segments                    # two GPUs; writes bench/results/segments.csv. On CPU ranks checks alone
+    python -m bench.segments                    # two GPUs; writes bench/results/segments.csv. On CPU ranks only checks
 
-States of 2 MiB (32 x 128 x 128), a decay for each row. Each call is checked against float64 first. ``p50_us``: from a
-barrier of the ranks to the end of the call on the slower rank, less the barrier alone; ``back_to_back_us``: of calls
+States of 2 MiB (32 x 128 x 128), one decay per row. Each call is checked against float64 first. ``p50_us``: from a
+barrier of the ranks to the end of the call on the slower rank, minus the barrier alone; ``back_to_back_us``: per call,
 back to back.
 """
 
@@ -26,7 +26,8 @@ COLUMNS = ("method", "ranks", "segments", "p50_us", "back_to_back_us", "max_erro
 
 
 class Case(NamedTuple):
-    """method: a function of nothing, of ``segments`` segments of each rank, which gives their incoming states."""
+    """A case with ``segments`` segments per rank. method: a function without arguments that returns their incoming
+    states."""
 
     method: str
     segments: int
@@ -34,7 +35,7 @@ class Case(NamedTuple):
 
 
 def drawn(rank: int, device: torch.device, shape: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-    """(states [8, ..., K, V], decays [8, ..., K]) of a rank."""
+    """Draw a rank's (states [8, ..., K, V], decays [8, ..., K])."""
     generator = torch.Generator(device).manual_seed(rank)
     count = max(SEGMENTS)
     state = torch.randn(count, *shape, generator=generator, device=device)
@@ -42,7 +43,7 @@ def drawn(rank: int, device: torch.device, shape: tuple[int, ...]) -> tuple[torc
 
 
 def segments(states: torch.Tensor, decays: torch.Tensor, comm: allscan.Communicator) -> torch.Tensor:
-    """The incoming states."""
+    """Return the incoming states."""
     return allscan.allscan_segments(states, decays, comm=comm)[0]
 
 
@@ -57,7 +58,7 @@ def cases(comm: allscan.Communicator, shape: tuple[int, ...]) -> list[Case]:
 
 
 def check(comm: allscan.Communicator, shape: tuple[int, ...], case: Case) -> float:
-    """The largest error of this rank."""
+    """Return the largest error of this rank."""
     n, made = case.segments, case.call()
     of_all = [[x[:n].cpu() for x in drawn(rank, comm.device, shape)] for rank in range(comm.size)]
     states, decays = ([x for some in of_all for x in some[i]] for i in range(2))
@@ -69,7 +70,7 @@ def check(comm: allscan.Communicator, shape: tuple[int, ...], case: Case) -> flo
 
 
 def rows(size: int, shape: tuple[int, ...]) -> list[dict]:
-    """Of this rank; on CPUs without times."""
+    """Return this rank's rows; on CPUs without times."""
     found = []
     with allscan.Communicator(group_of(size)) as comm:
         latency, back_to_back = stopwatches(size) if comm.device.type == "cuda" else (None, None)

@@ -1,10 +1,10 @@
-"""What each GPU does when, in one forward and backward of zeco_gla: a picture and a trace, the proof of overlap.
+"""Draws the timeline of each GPU in one forward and backward of zeco_gla, and writes a trace: it shows the overlap.
 
     python -m bench.timeline                    # all GPUs of this machine; writes timeline.png and timeline.json
 
-timeline.json opens in chrome://tracing or ui.perfetto.dev: a process a rank, a thread a stream. The times are those of
-torch's profiler, whose clock the ranks of a host share. In the picture each rank has two lines: above, the kernels that
-compute; below, the scans.
+timeline.json opens in chrome://tracing or ui.perfetto.dev: a process per rank, a thread per stream. Times are from
+torch's profiler, whose clock the ranks of a host share. In the plot each rank has two lines: compute kernels above,
+scans below.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ SCAN = "scan_kernel"
 
 
 def record(T, H, D):
-    """[(kernel, stream, begin in us, duration in us)] of one step of this rank, a CUDA graph."""
+    """Return [(kernel, stream, begin in us, duration in us)] of one step of this rank, a CUDA graph."""
     with allscan.Communicator() as comm:
         leaves, do = inputs(T, H, D, comm.device, comm.rank)
         graph, *_ = capture(leaves, do, lambda *x: allscan.zeco_gla(*x, comm=comm)[0], True)
         comm.barrier()
         activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
         with torch.profiler.profile(activities=activities) as profile:
-            for _ in range(10):  # the last one counts: nothing is cold then
+            for _ in range(10):  # the last one counts: it is warm
                 graph.replay()
             torch.cuda.synchronize()
         comm.barrier()
@@ -43,13 +43,13 @@ def record(T, H, D):
             events = json.load(file)["traceEvents"]
     kernels = [e for e in events if e.get("cat") == "kernel"]
     kernels.sort(key=lambda e: e["ts"])
-    ends = [e for e in kernels if e["name"].startswith("strong_decay_grad_kernel")]  # with which a step ends
+    ends = [e for e in kernels if e["name"].startswith("strong_decay_grad_kernel")]  # the last kernel of a step
     before = ends[-2]["ts"]
     return [(e["name"], e["args"]["stream"], e["ts"], e["dur"]) for e in kernels if e["ts"] > before]
 
 
 def exposed(kernels) -> float:
-    """Microseconds of scans during which no other kernel of this rank runs."""
+    """Return the microseconds of scans without another running kernel of this rank."""
     others = sorted((begin, begin + dur) for name, _, begin, dur in kernels if name != SCAN)
     alone = 0.0
     for name, _, begin, dur in kernels:

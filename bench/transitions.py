@@ -1,10 +1,12 @@
-"""Time of the scan with dense transitions, as delta rules need it, beside what flash-linear-attention does instead: an
-all-gather of states and transitions, and on every rank the product of those before it (fla's own kernel).
+"""Measures the scan with dense transitions, as in delta rules, against flash-linear-attention's method.
+
+That is an all-gather of states and transitions, and on every rank the product of those of earlier ranks (fla's own
+kernel).
 
     python -m bench.transitions      # 2 and all GPUs of this machine; writes bench/results/transitions.csv
 
-Measured like bench.scan; every method is checked against float64 before it is timed, and again after. Without GPUs the
-scan is only checked, on 3 CPU ranks.
+Times are measured as in bench.scan; every method is checked against float64 before and after. Without GPUs the scan is
+only checked, on 3 CPU ranks.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from allscan.reference import allscan_reference
 from allscan.tools.ranks import Ranks
 from bench.harness import Table, group_of, quantiles, results, slowest, stopwatches
 
-SHAPES = [(32, 128, 128), (32, 64, 64), (6, 256, 512)]  # heads, K, V; the last is fla's Gated DeltaNet by default
+SHAPES = [(32, 128, 128), (32, 64, 64), (6, 256, 512)]  # heads, K, V; the last is the default of fla's Gated DeltaNet
 COLUMNS = (
     "method",
     "ranks",
@@ -43,7 +45,7 @@ COLUMNS = (
 
 
 def point(ranks: int, heads: int, K: int, V: int) -> list:
-    """Run on every rank: check and time all methods for one shape. Returns rows of this rank."""
+    """Check and time all methods for one shape; runs on every rank. Return this rank's rows."""
     group = group_of(ranks)
     if dist.get_rank() >= ranks:
         return []
@@ -79,7 +81,7 @@ def point(ranks: int, heads: int, K: int, V: int) -> list:
     }
     if comm.device.type == "cuda":
         methods["all_gather alone"] = (gather, None)
-        if K <= 128 and importlib.util.find_spec("fla"):  # with K=256 fla chose for more than 3 minutes
+        if K <= 128 and importlib.util.find_spec("fla"):  # with K=256 fla's autotuning takes over 3 minutes
             from fla.ops.cp.chunk_merge import chunk_cp_merge
 
             methods["all_gather and fla's merge"] = (gather_and_merge, forward)

@@ -1,8 +1,8 @@
-"""The configurations of flash-linear-attention's kernels, compiled and chosen before anything is measured.
+"""Compiles and autotunes flash-linear-attention's kernels before a measurement.
 
-fla chooses among hundreds of configurations. Before any rank does, many processes compile them (compile_ahead), then
-one process a GPU times each for 15 ms (Triton: 100) with TUNED_AT tokens. fla keeps what it has found in Triton's
-cache, and all ranks take it from there for all T and, with most kernels, all H: fla's keys do not contain them.
+fla chooses among hundreds of configurations. Before a rank does, many processes compile them (compile_ahead); then one
+process per GPU times each for 15 ms (Triton: 100) with TUNED_AT tokens. fla stores the choices in Triton's cache, and
+all ranks read them there for all T and, with most kernels, all H: fla's keys do not contain these.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ import torch.nn.functional as F
 from bench import harness
 
 TUNED_AT = 16384  # tokens
-TIMED = [0]  # configurations, in this process
+TIMED = [0]  # number of configurations timed in this process
 
 
 def inputs(rule, T, H, gate, device, seed, dtype=torch.bfloat16, K=128):
-    """([q, k, v, g, beta], gradient of o, a state)."""
+    """Draw ([q, k, v, g, beta], gradient of o, a state)."""
     generator = torch.Generator(device).manual_seed(seed)
 
     def normal(*shape):
@@ -49,7 +49,7 @@ def fla_operator(rule):
 
 
 def step(call, given, do, state, backward):
-    """(o, gradients of the five) or (o,). The gradient of a final state that there is is ``state``."""
+    """Run one call; return (o, gradients of the five inputs) or (o,). ``state`` is the gradient of a final state."""
     leaves = [x.detach().requires_grad_(backward) for x in given]
     initial = state.detach().requires_grad_(backward)
     with torch.set_grad_enabled(backward):
@@ -61,7 +61,7 @@ def step(call, given, do, state, backward):
 
 
 def time_quickly() -> None:
-    """In this process a configuration is timed for 15 ms, after 5; by itself Triton takes 100 after 25."""
+    """Time each configuration in this process for 15 ms, after 5 ms of warm-up; Triton's default is 100 after 25."""
     from triton.runtime.autotuner import Autotuner
     from triton.testing import do_bench
 
@@ -73,20 +73,20 @@ def time_quickly() -> None:
 
 
 class Job(NamedTuple):
-    """What fla is called for ahead. rule: "gla" too. kind: "one rank", with states and without; "cp_context", as a rank
-    in the middle of several; "halves": packed, as zeco's zigzag layout has it; "packed", of "gla". normalized: numbers
-    of tokens whose queries fla normalises by a kernel that depends on it."""
+    """Calls of fla to tune ahead. rule: also "gla". kind: "one rank", with states and without; "cp_context", as a
+    middle rank; "halves": packed, as in the zigzag layout; "packed", for "gla". normalized: numbers of tokens for which
+    fla's kernel that normalizes queries has its own configuration."""
 
     rule: str
     H: int
     kind: str = "one rank"
     beta: torch.dtype = torch.float32
     normalized: tuple[int, ...] = ()
-    K: int = 128  # of "gla" alone
+    K: int = 128  # for "gla" only
     V: int = 128
 
     def run(self, T: int, device: torch.device) -> None:
-        """Every kernel of fla's that a rank launches. Of Gated DeltaNet's backward what zeco_gated_delta_rule takes."""
+        """Launch every fla kernel that a rank uses; of Gated DeltaNet's backward those of zeco_gated_delta_rule."""
         if self.rule == "gla":
             return self._gla(T, device)
         for tokens in self.normalized:
@@ -120,12 +120,12 @@ class Job(NamedTuple):
 
 
 def rejected(*, q, k, w, g, **_):
-    """In place of the kernel that fla rejects to run."""
+    """Replace the kernel that fla rejects."""
     return tuple(torch.zeros_like(x) for x in (q, k, w, g))
 
 
 def middle_of_three(T: int, device: torch.device):
-    """fla's context of a rank that has others before and behind it, which are made up: it launches all kernels."""
+    """Return fla's context of a middle rank with fake neighbours: it launches all kernels."""
     from fla.ops.cp import build_cp_context
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -136,9 +136,9 @@ def middle_of_three(T: int, device: torch.device):
 
 
 def compile_share(claims: str, shares: list[tuple[int, list[Job]]]) -> list[str]:
-    """Compile the configurations of fla's kernels that no other process has claimed, which then lie in Triton's cache;
-    nothing is launched. Of each share what Triton would time: for arguments with keys that have come before, and be it
-    with another number of heads, it takes the choice that it has. What was raised."""
+    """Compile the configurations of fla's kernels that no other process has claimed, into Triton's cache, without a
+    launch. Compiles for each share the configurations that Triton would time: for known keys, even with another number
+    of heads, Triton uses its earlier choice. Return the errors."""
     from triton.runtime.autotuner import Autotuner
 
     share = [0]
@@ -151,12 +151,12 @@ def compile_share(claims: str, shares: list[tuple[int, list[Job]]]) -> list[str]
         configs = self.prune_configs(kwargs) if len(self.configs) > 1 else self.configs
         for config in configs:
             claim = f"{share[0]} {self.base_fn.__module__} {self.base_fn.__name__} {key} {config}"
-            with contextlib.suppress(Exception):  # what does not compile is left out when configurations are timed
+            with contextlib.suppress(Exception):  # the autotuner skips configurations that do not compile
                 place = os.path.join(claims, hashlib.sha256(claim.encode()).hexdigest())
-                open(place, "x").close()  # raises if there is one
+                open(place, "x").close()  # raises if it exists
                 kernel = self.fn.run(*args, **kwargs | dict(warmup=True), **config.all_kwargs())
                 if config is configs[0]:
-                    kernel.run  # noqa: B018 - its launcher, the same for all of them, is compiled when it is asked for
+                    kernel.run  # noqa: B018 - compiles the launcher, which all configurations share
 
     raised = []
     with mock.patch.object(Autotuner, "run", claimed_only):
@@ -166,7 +166,7 @@ def compile_share(claims: str, shares: list[tuple[int, list[Job]]]) -> list[str]
 
 
 def tune_share(gpu: int, jobs: list[Job]) -> list[str]:
-    """Let fla choose its configurations, which then lie in Triton's cache, too. What was raised."""
+    """Let fla choose its configurations, and store them in Triton's cache. Return the errors."""
     time_quickly()
     return _each(jobs, gpu, TUNED_AT)
 
@@ -184,8 +184,8 @@ def _each(jobs, gpu, T) -> list[str]:
 
 
 def compile_ahead(jobs: list[Job], meanwhile=lambda: None) -> None:
-    """By many processes, since fla has hundreds of configurations, and would compile one after the other; then chosen
-    by one process a GPU, of the same K and V by the same. meanwhile: what is done while they compile."""
+    """Compile in many processes, since fla would compile its hundreds of configurations sequentially; then choose in
+    one process per GPU, the same one for equal K and V. meanwhile: called during compilation."""
     gpus, begin, raised = torch.cuda.device_count(), time.monotonic(), []
     count = max(gpus, min(28, (os.cpu_count() or 2) - 4))
     widths = list(dict.fromkeys((job.K, job.V) for job in jobs))

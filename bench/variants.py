@@ -1,12 +1,12 @@
-"""Scan kernels of several sources, or with several tiles, beside one another: in turns, in one process group.
+"""Compares scan kernels of several sources, or with several tile sizes, in turns, in one process group.
 
     git archive --prefix=old/ 1dd12ea~1 shmem_kernels | tar x -C /tmp
     python -m bench.variants now=shmem_kernels now=shmem_kernels:2048:4 before=/tmp/old/shmem_kernels:2048:4
 
-A variant is NAME=FOLDER[:WORDS[:WARPS]]: a folder like shmem_kernels, which the host's code of this checkout launches,
-words of a tile (default: AllScan's choice) and warps of a program. Each gives bitwise what rank 0 sends, in 60 scans of
-fresh values with ranks that are late, before it is timed like in bench.scan, on 2 ranks; the median of 3 turns counts.
-Writes nothing unless --csv says so. Without two GPUs the values alone are checked, on 2 CPU ranks.
+A variant is NAME=FOLDER[:WORDS[:WARPS]]: a folder like shmem_kernels, launched by the host code of this checkout, words
+of a tile (default: AllScan's choice) and warps of a program. Before timing, each must return bitwise the values that
+rank 0 sends, in 60 scans of fresh values with stragglers. Times are measured as in bench.scan, on 2 ranks; the median
+of 3 turns counts. Writes a file only with --csv. Without two GPUs only the values are checked, on 2 CPU ranks.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ COLUMNS = (
 )
 COLUMNS += ("sources",)
 TURNS, EPOCHS = 3, 60
-SPECIAL = [-0.0, float("inf"), float("-inf"), 0.0, 1e-42, -0.0, 3.0]  # first in the states that are sent
+SPECIAL = [-0.0, float("inf"), float("-inf"), 0.0, 1e-42, -0.0, 3.0]  # first values of the sent states
 
 
 class Variant(NamedTuple):
-    """See above."""
+    """A variant; see the module's docstring."""
 
     name: str
     folder: str
@@ -56,7 +56,7 @@ class Variant(NamedTuple):
 
     @classmethod
     def of(cls, text: str) -> Variant:
-        """Of a command line. Raises ValueError."""
+        """Parse a variant from the command line. Raises ValueError."""
         name, equals, rest = text.partition("=")
         folder, *numbers = rest.split(":")
         if not equals or len(numbers) > 2 or not os.path.isfile(os.path.join(folder, "scan.py")):
@@ -70,7 +70,7 @@ class Variant(NamedTuple):
 
 
 def kernels_of(folder: str):
-    """scan.py of a folder, which takes the place of allscan.shmem_kernels for its own imports."""
+    """Import scan.py of a folder; the folder replaces allscan.shmem_kernels for its own imports."""
     package = f"allscan.kernels_of_{folder.encode().hex()}"
     if package not in sys.modules:
         spec = importlib.util.spec_from_file_location(
@@ -83,7 +83,7 @@ def kernels_of(folder: str):
 
 @contextlib.contextmanager
 def launching(variant: Variant):
-    """What is launched for the first time is the variant's kernel."""
+    """Make first launches inside the block use the variant's kernel."""
     kept = launcher.scan_kernel, launcher.Launch
 
     def launch(kernel, grid, **options):
@@ -97,7 +97,7 @@ def launching(variant: Variant):
 
 
 class Scan:
-    """A variant's, with its inputs."""
+    """A variant's scan, with its inputs."""
 
     def __init__(self, comm, shape, variant: Variant):
         words, V = variant.words, shape[-1]
@@ -113,7 +113,7 @@ class Scan:
         self.scan.scan(self.state, self.decay, out=self.out)
 
     def check(self, epochs: int = EPOCHS) -> None:
-        """AssertionError if a bit is wrong."""
+        """Raise AssertionError if a bit is wrong."""
         device, rank = self.comm.device, self.comm.rank
         generator = torch.Generator(device).manual_seed(1)
         wrong = torch.zeros((), dtype=torch.int64, device=device)
@@ -133,7 +133,7 @@ class Scan:
 
 
 def point(nbytes: int, variants: list[Variant]) -> list[dict]:
-    """On all ranks of the job: rows of one size, on the first two."""
+    """Return the rows of one size on the first two ranks; runs on all ranks of the job."""
     group = group_of(2)
     if dist.get_rank() >= 2:
         return []
@@ -158,7 +158,7 @@ def point(nbytes: int, variants: list[Variant]) -> list[dict]:
 
 
 def slowest(rows) -> dict:
-    """One row of those of both ranks."""
+    """Reduce the rows of both ranks to one."""
     slow = max(rows, key=lambda row: statistics.median(row["latencies"]))
     latencies = slow["latencies"]
     return slow | dict(

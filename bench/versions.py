@@ -1,14 +1,14 @@
-"""Our kernels' times on one GPU, to compare what versions of Triton make of them: a process for each version.
+"""Measures allscan's kernels on one GPU, to compare versions of Triton: one process per version.
 
     python -m bench.versions --json 3.6.json                                # the Triton of this environment
     PYTHONPATH=/other/triton:. python -m bench.versions --json 3.9.json     # another one in front
     python -m bench.versions --compare 3.6.json 3.9.json                    # a table
 
-Scans of 2 MiB and with transitions run as three virtual ranks of this GPU: the second one waits, computes and sends.
-zeco_gla and zeco_kda have one rank. Everything is checked against float64 first, zeco_kda against fla where fla works
-inside of its chunks. A time is the median over samples of replays of a CUDA graph, in microseconds of one call; beside
-it, those of each kernel, as torch's profiler has them. Kernels of flash-linear-attention are chosen by its autotuner,
-so that another Triton may have other ones; ``--no-fla`` leaves them out, which saves some minutes.
+Scans of 2 MiB and with transitions run on three virtual ranks of this GPU: the second one waits, computes and sends.
+zeco_gla and zeco_kda run on one rank. All are checked against float64 first, zeco_kda with fla's chunk kernels against
+fla. A time is the median over samples of replays of a CUDA graph, in microseconds per call; also the time of each
+kernel, from torch's profiler. flash-linear-attention's autotuner may choose other kernels with another Triton;
+``--no-fla`` omits them, and saves some minutes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from bench import local, tuning
 from bench.harness import capture, checked, inputs, machine, quantiles, sample, step
 
 RANKS, ROUNDS = 3, 10  # virtual ranks, and scans in a graph
-PROGRAMS = 40  # of each virtual rank: those of transitions take a multiprocessor each, and all are to run at once
+PROGRAMS = 40  # per virtual rank: with transitions each needs a multiprocessor, and all must run at once
 SAMPLES = 25
 T, H = 16384, 32
 CASES = {
@@ -55,7 +55,7 @@ CASES = {
 
 
 class Chain:
-    """Scans of RANKS virtual ranks, each on its stream."""
+    """Scans of RANKS virtual ranks, each on its own stream."""
 
     def __init__(self, kind: str, shape: tuple[int, ...]) -> None:
         heads, K, V = shape
@@ -91,7 +91,7 @@ class Chain:
         for rank, launch in zip(self.ranks.ranks, self.launches, strict=True):
             if rank.stream is not None:
                 rank.stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(rank.stream):  # None: as it is
+            with torch.cuda.stream(rank.stream):  # None keeps the current stream
                 launch()
         self.ranks.join()
 
@@ -109,14 +109,14 @@ class Chain:
 
 
 def gla(comm, K: int, backward: bool):
-    """(error, graph) of zeco_gla."""
+    """Return (error, graph) of zeco_gla."""
     error = local.check("zeco_gla", comm, (1, T, H, K, K), False)
     leaves, do = inputs(T, H, K, "cuda")
     return error, capture(leaves, do, local.METHODS["zeco_gla"](comm, None), backward)[0]
 
 
 def kda(comm, chunk: str):
-    """The same of both passes of zeco_kda; chunk: whose kernels work inside of the chunks."""
+    """Return (error, graph) of both passes of zeco_kda; chunk: whose kernels are used inside chunks."""
 
     def run(call, tokens):
         return partial(tuning.step, call, *tuning.inputs("kda", tokens, H, 1 / 16, "cuda", 1), True)
@@ -134,7 +134,7 @@ def kda(comm, chunk: str):
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        for _ in range(8):  # until fla's functions have their plans
+        for _ in range(8):  # until plans of fla's functions exist
             call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -144,7 +144,7 @@ def kda(comm, chunk: str):
 
 
 def prepared(comm, name: str):
-    """(error, graph, calls in it) of a case."""
+    """Return (error, graph, calls in it) of a case."""
     kind, what = CASES[name]
     if kind == "gla":
         return *gla(comm, *what), 1
@@ -155,7 +155,7 @@ def prepared(comm, name: str):
 
 
 def kernels(graph, calls: int) -> dict[str, float]:
-    """Microseconds of each kernel in a call."""
+    """Return the microseconds of each kernel in a call."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         for _ in range(5):
             graph.replay()
@@ -169,7 +169,7 @@ def by_fla(name: str) -> bool:
 
 
 def compile_kernels(name: str) -> None:
-    """In a process of its own: they lie in Triton's cache then."""
+    """Compile a case's kernels into Triton's cache; runs in a separate process."""
     kind, what = CASES[name]
     if kind in ("scan", "transitions", "transposed"):
         Chain(kind, what).check()
@@ -185,8 +185,8 @@ def compile_kernels(name: str) -> None:
 
 
 def compile_ahead(names: list[str]) -> None:
-    """What the cases need, by a process each."""
-    ours = [name for name in names if not (by_fla(name) or name.endswith("forward"))]  # both passes have it
+    """Compile the kernels of the cases, with a process for each."""
+    ours = [name for name in names if not (by_fla(name) or name.endswith("forward"))]  # both passes include forward
     with multiprocessing.get_context("spawn").Pool(len(ours) or 1) as pool:
         compiling = pool.map_async(compile_kernels, ours, chunksize=1)
         if any(map(by_fla, names)):
