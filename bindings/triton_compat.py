@@ -11,6 +11,7 @@ Checked against the sources of Triton 3.6 to 3.9:
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import inspect
 import re
@@ -133,6 +134,18 @@ def compilations_told(begin: Callable[[], None], end: Callable[[], None]) -> Non
     runtime.jit_cache_hook, runtime.jit_post_compile_hook = cache_hook, post_compile_hook
 
 
+@contextlib.contextmanager
+def told_as_compilation() -> Iterator[None]:
+    """Call the functions of ``compilations_told`` around work that takes as long as compiling a kernel."""
+    for begin, _ in _told:
+        begin()
+    try:
+        yield
+    finally:
+        for _, end in _told:
+            end()
+
+
 def interpreting() -> bool:
     """Check whether a kernel defined now is interpreted."""
     return knobs.runtime.interpret
@@ -177,13 +190,8 @@ def functions_of(library: str, names: Sequence[str]) -> str:
     cache = get_cache_manager(hashlib.sha256(repr((content, triton.__version__, names)).encode()).hexdigest())
     if (found := cache.get_file("functions.ll")) is not None:
         return found
-    for begin, _ in _told:  # takes as long as compiling a kernel
-        begin()
-    try:
+    with told_as_compilation():
         return cache.put(_text_of(library, names), "functions.ll", binary=False)
-    finally:
-        for _, end in _told:
-            end()
 
 
 NOT_SO_IN_THIS_TRITON = ImportError, AttributeError, TypeError, RuntimeError
