@@ -17,6 +17,7 @@ import functools
 import importlib
 import importlib.util
 import os
+import statistics
 import threading
 import time
 from itertools import pairwise
@@ -101,6 +102,8 @@ CASES = [(family, dtype, packed) for family in MODELS for dtype in DTYPES for pa
 CASES += [(family, "bfloat16", "zigzag") for family in TRAINED]  # not packed
 CASES += [(family, "bfloat16", "documents") for family in MODELS]  # packed, each cut
 DOCUMENTS = [0, 1, 13, 60, 60, 91]  # over 2P
+# The gradient of Nemotron-H's A_log is a sum that nearly cancels: errors of one batch differ by a factor of six
+SEEDS = {"nemotron_h": range(1, 9)}
 COMPILED_AT_ONCE = 6  # of processes, which take 2 to 3 GB of the GPU each
 starting = threading.Lock()  # of processes, by the variables of this one
 GATED = dict(linear_key_head_dim=32, linear_value_head_dim=32, deterministic_mode=False)
@@ -223,35 +226,49 @@ def split(comm, family, model, tokens, labels, how, layout="contiguous"):
 
 
 def model_case(group, family, dtype, packed):
-    """{name: (error to one rank in float32, that of one rank in ``dtype``)} of logits, loss, parameters' gradients.
+    """{name: (error to one rank in float32, that of one rank in ``dtype``)} of logits, loss, parameters' gradients;
+    of several batches, the root of the mean square.
     packed: False, True, or "zigzag" for that layout, not packed, or "documents", packed and each cut."""
     import_fla(models=False)
+    with allscan.Communicator(group, timeout=120) as comm:  # where one rank compiles longer than another
+        model = made(family, comm.device)
+        batches = [batch_errors(comm, group, family, model, dtype, packed, seed) for seed in SEEDS.get(family, (1,))]
+    pairs = {name: [errors[name] for errors in batches] for name in batches[0]}
+    return {name: tuple(mean_square(x) for x in zip(*of_batches, strict=True)) for name, of_batches in pairs.items()}
+
+
+def mean_square(errors):
+    """The root of the mean square."""
+    return statistics.fmean(x * x for x in errors) ** 0.5
+
+
+def batch_errors(comm, group, family, model, dtype, packed, seed):
+    """What ``model_case`` returns, for one batch of random tokens."""
     zigzag, documents = packed in ("zigzag", "documents"), None
     layout = packed if zigzag else "contiguous"
     packed = packed and packed != "zigzag"
-    with allscan.Communicator(group, timeout=120) as comm:  # where one rank compiles longer than another
-        tokens, lengths = parts(comm.size)
-        tokens = [182] * comm.size if zigzag else tokens  # no multiple of 16 either
-        lengths = lengths if packed else [0, sum(tokens)]
-        if layout == "documents":
-            documents = lengths = [2 * comm.size * n for n in DOCUMENTS]
-        whole = torch.randint(1, VOCABULARY, (1 if packed else 2, sum(tokens)), generator=torch.manual_seed(1))
-        whole = whole.to(comm.device)
-        labels = whole.clone()
-        labels[:, lengths[:-1]] = -100  # no sequence predicts the next one's first token
-        model, mine = made(family, comm.device), place(comm, tokens, zigzag, documents)
-        exact = one_rank(family, model, whole, labels, sorted({*lengths}))
-        model = copy.deepcopy(model).to(DTYPES[dtype])
-        how = dict(cu_seq_lens_q=torch.tensor(lengths, dtype=torch.int32, device=comm.device)) if packed else {}
-        if dtype == "float32":
-            with allscan.Communicator(group_of_one()) as one:
-                alone = split(one, family, model, whole, labels, how)
-        else:
-            alone = one_rank(family, model, whole, labels, sorted({*lengths}))
-        found = split(comm, family, model, whole[:, mine], labels[:, mine], how, layout)
-        summed_over(group, found)
-        exact["logits"], alone["logits"] = (x["logits"][:, mine] for x in (exact, alone))
-        return {name: (relative(found[name], x), relative(alone[name], x)) for name, x in exact.items() if x.any()}
+    tokens, lengths = parts(comm.size)
+    tokens = [182] * comm.size if zigzag else tokens  # no multiple of 16 either
+    lengths = lengths if packed else [0, sum(tokens)]
+    if layout == "documents":
+        documents = lengths = [2 * comm.size * n for n in DOCUMENTS]
+    whole = torch.randint(1, VOCABULARY, (1 if packed else 2, sum(tokens)), generator=torch.manual_seed(seed))
+    whole = whole.to(comm.device)
+    labels = whole.clone()
+    labels[:, lengths[:-1]] = -100  # no sequence predicts the next one's first token
+    mine = place(comm, tokens, zigzag, documents)
+    exact = one_rank(family, model, whole, labels, sorted({*lengths}))
+    model = copy.deepcopy(model).to(DTYPES[dtype])
+    how = dict(cu_seq_lens_q=torch.tensor(lengths, dtype=torch.int32, device=comm.device)) if packed else {}
+    if dtype == "float32":
+        with allscan.Communicator(group_of_one()) as one:
+            alone = split(one, family, model, whole, labels, how)
+    else:
+        alone = one_rank(family, model, whole, labels, sorted({*lengths}))
+    found = split(comm, family, model, whole[:, mine], labels[:, mine], how, layout)
+    summed_over(group, found)
+    exact["logits"], alone["logits"] = (x["logits"][:, mine] for x in (exact, alone))
+    return {name: (relative(found[name], x), relative(alone[name], x)) for name, x in exact.items() if x.any()}
 
 
 def summed_over(group, found):
