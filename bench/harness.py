@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import contextlib
 import csv
 import functools
@@ -127,6 +128,7 @@ def checked(name, actual, expected, limit) -> float:
 
 def extra_mib(function) -> float:
     """Return the peak memory of a call in MiB, beyond the memory in use before it."""
+    gc.collect()  # else garbage that is collected during the call counts as in use before it
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
