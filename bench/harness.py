@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import contextlib
 import csv
 import functools
+import gc
 import os
 
 import numpy as np
