@@ -42,8 +42,6 @@ CASES = {
     "transitions K=128": ("transitions", (32, 128, 128)),
     "transitions K=256": ("transitions", (6, 256, 512)),
     "transitions K=512": ("transitions", (4, 512, 128)),
-    "transitions K=256, by mma": ("transposed", (6, 256, 512)),
-    "transitions K=512, by mma": ("transposed", (4, 512, 128)),
     **{
         f"zeco_gla K=V={K}, {name}": ("gla", (K, backward))
         for K in (128, 256)
@@ -59,7 +57,7 @@ class Chain:
 
     def __init__(self, kind: str, shape: tuple[int, ...]) -> None:
         heads, K, V = shape
-        dense = kind in ("transitions", "transposed")
+        dense = kind == "transitions"
         tile = transition_tile(K) if dense else None
         self.ranks = VirtualRanks(RANKS, shape, tile=tile, programs=PROGRAMS if dense else 64)
         device, generator = self.ranks.device, torch.Generator().manual_seed(K)
@@ -78,7 +76,6 @@ class Chain:
             fixed = dict(K=K, V=V, HAS_INITIAL=rank == 0)
             if dense:
                 fixed |= dict(stride_i=K, stride_j=1, **transition_blocks(self.ranks.spec.tile[0]))
-                fixed["TRANSPOSED"] = kind == "transposed"
             else:
                 words = self.ranks.spec.tile[0] * self.ranks.spec.tile[1]
                 fixed |= dict(stride_g=K, stride_k=1, HAS_DECAY=True, NEIGHBOUR_SHIFT=False)
@@ -171,7 +168,7 @@ def by_fla(name: str) -> bool:
 def compile_kernels(name: str) -> None:
     """Compile a case's kernels into Triton's cache; runs in a separate process."""
     kind, what = CASES[name]
-    if kind in ("scan", "transitions", "transposed"):
+    if kind in ("scan", "transitions"):
         Chain(kind, what).check()
         return
     with allscan.Communicator() as comm:
@@ -239,7 +236,7 @@ def main(arguments=None) -> int:
         return 0
     if not torch.cuda.is_available():
         print("No GPU here: the scans are checked, with smaller states.")
-        for kind, shape in (("scan", (2, 8, 16)), ("transitions", (1, 16, 32)), ("transposed", (1, 256, 16))):
+        for kind, shape in (("scan", (2, 8, 16)), ("transitions", (1, 16, 32)), ("transitions", (1, 256, 16))):
             print(f"{kind:12} max error {Chain(kind, shape).check():.1e}")
         return 0
     names = [name for name in options.cases if not (options.no_fla and by_fla(name))]

@@ -25,15 +25,14 @@ def transition_kernel(
     BJ: tl.constexpr,
     STAGES: tl.constexpr,
     HAS_INITIAL: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
 ):
     """R_{p+1} = transition_p R_p + state_p. A tile is BV whole columns, since a row of the product needs all of R's.
 
     A program takes consecutive tiles. With BJ >= BK it loads a tile's transition before it waits for R; of a larger
     transition it loads BJ columns at a time afterwards, STAGES ahead, and reads as many rows of R back from p_out.
     Products are of three TF32 parts each, as accurate as float32. A first rank that begins with 0 sends its state
-    unchanged. TRANSPOSED: the products of a transition that is not held use transposed operands. These have too few
-    rows for wgmma, so Triton uses mma, which is not asynchronous and needs no barriers of its own.
+    unchanged. The products of a transition that is not held use transposed operands: these have too few rows for
+    wgmma, so Triton uses mma, which is not asynchronous and needs no barriers of its own.
     """
     PRODUCT: tl.constexpr = (channel.SEND != NONE) and ((channel.RECV != NONE) or HAS_INITIAL)
     HELD: tl.constexpr = PRODUCT and BJ >= channel.BK
@@ -60,18 +59,15 @@ def transition_kernel(
             b_state = tl.dot(b_transition, b_prev, b_state, input_precision="tf32x3")
         elif PRODUCT:
             tl.debug_barrier()  # all of R is in p_out
-            b_sum = tl.trans(b_state) if TRANSPOSED else b_state
+            b_sum = tl.trans(b_state)
             for n in tl.range((K + BJ - 1) // BJ, num_stages=STAGES):
                 j = n * BJ + tl.arange(0, BJ)
                 at = i[:, None] * stride_i + j[None, :] * stride_j
                 b_columns = tl.load(dense + at, mask=(i < K)[:, None] & (j < K)[None, :], other=0.0)  # [BK, BJ]
                 at = j[:, None] * V + v[None, :]
                 b_rows = tl.load(p_out + state + at, mask=(j < K)[:, None] & (v < V)[None, :], other=0.0)  # [BJ, BV]
-                if TRANSPOSED:
-                    b_sum = tl.dot(tl.trans(b_rows), tl.trans(b_columns), b_sum, input_precision="tf32x3")
-                else:
-                    b_sum = tl.dot(b_columns, b_rows, b_sum, input_precision="tf32x3")
-            b_state = tl.trans(b_sum) if TRANSPOSED else b_sum
+                b_sum = tl.dot(tl.trans(b_rows), tl.trans(b_columns), b_sum, input_precision="tf32x3")
+            b_state = tl.trans(b_sum)
         if ok:
             post(channel, tile, epoch, word, b_state)
             finish(channel, tile, epoch)  # on the last rank too

@@ -257,7 +257,6 @@ class Launcher:
             stride_i=strides[0],
             stride_j=strides[1],
             **fixed,
-            TRANSPOSED=False,
             **transition_blocks(self.spec.tile[0]),
         )
 

@@ -87,7 +87,7 @@ def chain_case(group, kind, shape):
 
 @pytest.mark.cpu
 @pytest.mark.parametrize(
-    "kind, shape", [("scan", (2, 8, 16)), ("transitions", (1, 16, 32)), ("transposed", (1, 256, 16))]
+    "kind, shape", [("scan", (2, 8, 16)), ("transitions", (1, 16, 32)), ("transitions", (1, 256, 16))]
 )
 def test_virtual_ranks_whose_scans_are_timed(run, kind, shape):
     """bench.versions, which runs on one GPU."""
