@@ -5,9 +5,9 @@
 
 Inputs: 1 x 16384 x 32 x 128 x 128, bfloat16, gates float32, logsigmoid(normal) / 16 ("weak"), logsigmoid(normal) and -5
 sigmoid(2 normal) ("strong"); states and their gradients are random. Results are compared with the token-by-token
-recurrence in float64 and its autograd, in a few chunks. A time is the mean of consecutive calls; beside it the time of
-the kernel's input and output bytes at 3.0 TB/s. Each group runs in its own process, so that an illegal memory access
-stops no other group. Kernels are compiled ahead, in parallel.
+recurrence in float64 and its autograd, in a few chunks. A time is the mean of consecutive calls, printed with the
+time to move the kernel's inputs and outputs at 3.0 TB/s. Each group runs in its own process, so that an illegal memory
+access stops no other group. Kernels are compiled ahead, in parallel.
 """
 
 from __future__ import annotations

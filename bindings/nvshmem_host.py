@@ -70,7 +70,7 @@ def load() -> types.ModuleType:
 
 
 def is_initialized() -> bool:
-    """Whether NVSHMEM is running in this process, whoever has initialised it."""
+    """Check whether NVSHMEM is initialised in this process, by allscan or by another library."""
     return load().init_status() >= _INITIALIZED
 
 

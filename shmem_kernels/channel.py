@@ -2,7 +2,7 @@
 
 A scan numbers its ranks in the direction of the scan: ``prev`` sends to me, I send to ``next``; the first rank has no
 prev, the last no next. The state is cut into tiles. Each tile has ``DEPTH`` slots in the receiver's inbox and a scan
-number of its own, the *epoch*, which counts 1, 2, 3 ... in device memory: nothing comes from the host, so a CUDA graph
+number of its own, the *epoch*, which counts 1, 2, 3 ... in device memory: the host passes no values, so a CUDA graph
 can replay a scan and ranks may run ahead of each other.
 
         prev                              me                               next

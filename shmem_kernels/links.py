@@ -1,4 +1,4 @@
-"""How a tile crosses one link of the chain. The kind of link is fixed when a kernel is compiled, alike at both ends.
+"""Sends a tile over one link of the chain. The link's type is a compile-time constant, the same at both ends.
 
 ``SENTINEL``  Stores into the mapped inbox. The words themselves signal their arrival: a free slot is filled with -0.0,
               which is never sent (the sender turns -0.0 into +0.0), and the receiver polls the words. A 4-byte store

@@ -1,4 +1,4 @@
-"""Where the tiles of a state [G, K, V] lie: G matrices, of which a tile has BK rows and BV columns."""
+"""Addresses of tiles in a state [G, K, V]: a tile is BK rows and BV columns of one of G matrices."""
 
 from __future__ import annotations
 

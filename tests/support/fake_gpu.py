@@ -218,7 +218,7 @@ def fake_gpu(kernels, with_graphs=False):
         mock.patch.object(compiled_kernel, "current_stream_of", lambda device: 0),
         mock.patch.object(graph_cache, "capturing", lambda: False),
         mock.patch.object(graph_cache, "current_stream_of", lambda device: 0),
-        mock.patch.object(graph_cache, "current_device", lambda: -1 if with_graphs else 0),  # -1 is that of the tensors
+        mock.patch.object(graph_cache, "current_device", lambda: -1 if with_graphs else 0),  # -1 is the tensors' device
         mock.patch.object(cuda_driver, "_library", lambda: made.cuda),
     )
     with contextlib.ExitStack() as stack:

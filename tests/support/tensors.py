@@ -68,7 +68,7 @@ def ssd(comm, x, dt, A, B, C, D, z, dt_bias, initial_states, packed=False, **opt
 
 
 def other_rule(q, k, v, g, beta, initial_state, output_final_state):
-    """A custom delta rule, in float64."""
+    """Compute a custom delta rule in float64."""
     o, state = delta_reference(q, k, v, g, beta, initial_state=initial_state)
     return o.float(), state.float()
 
