@@ -145,9 +145,9 @@ def one_run(trees: dict[str, str], kda: bool) -> dict[str, dict[str, list[float]
 
 def main(given: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("archive", nargs="?", help="of other sources; default: these")
+    parser.add_argument("archive", nargs="?", help="archive of the other sources; default: these sources")
     parser.add_argument("--runs", type=int, default=RUNS)
-    parser.add_argument("--kda", action="store_true", help="zeco_kda too, which needs fla")
+    parser.add_argument("--kda", action="store_true", help="also time zeco_kda; needs fla")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args(given)
     if arguments.serve:

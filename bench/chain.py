@@ -289,7 +289,7 @@ def main(arguments=None) -> int:
     parser.add_argument("--kinds", nargs="+", default=["chain", "hop"], choices=["chain", "hop"])
     parser.add_argument("--mib", type=float, nargs="+", default=[0.0625, 0.25, 0.5, 1, 2])
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 3, 4, 5, 8, 9])
-    parser.add_argument("--seconds", type=float, default=600.0, help="nothing is begun after these")
+    parser.add_argument("--seconds", type=float, default=600.0, help="start no case after so many seconds")
     parser.add_argument("--csv", default=results("chain.csv"))
     options = parser.parse_args(arguments)
     if torch.cuda.device_count() < 2:

@@ -239,7 +239,7 @@ def ended(command: list[str]) -> bool:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--only", help="a part of names of groups: operands, pairs, gradient, strong")
+    parser.add_argument("--only", help="part of the group's name: operands, pairs, gradient, strong")
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--heads", type=int, default=32)
     parser.add_argument("--compile", nargs="+", help=argparse.SUPPRESS)

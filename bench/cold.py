@@ -110,9 +110,9 @@ def main() -> int:
     from bench.harness import ROOT, Table, results
 
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--sources", help="directory of another checkout, whose allscan is taken")
+    parser.add_argument("--sources", help="directory of another checkout of allscan to measure")
     parser.add_argument("--operators", nargs="+", choices=OPERATORS, default=OPERATORS[:2])
-    parser.add_argument("--repeats", type=int, default=1, help="how often, each time with an empty cache")
+    parser.add_argument("--repeats", type=int, default=1, help="number of runs, each with an empty cache")
     parser.add_argument("--csv", default=results("cold.csv"))
     arguments = parser.parse_args()
     ranks = min(2, torch.cuda.device_count())

@@ -431,9 +431,9 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, nargs="+", help="numbers of ranks; default 2 and all GPUs")
     parser.add_argument("--rules", nargs="+", default=list(RULES), choices=RULES)
     parser.add_argument("--gates", nargs="+", default=list(GATES), choices=list(GATES))
-    parser.add_argument("--shapes", type=_shape, nargs="+", help="such as 16384,32: tokens a rank, heads; default all")
-    parser.add_argument("--methods", nargs="+", help='beside "fla, one rank", such as zeco; default all')
-    parser.add_argument("--chunk", default="fla", choices=["fla", "allscan"], help="whose kernels are inside of chunks")
+    parser.add_argument("--shapes", type=_shape, nargs="+", help="tokens per rank, heads: e.g. 16384,32; default all")
+    parser.add_argument("--methods", nargs="+", help='methods in addition to "fla, one rank", e.g. zeco; default all')
+    parser.add_argument("--chunk", default="fla", choices=["fla", "allscan"], help="whose kernels to use inside chunks")
     parser.add_argument("--csv", help="default: bench/results/delta.csv, or delta_allscan.csv")
     arguments = parser.parse_args()
     if arguments.csv is None:

@@ -183,7 +183,7 @@ def point(T: int | None, heads: int = H, width: int = D) -> dict:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS, help="of each rank")
+    parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS, help="tokens per rank")
     parser.add_argument("--csv", default=results("host.csv"))
     arguments = parser.parse_args()
     if torch.cuda.device_count() < 2:

@@ -273,10 +273,10 @@ def measure(group, shape, names, T, steps) -> dict:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--ranks", type=int, help="default all GPUs; must divide the heads")
-    parser.add_argument("--tokens", type=int, nargs="+", default=[8192], help="of each rank")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[8192], help="tokens per rank")
     parser.add_argument("--pattern", nargs="+", default=PATTERNS)
     parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("--only", nargs="+", choices=METHODS, default=METHODS, help="beside data parallel")
+    parser.add_argument("--only", nargs="+", choices=METHODS, default=METHODS, help="methods besides data parallel")
     parser.add_argument("--csv", default=results("megatron.csv"))
     arguments = parser.parse_args()
     names, count = tuple(arguments.only), arguments.ranks or torch.cuda.device_count()

@@ -187,7 +187,7 @@ def training_rows(answers: list, T: int):
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--ranks", type=int, nargs="+", help="numbers of ranks; default 1, 2 and all GPUs")
-    parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS, help="of each rank")
+    parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS, help="tokens per rank")
     parser.add_argument("--layers", type=int, default=20)
     parser.add_argument("--width", type=int, default=2048)
     parser.add_argument("--heads", type=int, default=32)

@@ -172,12 +172,12 @@ def draw(path, points, lines):
 
 def main(arguments=None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--scan", default=results("scan.csv"), help="what bench.scan has written")
-    parser.add_argument("--chain", default=results("chain.csv"), help="what bench.chain has written, if anything")
-    parser.add_argument("--node", type=int, default=8, help="GPUs that are joined by NVLink")
+    parser.add_argument("--scan", default=results("scan.csv"), help="CSV file of bench.scan")
+    parser.add_argument("--chain", default=results("chain.csv"), help="CSV file of bench.chain, if it exists")
+    parser.add_argument("--node", type=int, default=8, help="GPUs per node, joined by NVLink")
     parser.add_argument("--net-us", type=float, default=5.0, help="latency of a put with signal between nodes")
     parser.add_argument("--net-gbps", type=float, default=50.0, help="GB/s of a GPU's network card")
-    parser.add_argument("--out", default=results("scaling"), help="path of the results, without ending")
+    parser.add_argument("--out", default=results("scaling"), help="path of the results, without suffix")
     options = parser.parse_args(arguments)
     points = measured(options.scan)
     fits = {method: fit(method, *values) for method, values in points.items()}

@@ -187,7 +187,7 @@ def main() -> int:
     parser.add_argument(
         "--mib", type=float, nargs="+", default=[0.0625, 0.25, 0.5, 1, 2, 4, 8, 32], help="sizes of the state"
     )
-    parser.add_argument("--tiles", type=int, nargs="*", default=[], help="also time sentinel with tiles of these words")
+    parser.add_argument("--tiles", type=int, nargs="*", default=[], help="also time sentinel with tiles of these sizes")
     parser.add_argument(
         "--methods", nargs="+", default=["sentinel", "signal", "put", "all_gather", "windows", "pull", "ring"]
     )

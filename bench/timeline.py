@@ -90,7 +90,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--tokens", type=int, default=16384, help="tokens of each rank")
     parser.add_argument("--heads", type=int, default=16)
-    parser.add_argument("--out", default="timeline", help="path without ending")
+    parser.add_argument("--out", default="timeline", help="path without suffix")
     arguments = parser.parse_args()
     gpus = torch.cuda.device_count()
     if gpus < 2:

@@ -228,7 +228,7 @@ def main(arguments=None) -> int:
     parser.add_argument("--json", default="versions.json")
     parser.add_argument("--cases", nargs="+", choices=CASES, default=[*CASES])
     parser.add_argument("--no-fla", action="store_true")
-    parser.add_argument("--compile", action="store_true", help="only that, into Triton's cache")
+    parser.add_argument("--compile", action="store_true", help="only compile, into Triton's cache")
     parser.add_argument("--compare", nargs="+", help="JSON files of earlier runs")
     options = parser.parse_args(arguments)
     if options.compare:

@@ -34,7 +34,7 @@ class CudaIpcHeap:
         coded = [x.hex() if isinstance(x, bytes) else x for x in handle]
         hosts, sizes, handles = zip(*exchange((os.uname().nodename, self.arena.size, coded)), strict=True)
         if len(set(hosts)) > 1:
-            raise RuntimeError(f"transport 'ipc' is for the processes of one host, these are on {sorted(set(hosts))}")
+            raise RuntimeError(f"transport 'ipc' needs all ranks on one host, got {sorted(set(hosts))}")
         _left.clear()  # all ranks have closed those heaps and waited for their kernels
         check_alike(sizes)
         self.pes = list(range(len(handles)))

@@ -270,4 +270,4 @@ def _words(types: Sequence[Any], values: Sequence[Any]) -> Iterator[tuple[int, i
             size = max(1, int(kind[1:]) // 8)
             yield int(value) & ((1 << 8 * size) - 1), size
         else:
-            raise NotImplementedError(f"a parameter of type {kind}")
+            raise NotImplementedError(f"CUDA graph nodes do not support kernel parameters of type {kind}")

@@ -22,11 +22,11 @@ ranks.PRELOAD = [*ranks.PRELOAD, "support.fresh_memory"]
 
 def pytest_addoption(parser):
     parser.addoption("--gpu", action="store_true", help="run on the GPUs of this machine, and write gpu/last_run.json")
-    parser.addoption("--go-on", action="store_true", help="with --gpu: only what has not passed since the last change")
-    parser.addoption("--gpus", type=int, help="with --gpu: so many of this machine's; workers take others in turn")
-    parser.addoption("--share", type=int, help="with --gpu: so many ranks, which share the GPUs; no record")
-    parser.addoption("--network", action="store_true", help="the tests of a network, on two GPUs; no record")
-    parser.addoption("--seeds", type=int, default=4, help="how many seeds each property runs (test_properties.py)")
+    parser.addoption("--go-on", action="store_true", help="with --gpu: only tests not passed since the last change")
+    parser.addoption("--gpus", type=int, help="with --gpu: GPUs per test; workers use different ones")
+    parser.addoption("--share", type=int, help="with --gpu: number of ranks, which share the GPUs; no record")
+    parser.addoption("--network", action="store_true", help="run the network tests; no record")
+    parser.addoption("--seeds", type=int, default=4, help="number of seeds for each property (test_properties.py)")
 
 
 def pytest_configure(config):

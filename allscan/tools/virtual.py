@@ -153,7 +153,7 @@ def map_each_other(devices: Sequence[torch.device]) -> None:
     """Map the memory of each of these GPUs on the others. Raises ValueError if peer access is not possible."""
     for a, b in itertools.permutations(devices, 2):
         if not torch.cuda.can_device_access_peer(a, b):
-            raise ValueError(f"{a} and {b} do not map each other")
+            raise ValueError(f"{a} and {b} cannot map each other's memory (no peer access)")
         torch.zeros(1, device=b).copy_(torch.zeros(1, device=a))  # torch then maps b's memory on a
 
 
@@ -233,7 +233,10 @@ class VirtualRanks:
         self.size, self.shape, self.algorithm = size, tuple(shape), algorithm
         self.nodes = (size,) if nodes is None else tuple(nodes)
         if sum(self.nodes) != size or protocol not in ("sentinel", "signal") or algorithm not in ALGORITHMS:
-            raise ValueError(f"{size} ranks in nodes of {self.nodes}, protocol {protocol!r}, algorithm {algorithm!r}")
+            raise ValueError(
+                f"nodes must have {size} ranks in total, protocol be sentinel or signal, algorithm in {ALGORITHMS}; "
+                f"got nodes {self.nodes}, protocol {protocol!r}, algorithm {algorithm!r}"
+            )
         self.K, self.V = self.shape[-2:]
         tile = tile or scan_tile(self.shape, programs, protocol == "sentinel", self.device)
         self.spec = Spec(self.shape, tile, depth, protocol, algorithm)
@@ -297,9 +300,9 @@ class VirtualRanks:
         Raises ValueError for unknown ranks, and for ``times`` without all ranks.
         """
         if ranks is not None and not set(ranks) <= set(range(self.size)):
-            raise ValueError(f"ranks must be of 0 .. {self.size - 1}, got {[*ranks]}")
+            raise ValueError(f"ranks must be in 0 .. {self.size - 1}, got {[*ranks]}")
         if times is not None and (len(times) != self.size or (ranks is not None and len({*ranks}) < self.size)):
-            raise ValueError(f"times are of scans of all {self.size} ranks, which begin together")
+            raise ValueError(f"times needs one tensor for each of {self.size} ranks, and a call by all ranks")
         if isinstance(states, torch.Tensor):
             outs: Any = torch.full_like(states, float("nan"))
         else:

@@ -97,9 +97,9 @@ def pytest_load_initial_conftests() -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--ranks", type=int, help="how many ranks split a call; default: one a GPU, at least 2")
-    parser.addoption("--chunk", choices=CHUNKS, help="of zeco_kda and zeco_gated_delta_rule; default: theirs")
-    parser.addoption("--record", help="a file of results; what has passed does not run again")
+    parser.addoption("--ranks", type=int, help="number of ranks that split a call; default: one per GPU, at least 2")
+    parser.addoption("--chunk", choices=CHUNKS, help="option chunk of zeco_kda and zeco_gated_delta_rule")
+    parser.addoption("--record", help="file of results; passed tests do not run again")
 
 
 class Result(NamedTuple):
