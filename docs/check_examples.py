@@ -1,9 +1,9 @@
-"""Run every example of the documentation that is complete: python docs/check_examples.py [name ...]
+"""Run every complete example of the documentation: python docs/check_examples.py [name ...]
 
 An example is a fenced python block of docs/**/*.md whose first line is ``# runs on one process``, or ``# runs on N
-ranks``. Each runs in a process of its own, or in N with the variables that torchrun sets, in Triton's interpreter, with
-the root of the repository (or the folder in ALLSCAN_SOURCE) on the path. With names, only pages whose path contains one
-of them. The exit status is 1 if an example fails.
+ranks``. Each runs in one new process, or in N with torchrun's variables, in Triton's interpreter, with the root of the
+repository (or the folder in ALLSCAN_SOURCE) on the path. With names, only pages whose path contains one of them. The
+exit status is 1 if an example fails.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TIMEOUT_S = 180
 
 
 def examples(names: list[str]) -> list[tuple[str, str]]:
-    """(page and number, program) of all of them."""
+    """Return (page and number, program) of each example."""
     found = []
     for path in sorted(DOCS.rglob("*.md")):
         page = path.relative_to(DOCS).as_posix()
@@ -36,7 +36,7 @@ def examples(names: list[str]) -> list[tuple[str, str]]:
 
 
 def _run(path: str, rank: int, size: int, port: int | None) -> None:
-    """In the example's own process, which begins as a copy of this one: what main() imports is there."""
+    """Run an example in its own process, forked from this one: the imports of main() are loaded."""
     folder = os.path.dirname(path)
     os.chdir(folder)
     if size > 1:
@@ -53,8 +53,8 @@ def _run(path: str, rank: int, size: int, port: int | None) -> None:
 
 
 def _serve(end) -> None:
-    """torch.distributed's store, as torchrun has it: it outlives every rank. In a process of its own, since a process
-    that is forked beside the store's thread may find a lock that nobody gives back."""
+    """Serve torch.distributed's store, which outlives every rank, as with torchrun. Runs in a separate process: a
+    process forked from one with the store's thread may inherit a lock that is never released."""
     import torch.distributed as dist
 
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
@@ -64,7 +64,7 @@ def _serve(end) -> None:
 
 @contextlib.contextmanager
 def _store(fork):
-    """Its port."""
+    """Start the store's process; return its port."""
     ours, theirs = multiprocessing.Pipe()
     server = fork(target=_serve, args=(theirs,))
     server.start()
@@ -77,13 +77,13 @@ def _store(fork):
 
 
 def run(program: str) -> tuple[bool, str]:
-    """(whether it has ended well on all its ranks, their output)."""
+    """Run a program; return (whether all ranks succeeded, their output)."""
     said = re.match(r"# runs on (\d) ranks", program)
     size, end = int(said[1]) if said else 1, time.monotonic() + TIMEOUT_S
     fork = multiprocessing.get_context("fork").Process
     beside = _store(fork) if size > 1 else contextlib.nullcontext()
     with tempfile.TemporaryDirectory() as folder, beside as port:
-        path = Path(folder, "example.py")  # Triton reads the source of a kernel, so it must lie in a file
+        path = Path(folder, "example.py")  # a file, since Triton reads the source of a kernel
         path.write_text(program, encoding="utf-8")
         processes = [fork(target=_run, args=(str(path), rank, size, port)) for rank in range(size)]
         for process in processes:
@@ -104,7 +104,7 @@ def main() -> int:
     found = examples(sys.argv[1:])
     os.environ |= dict(TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")
     sys.path.insert(0, os.environ.get("ALLSCAN_SOURCE", str(DOCS.parent)))
-    import torch._dynamo  # noqa: F401  which torch imports at an operator's first call
+    import torch._dynamo  # noqa: F401  torch imports it at an operator's first call
 
     import allscan  # noqa: F401
 

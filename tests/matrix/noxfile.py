@@ -1,10 +1,10 @@
-"""The quick tests with each version of torch, Triton, Python, transformers and NVSHMEM, on CPUs: `make matrix`.
+"""Runs the quick tests with each version of torch, Triton, Python, transformers and NVSHMEM, on CPUs: `make matrix`.
 
-Each environment is made, runs the quick tests, and is removed: unpacked it takes 2 GB. CUDA's libraries are not
-installed, see stand_ins.py. results.json keeps the last result of each; bench/README.md shows it.
+Each environment is created, runs the quick tests, and is removed: unpacked it takes 2 GB. CUDA's libraries are not
+installed, see stand_ins.py. results.json has the last result of each; bench/README.md lists them.
 
-    make matrix                               # all; pythons that are not there are left out
-    make matrix ONLY='torch-2.15.0-3.12'      # of nox -l
+    make matrix                               # all, with the installed pythons
+    make matrix ONLY='torch-2.15.0-3.12'      # a session of nox -l
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 ROOT = os.path.dirname(os.path.dirname(HERE))
 RESULTS = os.path.join(HERE, "results.json")
 
-# torch: the Triton that it asks for (its wheels for CPUs ask for none), and pythons
+# torch: (the Triton that it requires, pythons); its wheels for CPUs require no Triton
 ENVIRONMENTS = {
     "2.11.0": ("3.6.0", ("3.12", "3.13")),
     "2.12.1": ("3.7.1", ("3.12",)),
@@ -33,7 +33,7 @@ ENVIRONMENTS = {
 }
 TRANSFORMERS = ("5.18.0", "5.19.0", "5.20.2", "5.21.1", "5.22.2", "5.23.0", "5.24.0")
 NVSHMEM = ("3.4.5", "3.6.5", "3.7.2", "3.8.0")
-EXCHANGED_IN = ("3.12", "2.13.0")  # for the last two: python and torch
+EXCHANGED_IN = ("3.12", "2.13.0")  # (python, torch) for the versions of transformers and NVSHMEM
 TOOLS = (
     "pytest",
     "pytest-xdist",
@@ -53,7 +53,7 @@ print(json.dumps({"python": platform.python_version()} | {name: importlib.metada
 
 nox.options.error_on_missing_interpreters = False
 nox.options.default_venv_backend = "venv"
-nox.options.envdir = os.path.join(ROOT, "build", "matrix")  # not below tests/, which tests read
+nox.options.envdir = os.path.join(ROOT, "build", "matrix")  # not below tests/: tests read that folder
 
 
 def install(session: nox.Session, torch: str, transformers: str, nvshmem: str) -> None:
@@ -65,7 +65,7 @@ def install(session: nox.Session, torch: str, transformers: str, nvshmem: str) -
 
 
 def run_tests(session: nox.Session, *chosen: str) -> list[str]:
-    """Run the quick tests, those in files that are chosen, and keep the result. The names of those that failed."""
+    """Run the quick tests, optionally of the chosen files; save the result, and return the names of failed tests."""
     found = json.loads(session.run("python", "-c", FOUND, silent=True).splitlines()[-1])
     environment = {"PYTHONPATH": os.pathsep.join((ROOT, os.path.join(ROOT, "tests")))}
     start = time.monotonic()
@@ -95,7 +95,7 @@ def run_tests(session: nox.Session, *chosen: str) -> list[str]:
 
 
 def keep(result: dict) -> None:
-    """In results.json, in place of an earlier one of the same versions."""
+    """Save a result in results.json; it replaces an earlier one of the same versions."""
     key = "torch", "python", "transformers", "nvidia-nvshmem-cu13", "tests"
     results = json.load(open(RESULTS)) if os.path.exists(RESULTS) else []
     results = [old for old in results if any(old[name] != result[name] for name in key)] + [result]
@@ -109,14 +109,14 @@ def removed(session: nox.Session) -> None:
 
 
 def quick(torch: str, python: str) -> None:
-    """The session of one environment."""
+    """Define the session of one environment."""
 
     @nox.session(python=python, name=f"torch-{torch}-{python}")
     def session(session: nox.Session) -> None:
-        """The quick tests."""
+        """Run the quick tests."""
         try:
-            transformers = "5.20.2" if python == "3.10" else "5.23.0"  # the last one there
-            install(session, torch, transformers, "3.7.2" if torch == "2.15.0" else "3.4.5")  # as torch asks
+            transformers = "5.20.2" if python == "3.10" else "5.23.0"  # the last version for that python
+            install(session, torch, transformers, "3.7.2" if torch == "2.15.0" else "3.4.5")  # as torch requires
             if failed := run_tests(session):
                 session.error("\n".join(failed))
         finally:
@@ -130,7 +130,7 @@ for torch, (_, pythons) in ENVIRONMENTS.items():
 
 @nox.session(python=EXCHANGED_IN[0])
 def transformers(session: nox.Session) -> None:
-    """Every version of transformers in one environment."""
+    """Test every version of transformers in one environment."""
     try:
         install(session, EXCHANGED_IN[1], TRANSFORMERS[0], NVSHMEM[0])
         each(session, "transformers", TRANSFORMERS, "tests/integrations/test_transformers.py")
@@ -140,7 +140,7 @@ def transformers(session: nox.Session) -> None:
 
 @nox.session(python=EXCHANGED_IN[0])
 def nvshmem(session: nox.Session) -> None:
-    """Every version of NVSHMEM's device library in one environment."""
+    """Test every version of NVSHMEM's device library in one environment."""
     try:
         install(session, EXCHANGED_IN[1], TRANSFORMERS[-1], NVSHMEM[0])
         each(session, "nvidia-nvshmem-cu13", NVSHMEM, "tests/shmem_kernels/test_compile.py", "-k", "nvshmem")

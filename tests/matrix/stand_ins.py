@@ -1,10 +1,10 @@
-"""Stand-ins for the CUDA libraries that a torch wheel links, where it was installed without them (``--no-deps``):
+"""Creates stand-ins for the CUDA libraries of a torch wheel that was installed without them (``--no-deps``):
 
-    python tests/matrix/stand_ins.py          # of the torch of this interpreter
+    python tests/matrix/stand_ins.py          # for this interpreter's torch
 
-A torch for CUDA then imports on a machine without a GPU and takes 2 GB less. For each missing library one is made of a
-C file, with the symbols that torch's own libraries want of it, in their versions. Each is a function that returns
-cudaErrorNoDevice, so torch finds no GPU. Nothing of CUDA works: for tests on CPUs, and never shipped.
+A torch for CUDA can then be imported on a machine without a GPU, and takes 2 GB less. Each missing library is compiled
+from a C file with the versioned symbols that torch's own libraries need from it. Each symbol is a function that returns
+cudaErrorNoDevice, so torch finds no GPU. CUDA does not work: for tests on CPUs only, never shipped.
 
 Needs Linux, a C compiler, nm and objdump.
 """
@@ -29,7 +29,7 @@ def output(*command: str) -> str:
 
 
 def symbols(library: str, *options: str) -> list[tuple[str, str]]:
-    """(name, version or "") of the dynamic symbols that nm lists."""
+    """Return (name, version or "") of the dynamic symbols that nm lists."""
     lines = (line.split() for line in output("nm", "-D", "--with-symbol-versions", *options, library).splitlines())
     names = (words[-1].partition("@") for words in lines if words and words[-2] not in "wv")
     return [(name, version.lstrip("@")) for name, _, version in names]
@@ -44,7 +44,7 @@ def loads(library: str) -> bool:
 
 
 def missing(folder: str) -> dict[str, dict[str, set[str]]]:
-    """{library: {version: symbols}} of what the libraries in ``folder`` need and the machine does not have."""
+    """Return {library: {version: symbols}} that the libraries in ``folder`` need and the machine lacks."""
     own = [os.path.join(folder, name) for name in sorted(os.listdir(folder)) if ".so" in name]
     present = {os.path.basename(path) for path in own}
     libraries: dict[str, dict[str, set[str]]] = {}
@@ -70,7 +70,7 @@ def missing(folder: str) -> dict[str, dict[str, set[str]]]:
 
 
 def make(name: str, versions: dict[str, set[str]], folder: str) -> None:
-    """The library ``name`` in ``folder``."""
+    """Compile the library ``name`` in ``folder``."""
     source = [f"int allscan_stand_in(void) {{ return {NO_DEVICE}; }}"]
     source += [
         f'__attribute__((alias("allscan_stand_in"))) int {x}();' for x in sorted(set().union(*versions.values()))
@@ -106,7 +106,8 @@ def main() -> int:
 
 
 def forget_requirements() -> None:
-    """Of the installed torch, those that the stand-ins stand for: pip would install them with whatever needs torch."""
+    """Remove the requirements on CUDA's libraries from the installed torch: pip would install them with any package
+    that needs torch."""
     files = importlib.metadata.distribution("torch").files or ()
     (path,) = (str(file.locate()) for file in files if file.name == "METADATA")
     with open(path, encoding="utf-8") as file:

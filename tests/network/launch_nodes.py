@@ -1,10 +1,10 @@
-"""Several nodes on one host: a torchrun for each, with a host name of its own.
+"""Runs several nodes on one host: a torchrun per node, each with its own host name.
 
     python tests/network/launch_nodes.py 2,2 -m allscan.tools.network_check
 
-runs the program on 4 ranks in two nodes of 2, which reach each other by UCX over the loopback only, where the wheel
-libucx-cu13 is. Where there are fewer GPUs than ranks they share them. ALLSCAN_NETWORK=reorder:2000000 lets puts be late
-by up to 2 ms, and so overtake each other (hostile.c).
+runs the program on 4 ranks in two nodes of 2. With the wheel libucx-cu13 the nodes are connected by UCX over the
+loopback only. With fewer GPUs than ranks the ranks share GPUs. ALLSCAN_NETWORK=reorder:2000000 delays puts by up to
+2 ms, and so reorders them (hostile.c).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from support import network  # noqa: E402
 
 
 def main(arguments: list[str]) -> int:
-    """The exit status of the first node that fails; the others are then ended."""
+    """Run all nodes. If one fails, terminate the others and return its exit status."""
     if len(arguments) < 2:
         print(__doc__, file=sys.stderr)
         return 2
