@@ -1,14 +1,14 @@
-"""Sequence parallelism around any operator that takes an initial state and returns a final one, by allscan() alone.
+"""Sequence parallelism with allscan() for any operator that takes an initial state and returns a final state.
 
     python examples/any_recurrence.py             # on all GPUs, or on 4 CPU processes in Triton's interpreter
     torchrun --nproc-per-node 2 examples/any_recurrence.py  # with its ranks; on CPUs with TRITON_INTERPRET=1
 
-Here the operator is a loop over tokens; put your own kernels in its place. All that is needed is what a state that
-comes in is multiplied by over this rank's tokens: nothing (linear attention), a number a head (RetNet, simple GLA,
-Mamba2), a number a head and row (GLA, RWKV6, HGRN2), or a matrix a head (Gated DeltaNet, KDA), which is what the
-operator makes of the identity. Only the state is sent, the matrix stays. The operator runs twice, from zero and from
-this rank's incoming state; one whose output is linear in the state may add q S instead. Prints the largest differences
-to the unsplit sequence, of outputs and gradients; above 1e-4 the exit status is 1.
+Here the operator is a loop over tokens; replace it by your own kernels. allscan() needs the factor of an incoming state
+over this rank's tokens: none (linear attention), a number per head (RetNet, simple GLA, Mamba2), a number per head and
+row (GLA, RWKV6, HGRN2), or a matrix per head (Gated DeltaNet, KDA): the operator's final state from the identity. Only
+the state is sent, the matrix stays. The operator runs twice, from zero and from this rank's incoming state; if its
+output is linear in the state, it may add q S instead. Prints the largest differences to the unsplit sequence, of
+outputs and gradients; above 1e-4 the exit status is 1.
 """
 
 import sys
@@ -19,7 +19,7 @@ import torch.nn.functional as F
 import allscan
 from allscan.tools.ranks import launch
 
-T, H, K, V = 48, 2, 16, 16  # tokens of a rank, heads, widths
+T, H, K, V = 48, 2, 16, 16  # tokens per rank, heads, widths
 
 
 def operator(q, k, v, g, initial_state):
@@ -33,7 +33,7 @@ def operator(q, k, v, g, initial_state):
 
 
 def delta_rule(q, k, v, g, initial_state):
-    """The same with S_t = exp(g_t) (1 - k_t^T k_t / 2) S_{t-1} + k_t^T v_t / 2, where k_t is of length 1."""
+    """o_t = q_t S_t with S_t = exp(g_t) (1 - k_t^T k_t / 2) S_{t-1} + k_t^T v_t / 2, for k_t of length 1."""
     state = initial_state
     outputs = []
     for q_t, k_t, v_t, decay_t in zip(q, F.normalize(k, dim=-1), v, g.exp()):
@@ -45,7 +45,7 @@ def delta_rule(q, k, v, g, initial_state):
 
 
 def sequence_parallel(q, k, v, g, decay, comm):
-    """``operator`` on the whole sequence, of which each rank has a part. decay: [H, K], [H] or None for 1."""
+    """Run ``operator`` on the whole sequence; each rank has a part of the tokens. decay: [H, K], [H] or None for 1."""
     _, left = operator(q, k, v, g, torch.zeros(H, K, V, device=q.device))
     prev = allscan.allscan(left, decay, comm=comm)
     o, _ = operator(q, k, v, g, prev)
@@ -55,14 +55,14 @@ def sequence_parallel(q, k, v, g, decay, comm):
 def sequence_parallel_delta_rule(q, k, v, g, comm):
     _, left = delta_rule(q, k, v, g, torch.zeros(H, K, V, device=q.device))
     identity = torch.eye(K, device=q.device).expand(H, K, K)
-    _, transition = delta_rule(q, k, torch.zeros_like(v), g, identity)  # works since V = K here
+    _, transition = delta_rule(q, k, torch.zeros_like(v), g, identity)  # possible since V = K here
     prev = allscan.allscan(left, comm=comm, transition=transition)
     o, _ = delta_rule(q, k, v, g, prev)
     return o
 
 
 def gates(kind, tokens):
-    """(g, how to get the decay of a part of it)."""
+    """Return (g, function from a part of g to its decay)."""
     if kind == "linear attention":
         return torch.zeros(tokens, H, 1), lambda g: None
     if kind == "RetNet":

@@ -1,11 +1,11 @@
-"""A stack of linear and softmax attention over a split sequence, as in LASP-2H.
+"""A model of linear and softmax attention layers over a split sequence, as in LASP-2H.
 
     python examples/hybrid.py                     # on all GPUs, or on 4 CPU processes in Triton's interpreter
     torchrun --nproc-per-node 2 examples/hybrid.py  # with its ranks; on CPUs with TRITON_INTERPRET=1
 
-The tokens are in the zigzag layout: of 2P chunks rank r has r and 2P - 1 - r, so that all ranks have the same work in
-the causal softmax layers, which gather keys and values and attend from each chunk to what is before it. The GLA layers
-take that layout as it is, and send two states: no token is moved between the two kinds of layers. Prints the relative
+The tokens are in the zigzag layout: rank r has chunks r and 2P - 1 - r of 2P, so that all ranks have equal work in the
+causal softmax layers. These gather keys and values, and attend from each chunk to the tokens before it. The GLA layers
+use that layout directly, and send two states: no token is moved between the two types of layers. Prints the relative
 difference of loss and gradients to the unsplit model; above 1e-4 the exit status is 1.
 """
 
@@ -24,7 +24,7 @@ WIDTH, HEADS, LENGTH = 64, 2, 240  # a multiple of most numbers of GPUs
 
 
 class Gather(torch.autograd.Function):
-    """The parts of all ranks one behind the other along dimension 1; backward, each rank's part of the sum."""
+    """Concatenates all ranks' parts along dimension 1; backward returns each rank's part of the summed gradient."""
 
     @staticmethod
     def forward(ctx, x, comm):
@@ -41,7 +41,7 @@ class Gather(torch.autograd.Function):
 
 
 def chunks_of(rank, size):
-    """Which of the 2P chunks of the sequence a rank has."""
+    """Return the indices of a rank's chunks, out of 2P."""
     return rank, 2 * size - 1 - rank
 
 
@@ -56,7 +56,7 @@ class SoftmaxBlock(nn.Module):
 
     def forward(self, x, comm):
         q, k, v = (t.unflatten(-1, (self.heads, -1)) for t in self.qkv(self.norm(x)).chunk(3, -1))
-        order = [i for rank in range(comm.size) for i in chunks_of(rank, comm.size)]  # of the chunks as they come
+        order = [i for rank in range(comm.size) for i in chunks_of(rank, comm.size)]  # chunk indices in gathered order
         gathered = [Gather.apply(t, comm).chunk(2 * comm.size, 1) for t in (k, v)]
         k, v = (torch.cat([t[order.index(i)] for i in range(len(order))], 1).transpose(1, 2) for t in gathered)
         n, outputs = x.shape[1] // 2, []
@@ -71,7 +71,7 @@ class SoftmaxBlock(nn.Module):
 
 
 class Hybrid(nn.Module):
-    """Three layers of GLA to one of softmax attention is what such models use; here two to one."""
+    """Two layers of GLA and one of softmax attention; such models commonly use three to one."""
 
     def __init__(self):
         super().__init__()
@@ -88,7 +88,7 @@ class Hybrid(nn.Module):
 
 
 def gradient(group):
-    """On rank 0: (loss, gradient) with the sequence cut over the group's ranks."""
+    """Return on rank 0 (loss, gradient), with the sequence split over the group's ranks."""
     with allscan.Communicator(group) as comm:
         torch.manual_seed(0)
         model = Hybrid().to(comm.device)

@@ -3,10 +3,10 @@
     python examples/own_kernel.py                 # on all GPUs, or on 4 CPU processes in Triton's interpreter
     torchrun --nproc-per-node 2 examples/own_kernel.py  # with its ranks; on CPUs with TRITON_INTERPRET=1
 
-The kernel goes through this rank's tokens from zero, hands what they leave to the ranks behind, gets what the ranks
-before have left, and goes through the tokens again from there. Backward is the same from the last token to the first,
-over the channel of the other direction. Prints the largest differences to the unsplit sequence, of outputs and
-gradients; above 1e-5 the exit status is 1.
+The kernel computes this rank's local state from zero, sends the outgoing state to the next rank, receives its incoming
+state, and passes through the tokens again from there. Backward is the same from the last token to the first, over the
+channel of the other direction. Prints the largest differences to the unsplit sequence, of outputs and gradients; above
+1e-5 the exit status is 1.
 """
 
 import sys
@@ -67,7 +67,7 @@ class Recurrence(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, a, x, scan):
-        ctx.fwd_epoch = scan.fwd_epoch()  # of this call, so that ranks in the backward of different calls find out
+        ctx.fwd_epoch = scan.fwd_epoch()  # of this call: detects ranks in the backward of different calls
         y, before = Recurrence.run(scan, a, x, scan.channel(fwd_epoch=ctx.fwd_epoch), False)
         ctx.save_for_backward(a, y, before)
         ctx.scan = scan
@@ -96,7 +96,7 @@ def compare(T, D):
         (expected * w).sum().backward()
 
         own = [y[mine].to(comm.device).requires_grad_() for y in (a, x)]
-        # once: allocates the channels, on every rank alike; by default a CPU would have one tile
+        # created once, on every rank: it allocates the channels. By default a CPU would use one tile
         scan = allscan.AllScan(comm, (1, D), tile=(1, 128))
         y = Recurrence.apply(*own, scan)
         (y * w[mine].to(comm.device)).sum().backward()

@@ -1,13 +1,13 @@
-"""A long prompt is read by all ranks together, and each goes on from its states with a text of its own.
+"""All ranks prefill a long prompt together; then each rank decodes its own text from the final states.
 
     python examples/prefill_decode.py             # on all GPUs, or on 4 CPU processes in Triton's interpreter
     torchrun --nproc-per-node 2 examples/prefill_decode.py  # with its ranks; on CPUs with TRITON_INTERPRET=1
 
-The model is that of train_text.py. Each rank reads its part of the prompt; the final state of every layer goes to all
-ranks, and so do the logits of the last token. From there each rank decodes, one token at a time, without the others
-and with no more memory than the states: rank r begins with the token that is r-th likely. The same prompt on one rank
-must give the same tokens. Prints the texts and the relative difference of the logits; above 1e-4, or with another text,
-the exit status is 1.
+The model is that of train_text.py. Each rank processes its part of the prompt; the final state of every layer is sent
+to all ranks, and so are the logits of the last token. Then each rank decodes, one token at a time, without the others
+and with no memory but the states: rank r starts with the r-th most likely token. The same prompt on one rank must give
+the same tokens. Prints the texts and the relative difference of the logits; above 1e-4, or with another text, the exit
+status is 1.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from allscan.tools.ranks import launch, on_first
 
 
 def project(block, x):
-    """q, k, v, g of a layer, as its forward makes them."""
+    """Compute q, k, v, g of a layer as in its forward."""
     q, k, v, g = (t.unflatten(-1, (block.heads, -1)) for t in block.qkvg(block.norm(x)).chunk(4, -1))
     return q, F.normalize(k, dim=-1), v, F.logsigmoid(g + 3) / 4
 
@@ -34,7 +34,7 @@ def finish(block, x, o):
 
 
 def prefill(model, tokens, comm):
-    """(logits of this rank's tokens, the final state of each layer [1, H, K, V])."""
+    """Return (logits of this rank's tokens, the final state of each layer [1, H, K, V])."""
     x, states = model.embedding(tokens), []
     for block in model.blocks:
         o, state = allscan.zeco_gla(*project(block, x), comm=comm, output_final_state="all")
@@ -44,7 +44,7 @@ def prefill(model, tokens, comm):
 
 
 def decode(model, token, states):
-    """(logits of one more token, states behind it): the recurrence itself."""
+    """Run the recurrence for one token; return (its logits, the states after it)."""
     x, after = model.embedding(token[:, None]), []
     for block, state in zip(model.blocks, states):
         q, k, v, g = (t[:, 0] for t in project(block, x))
@@ -57,7 +57,7 @@ def decode(model, token, states):
 
 @torch.no_grad()
 def generate(group, length, count, texts):
-    """(The tokens that follow, their logits) of some texts: on one rank of all, on more of each rank's own."""
+    """Return (the next tokens, their logits): on one rank for all texts, on several for each rank's own text."""
     with allscan.Communicator(group) as comm:
         torch.manual_seed(0)
         model = Model(64, 2).to(comm.device)

@@ -1,12 +1,12 @@
-"""The log-probabilities of a model have the same bits on one rank and on all.
+"""Computes log-probabilities of a model with the same bits on one rank and on all.
 
     python examples/same_bits.py             # on all GPUs, or on 2 CPU processes in Triton's interpreter
 
-The model is that of train_text.py, with zeco_gla(invariant=SEGMENT): where the sequence is cut does not show in the
-recurrent layers. All else is a function of one token, but a library chooses how to multiply by the number of tokens
-that it is given; so here those functions get SEGMENT tokens at a time, wherever the ranks end. (On GPUs a mode in which
-GEMMs are batch-invariant does the same.) Prints how many log-probabilities have other bits on all ranks than on one: 0;
-and without either of the two, as a control. Any of the first, or none of the last, makes the exit status 1.
+The model is that of train_text.py, with zeco_gla(invariant=SEGMENT): results of the recurrent layers do not depend on
+the rank boundaries. All other layers are functions of one token, but libraries choose their GEMM kernel by the number
+of tokens; so here these layers get SEGMENT tokens at a time, on any number of ranks. (On GPUs a batch-invariant mode of
+GEMMs does the same.) Prints how many log-probabilities differ in bits between all ranks and one: 0; and, as a control,
+without either of the two measures. A difference in the first case, or none in the controls, makes the exit status 1.
 """
 
 import sys
@@ -23,7 +23,7 @@ SEGMENT = 128
 
 
 def by_segments(function, size, *inputs):
-    """``function``, which is of single tokens, of ``size`` tokens [1, T, ...] at a time."""
+    """Apply ``function``, which acts on single tokens, to ``size`` tokens [1, T, ...] at a time."""
     parts = [function(*some) for some in zip(*(x.split(size, 1) for x in inputs))]
     if isinstance(parts[0], tuple):
         return [torch.cat(some, 1) for some in zip(*parts)]
@@ -32,11 +32,11 @@ def by_segments(function, size, *inputs):
 
 @torch.no_grad()
 def log_probabilities(group, segment, tokens):
-    """Of this rank's tokens, the log-probability of each one's successor."""
+    """Return the log-probability of the next token, for each of this rank's tokens."""
     with allscan.Communicator(group, invariant=segment) as comm:
         torch.manual_seed(0)
         model = Model(64, 2).to(comm.device)
-        # uneven: the first rank has a segment less than its share
+        # uneven: each boundary is one segment early
         cuts = [0, *(tokens * (r + 1) // comm.size - SEGMENT * (r + 1 < comm.size) for r in range(comm.size))]
         mine = slice(cuts[comm.rank], cuts[comm.rank + 1])
         text, size = text_bytes()[: tokens + 1].to(comm.device), segment or tokens

@@ -3,11 +3,11 @@
     python examples/train_fsdp.py                 # on all GPUs, or on 4 CPU processes in Triton's interpreter
     torchrun --nproc-per-node 2 examples/train_fsdp.py  # with its ranks; on CPUs with TRITON_INTERPRET=1
 
-Every sp group has a sequence of its own, cut over its ranks; parameters, gradients and optimizer are sharded over
-everybody. FSDP takes the mean of the gradients over all ranks, but the ranks of a group hold parts of one loss, so each
-part counts as many times as the group has ranks. The model is that of train_text.py. Trained on one rank with the whole
-sequences, it must take the same course: prints both, and the largest relative difference of losses and parameters;
-above 1e-4 the exit status is 1.
+Every sp group has its own sequence, split over its ranks; parameters, gradients and optimizer are sharded over all
+ranks. FSDP averages the gradients over all ranks, but the ranks of a group hold parts of one loss, so each part is
+multiplied by the size of the group. The model is that of train_text.py. Training on one rank with the whole sequences
+must give the same losses: prints both, and the largest relative difference of losses and parameters; above 1e-4 the
+exit status is 1.
 """
 
 import sys
@@ -24,11 +24,11 @@ import allscan
 from allscan.tools.ranks import launch, on_first
 
 ON_GPU = torch.cuda.device_count() > 1
-STEPS, LENGTH, WIDTH, HEADS = (20, 8192, 512, 4) if ON_GPU else (4, 64, 64, 2)  # tokens of a sequence
+STEPS, LENGTH, WIDTH, HEADS = (20, 8192, 512, 4) if ON_GPU else (4, 64, 64, 2)  # LENGTH: tokens of a sequence
 
 
 class Checkpointed(Model):
-    """In backward each block computes its forward again, its scan included: on every rank in the same order."""
+    """Recomputes each block in backward, including its scan: in the same order on every rank."""
 
     def forward(self, tokens, comm):
         x = self.embedding(tokens)
@@ -38,7 +38,7 @@ class Checkpointed(Model):
 
 
 def batch(step, sequence, device):
-    """LENGTH tokens and, one further, their labels."""
+    """Return LENGTH tokens and their labels, the next tokens."""
     begin = (sequence * STEPS + step) * LENGTH
     return text_bytes()[begin : begin + LENGTH + 1].to(device)
 
@@ -53,7 +53,7 @@ def optimizer_of(model):
 
 
 def split(dp):
-    """(losses, parameters) of the split training."""
+    """Return (losses, parameters) of the split training."""
     allscan.init()
     world = dist.get_world_size()
     mesh = init_device_mesh(
@@ -83,7 +83,7 @@ def split(dp):
 
 
 def unsplit(group, dp):
-    """The same on one rank, by itself."""
+    """Return (losses, parameters) of the training on one rank alone."""
     with allscan.Communicator(group) as comm:
         torch.manual_seed(0)
         model = Model(WIDTH, HEADS).to(comm.device)

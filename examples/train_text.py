@@ -1,5 +1,5 @@
-"""A byte-level GLA language model on real English text, trained twice from the same start: with the whole sequence on
-one rank, and with the sequence cut over all ranks. Both loss curves must be one.
+"""Trains a byte-level GLA language model on real English text twice from the same start: with the whole sequence on one
+rank, and with the sequence split over all ranks. Both loss curves must be equal.
 
     python examples/train_text.py                 # on all GPUs, or on 4 CPU processes in Triton's interpreter
     torchrun --nproc-per-node 2 examples/train_text.py  # with its ranks; on CPUs with TRITON_INTERPRET=1
@@ -63,12 +63,12 @@ class Model(nn.Module):
 
 
 def train(group, options, start):
-    """Train with the sequence cut over the group's ranks. On rank 0: [(loss, gradient)] by step."""
+    """Train with the sequence split over the group's ranks. Return on rank 0 [(loss, gradient)] by step."""
     comm = allscan.Communicator(group)
     torch.manual_seed(0)
     model = Model(options.width, options.heads).to(comm.device)
-    # Adam's first steps divide rounding errors by themselves where a gradient is near 0: a short warm-up and an eps of
-    # the size of small gradients keep two runs that differ in the last bits together.
+    # Where a gradient is near 0, Adam's first steps amplify rounding errors: a short warm-up, and an eps of the size of
+    # small gradients, keep two runs with different rounding together.
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3 if comm.device.type == "cpu" else 1e-3, eps=1e-6)
     warm_up = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=10)
     text = text_bytes()
@@ -83,7 +83,7 @@ def train(group, options, start):
         optimizer.zero_grad()
         loss.backward()
         gradient = torch.cat([p.grad.flatten() for p in model.parameters()] + [loss.detach()[None]])
-        dist.all_reduce(gradient, group=group)  # over the ranks: each has the part of its own tokens
+        dist.all_reduce(gradient, group=group)  # each rank has the part of its own tokens
         offset = 0
         for p in model.parameters():
             p.grad.copy_(gradient[offset : offset + p.numel()].view_as(p))
@@ -103,7 +103,7 @@ def train(group, options, start):
 
 
 def show(whole, split, ranks, path):
-    """Both curves side by side, as text, CSV and picture."""
+    """Print both curves, and write them as CSV and as a plot."""
     print(f"\n  step   unsplit  {ranks} ranks")
     every = max(1, len(whole) // 10)
     for step in [*range(0, len(whole) - 1, every), len(whole) - 1]:

@@ -4,8 +4,8 @@
     python examples/train_transformers.py         # on all GPUs, or on 4 CPU processes in Triton's interpreter
     torchrun --nproc-per-node 2 examples/train_transformers.py  # with its ranks; on CPUs with TRITON_INTERPRET=1
 
-SequenceParallelTrainer is transformers' Trainer for a model of sequence_parallel. Prints the losses of Trainer itself
-with the ordinary model in one process, and of all ranks; above 1e-4 of difference the exit status is 1.
+SequenceParallelTrainer is transformers' Trainer for a model from sequence_parallel. Prints the losses of Trainer itself
+with the ordinary model in one process, and those of all ranks; with a difference above 1e-4 the exit status is 1.
 """
 
 import os
@@ -16,9 +16,10 @@ import torch
 import torch.distributed as dist
 from train_text import text_bytes
 
-# On CPU ranks, and in the one process to compare with, since fla rejects the backward pass on Hopper with Triton 3.6
+# Without fla on CPU ranks, and in the single reference process, since fla rejects the backward pass on Hopper with
+# Triton 3.6
 if torch.cuda.device_count() < 2 or os.environ.get("WITHOUT_FLA"):
-    sys.modules["fla"] = None  # type: ignore[assignment]  # transformers then takes its own functions in torch
+    sys.modules["fla"] = None  # type: ignore[assignment]  # transformers then uses its own functions in torch
 
 import transformers  # noqa: E402
 from transformers import Qwen3NextConfig, Qwen3NextForCausalLM, Trainer, TrainingArguments  # noqa: E402
@@ -49,10 +50,10 @@ CONFIG = dict(
 
 
 def train(group):
-    """The loss of each step; on one rank of the ordinary model, by Trainer itself."""
+    """Return the loss of each step; on one rank with the ordinary model, by Trainer itself."""
     rank, size = dist.get_rank(), dist.get_world_size()
     known = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, LOCAL_WORLD_SIZE=size, MASTER_ADDR="localhost")
-    os.environ |= {name: str(value) for name, value in known.items()}  # what torchrun would set, for accelerate
+    os.environ |= {name: str(value) for name, value in known.items()}  # torchrun's variables, for accelerate
     transformers.logging.set_verbosity_error()
     with allscan.Communicator(group) as comm, tempfile.TemporaryDirectory() as folder:
         torch.manual_seed(0)
@@ -84,7 +85,7 @@ def train(group):
 
 
 def main(ranks) -> int:
-    os.environ["WITHOUT_FLA"] = "1"  # of the process that begins here
+    os.environ["WITHOUT_FLA"] = "1"  # for the process that starts here
     with Ranks(1, ranks.device) as one:
         del os.environ["WITHOUT_FLA"]
         curves = [one.run(on_first, 1, train)[0], ranks.run(on_first, ranks.size, train)[0]]
