@@ -21,7 +21,8 @@ continue, and the exit status is 1.
 allscan uses fla's kernels inside chunks here (chunk="fla"), as the other methods: only the split differs. fla's
 configurations are chosen ahead (bench/tuning.py); the number of those that a rank still timed is printed on stderr.
 With --chunk allscan it uses its own kernels inside chunks, as by default, is compared with allscan on one rank, and fla
-is not used; the check is against the recurrence in float64.
+is not used; the check is against the recurrence in float64. Then allscan with the same bits for every number of ranks
+(invariant=) is measured too.
 """
 
 from __future__ import annotations
@@ -61,9 +62,15 @@ SEEN = {
     "zeco": (("scan_kernel|transition_kernel", "delta_states_kernel"), ("nccl", "chunk_cp")),
     "zeco, middle rank's work": (("scan_kernel|transition_kernel", "delta_states_kernel"), ("nccl", "chunk_cp")),
     "zeco, zigzag": (("scan_kernel|transition_kernel", "delta_states_kernel"), ("nccl", "chunk_cp")),
+    "zeco, invariant 2048": (("delta_segments_kernel", "delta_states_kernel"), ("nccl", "chunk_cp")),
+    "zeco, invariant 1024": (("delta_segments_kernel", "delta_states_kernel"), ("nccl", "chunk_cp")),
     "zeco, tokens moved": (("scan_kernel|transition_kernel", "delta_states_kernel", "SendRecv"), ("chunk_cp",)),
 }
 ZIGZAG = ("zeco, zigzag", "zeco, tokens moved")  # methods with tokens in that layout
+INVARIANT = {
+    "zeco, invariant 2048": 2048,
+    "zeco, invariant 1024": 1024,
+}  # tokens of a segment
 COLUMNS = (
     "method",
     "rule",
@@ -144,6 +151,9 @@ def methods(rule, comm, one, T, chunk) -> dict:
         "zeco, zigzag": lambda *x: ours(*x[:5], comm=comm, layout="zigzag"),
         "zeco, tokens moved": moved,
     }
+    if chunk == "allscan":
+        for name, segment in INVARIANT.items():
+            found[name] = lambda *x, segment=segment: ours(*x[:5], comm=comm, invariant=min(segment, T))
     if comm.device.type == "cuda" and chunk == "fla":
         from fla.ops.cp import build_cp_context
 
@@ -396,6 +406,7 @@ def points(rules, shapes, gates, chosen, chunk) -> list[Point]:
                 runs = fla_runs(rule, backward, chunk)
                 names = chosen or [name for name in SEEN if first or name not in ZIGZAG]
                 names = [n for n in names if runs or "fla" not in n and (n not in ZIGZAG or chunk != "fla")]
+                names = [name for name in names if chunk == "allscan" or name not in INVARIANT]
                 names = [name for name in names if "one rank" not in name] + [f"{'fla' if runs else 'zeco'}, one rank"]
                 for kind in gates if first and rule == rules[0] else gates[:1]:
                     found.append(Point(rule, T, H, kind, backward, names, chunk))

@@ -387,4 +387,5 @@ def test_what_the_delta_rules_are_measured_at():
     )
     ours = delta.points(["kda"], [(64, 1)], ["0"], None, "allscan")
     assert not any("fla" in name for at in ours for name in at.names) and not any(at.jobs() for at in ours)
+    assert {*delta.INVARIANT} < {*ours[0].names} and not {*delta.INVARIANT} & {*plan[0].names}
     assert delta.seen("zeco, one rank", "allscan")[0] == ("operands_kernel",)
