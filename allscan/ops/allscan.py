@@ -136,15 +136,26 @@ def _compiled(comm: Communicator, inputs: tuple[Any, ...], reverse: bool, layout
     return _not_traced(state, decay, comm=comm, reverse=reverse, layout=layout, async_op=async_op, **more)
 
 
-def scan_once(comm: Communicator, inputs: ScanInputs, reverse: bool, async_op: bool = False, part: str = "") -> Any:
-    """Run ``allscan`` on tensors in the contiguous layout, inside a call of ``comm``. part: "half" of the zigzag
-    layout, or "hop" of halo(), which compares the whole call's arguments between ranks and uses a chain."""
+def scan_once(
+    comm: Communicator,
+    inputs: ScanInputs,
+    reverse: bool,
+    async_op: bool = False,
+    part: str = "",
+    fwd_epoch: Tensor | None = None,
+) -> Any:
+    """Run ``allscan`` on tensors in the contiguous layout, inside a call of ``comm``.
+
+    part: "half" of the zigzag layout, or "hop" of halo(), which compares the whole call's arguments between ranks and
+        uses a chain. "adjoint" and "adjoint hop" are their backward passes.
+    fwd_epoch: of a custom operator, whose backward torch registers: see ``PreparedScan.run``.
+    """
     key = call_key(inputs)
     prepared = None if comm.debug else comm.calls.get((key, reverse, part))
     if prepared is None:
         prepared = _prepare(comm, key, inputs, reverse, part)
-    if not key[-1]:
-        return prepared.run(inputs, async_op)
+    if fwd_epoch is not None or not key[-1]:
+        return prepared.run(inputs, async_op, fwd_epoch)
     works: list[Work] = []
     state, decay, transition, initial_state, _ = inputs
     decay, number = (decay, None) if isinstance(decay, Tensor) else (None, decay)
@@ -152,16 +163,9 @@ def scan_once(comm: Communicator, inputs: ScanInputs, reverse: bool, async_op: b
     return works[0].of(prev) if async_op else prev
 
 
-def _find(comm: Communicator, inputs: ScanInputs, reverse: bool, part: str = "") -> PreparedScan:
-    """Return the PreparedScan of a call of a custom operator; see ``_prepare``."""
-    key = call_key(inputs)
-    found: PreparedScan | None = None if comm.debug else comm.calls.get((key, reverse, part))
-    return found or _prepare(comm, key, inputs, reverse, part)
-
-
 def _prepare(comm: Communicator, key: tuple, inputs: ScanInputs, reverse: bool, part: str) -> PreparedScan:
     """Run all checks; return the PreparedScan of the call, which a first call makes. Wrong arguments raise, at a first
-    call on every rank. part: as in ``scan_once``, or "adjoint": of a backward pass."""
+    call on every rank. part: see ``scan_once``."""
     state, _, transition, initial_state, out = inputs
     deferred = None
     try:
@@ -174,11 +178,11 @@ def _prepare(comm: Communicator, key: tuple, inputs: ScanInputs, reverse: bool, 
             raise ValueError(NOT_SAVEABLE)
     except (TypeError, ValueError) as error:
         deferred = DeferredError(error)
-    shape, agree, variant, adjoint = getattr(state, "shape", None), None, CHAIN, part == "adjoint"
+    shape, agree, variant, adjoint = getattr(state, "shape", None), None, CHAIN, part.startswith("adjoint")
     if not part or (part == "half" and not reverse):  # the descending half begins with a state of one rank alone
         how = "zigzag" if part else "contiguous", reverse, initial_state is None
         agree = "allscan", *zip(("layout", "reverse", "initial_state is None"), how, strict=True)
-    if shape is not None and len(shape) > 1 and part != "hop":
+    if shape is not None and len(shape) > 1 and not part.endswith("hop"):
         if transition is not None:
             variant = ScanVariant(transition_tile(shape[-2]))
         else:
@@ -370,9 +374,8 @@ def _forward(
     comm = communicator_of(handle)
     with comm.call(reverse, "allscan()", (state, decay, transition, initial_state)):
         inputs = ScanInputs(state, number if decay is None else decay, transition, initial_state)
-        prepared = _find(comm, inputs, reverse)
         fwd_epoch = new_fwd_epochs(comm, 1)
-        return prepared.run(inputs, False, fwd_epoch), fwd_epoch
+        return scan_once(comm, inputs, reverse, fwd_epoch=fwd_epoch), fwd_epoch
 
 
 def _fake(state: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
@@ -402,7 +405,7 @@ def _backward(
             transition, prev = _restored(transition, shape, False, prev, dprev)
         (fwd_epoch,) = restored("allscan()", "fwd_epoch", [fwd_epoch], [(torch.int64, torch.Size([1]), dprev.device)])
         inputs = ScanInputs(dprev, number if decay is None else decay, transition)
-        dstate = _find(comm, inputs, not reverse, "adjoint").run(inputs, False, fwd_epoch)
+        dstate = scan_once(comm, inputs, not reverse, part="adjoint", fwd_epoch=fwd_epoch)
         grads = dstate, *_gradients(comm, dstate, inputs, prev, reverse, (of_decay, of_transition, of_initial))
         reject_second_derivative("allscan()")
         dstate, *rest = (

@@ -21,7 +21,7 @@ from ..base.checks import (
     check_halves,
     integer,
     own_place,
-    plain,
+    restored,
     signature_of,
     zigzag_of,
 )
@@ -30,6 +30,7 @@ from ..comm.call_order import stamp
 from ..comm.communicator import Communicator, check_communicator, communicator_of
 from ..launch.compiled_kernel import dynamo_disabled
 from ..scan.agreement import get_or_create_scan
+from ..scan.fwd_epochs import new_fwd_epochs
 from ..tokens.packing import Tables, boundaries_on_host, carried_states, own_boundaries
 from ..tokens.partition import cached_table, check_packed, compare_values, partition_start
 from .allscan import scan_once, scan_zigzag
@@ -400,12 +401,11 @@ def _forward(
             check_packed(comm, cu_seqlens, T, own_place(first_token, cu_seqlens))
         except (TypeError, ValueError) as error:
             deferred = DeferredError(error)
-        scan = get_or_create_scan(comm, edge.shape, agree, deferred)
+        get_or_create_scan(comm, edge.shape, agree, deferred)
         comm.order.stamp = _stamp_of(cu_seqlens, agree)
-        fwd_epoch = scan.fwd_epoch()
         inside = _inside(comm, T, n, reverse, cu_seqlens, first_token, False)
-        decay, channel = _decay(T, edge.shape[1], reverse), scan.launcher.channel(reverse, fwd_epoch)
-        found = scan.scan(edge, decay, reverse=reverse, channel=channel)
+        inputs, fwd_epoch = ScanInputs(edge, _decay(T, n, reverse)), new_fwd_epochs(comm, 1)
+        found = scan_once(comm, inputs, reverse, part="hop", fwd_epoch=fwd_epoch)
         return found if inside is None else torch.where(inside, found, 0.0), fwd_epoch
 
 
@@ -424,22 +424,14 @@ def _backward(
     dtypes: str,
     widths: Sequence[int],
 ) -> tuple[Tensor]:
-    comm = communicator_of(handle)
+    comm, n = communicator_of(handle), dfound.shape[1]
     with comm.call(not reverse, "the backward of halo()", dfound):
-        scan = get_or_create_scan(comm, dfound.shape)
-        agree = Options(dfound.shape[1], reverse, cu_seqlens, first_token).alike(dtypes, widths)
+        agree = Options(n, reverse, cu_seqlens, first_token).alike(dtypes, widths)
         comm.order.stamp = _stamp_of(cu_seqlens, agree)
-        inside = _inside(comm, T, dfound.shape[1], reverse, cu_seqlens, first_token, False)
-        dfound = dfound if inside is None else torch.where(inside, dfound, 0.0)
-        decay = _decay(T, dfound.shape[1], reverse)
-        dedge = scan.scan(
-            dfound.contiguous(),
-            decay,
-            adjoint=True,
-            reverse=not reverse,
-            channel=scan.launcher.channel(not reverse, adjoint_of=plain(fwd_epoch)),
-        )
-        return (dedge,)
+        inside = _inside(comm, T, n, reverse, cu_seqlens, first_token, False)
+        inputs = ScanInputs(dfound if inside is None else torch.where(inside, dfound, 0.0), _decay(T, n, reverse))
+        (fwd_epoch,) = restored("halo()", "fwd_epoch", [fwd_epoch], [(torch.int64, torch.Size([1]), comm.device)])
+        return (scan_once(comm, inputs, not reverse, part="adjoint hop", fwd_epoch=fwd_epoch),)
 
 
 def _fake_backward(dfound: Tensor, *_: Any) -> tuple[Tensor]:
