@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import pytest
 import torch
 import triton
@@ -186,6 +188,51 @@ def kernel(p_x, p_y, p_n, p_m, p_wide, p_half, p_to):
     of_memory(p_x, p_n, p_wide, p_half, p_to, x, n)
 
 
+class Pair(NamedTuple):
+    left: object
+    right: object
+
+
+@triton.jit
+def of_arguments(p_x, n, wide, pair, factor, nothing, D: tl.constexpr, last=3, SIZE: tl.constexpr = 4):
+    if nothing is None:
+        i = tl.arange(0, SIZE)
+        keep(n + 1, wide + 0, tl.load(pair.left + i) * factor, tl.load(p_x + i) + D, i * pair.right, last + i)
+        tl.store(pair.left + n, 5.0 * n)
+
+
+HOOKED = triton.jit(of_arguments.fn)
+HOOKED.add_pre_run_hook(lambda *args, **kwargs: FOUND.append(len(args) + len(kwargs)))
+
+
+def launches():
+    """Kernels by how they are called: what they keep, and the type of the error."""
+    x, y = torch.arange(16.0), torch.arange(16.0)[4:]
+    pair, most, found = Pair(y, 7), 1 << 31, []
+    language = {name: value for module in (tl, tl.core, tl.core.tensor) for name, value in vars(module).items()}
+    for launched in (of_arguments, HOOKED):
+        for args, options in (
+            ((x, 2, most, pair, 0.5, None, 3), {}),
+            ((x, -2, -most, pair, 0.5, None), dict(D=3, last=1, SIZE=2, num_warps=4)),
+            ((x,), dict(n=1, wide=most - 1, pair=pair, factor=2.0, nothing=None, D=0)),
+            ((x, 2, 2 * most, Pair(x[2:], 1), 1.5, None, 3, 2, 8), {}),
+            ((x, 2), {}),
+            ((x, 2, most, pair, 0.5, None, 3), dict(n=2)),
+            ((x, 2, most, pair, 0.5, None, 3, 3, 4, 5), {}),
+            ((x, 1 << 64, most, pair, 0.5, None, 3), {}),
+            ((x, 2, most, None, 0.5, None, 3), {}),
+        ):
+            FOUND.clear()
+            error = None
+            try:
+                launched[lambda arguments: (1, 2)](*args, **options)
+            except Exception as raised:
+                error = type(raised).__name__
+            found.append([error, *FOUND, x.tolist(), y.tolist()])
+    now = {name: value for module in (tl, tl.core, tl.core.tensor) for name, value in vars(module).items()}
+    return [*found, sorted(name for name in {*language, *now} if language.get(name) is not now.get(name))]
+
+
 def found(seed):
     """What the kernel keeps and stores, of other numbers for each seed."""
     generator = torch.Generator().manual_seed(seed)
@@ -201,14 +248,20 @@ def found(seed):
 
 def both():
     as_it_is = [found(seed) for seed in range(4)]
+    launched = launches()
     prepare_interpreter()
     # the first call goes Triton's way for every kind of operands, the others do not
-    return as_it_is, [found(seed) for seed in (*range(4), *range(4))]
+    shorter = [found(seed) for seed in (*range(4), *range(4))]
+    return as_it_is, shorter, [launched, launches(), launches()]
 
 
 def test_the_same_with_less_work(fresh):
-    ((as_it_is, shorter),) = fresh(1).run(both)
+    ((as_it_is, shorter, (launched, *others)),) = fresh(1).run(both)
     assert len(as_it_is[0]) > 180
     for i, values in enumerate(shorter):
         for k, pair in enumerate(zip(values, as_it_is[i % 4], strict=True)):
             assert pair[0] == pair[1], (i, k)
+    assert {values[0] for values in launched[:-1]} >= {None, "TypeError", "InterpreterError"} and launched[-1] == []
+    assert sum(values[0] is None for values in launched[:-1]) == 8
+    for other in others:
+        assert other == launched
