@@ -17,7 +17,7 @@ from support import gpu_record, gpu_schedule, side_by_side
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 OF_GPU = os.path.join(ROOT, "tests", "gpu")
-ranks.PRELOAD = [*ranks.PRELOAD, "support.fresh_memory"]
+ranks.PRELOAD = [*ranks.PRELOAD, "support.fresh_memory", "support.rewritten_kernels"]
 
 
 def pytest_addoption(parser):
