@@ -33,21 +33,27 @@ endif
 
 # A checkout needs no installation, and neither do the processes started from here
 export PYTHONPATH := $(CURDIR)$(addprefix :,$(PYTHONPATH))
+# Hundreds of processes import the package and must keep its bytecode
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: venv demo check test test-gpu test-network test-triton peer on-gpu network-on-gpu triton-on-gpu peer-on-gpu matrix bench docs clean
 
 venv: $(VENV)/ready
 
-# Triton 3.6, for which the tests count registers, is installed last: torch's wheel for CUDA requires a later one.
-# Megatron-core's wheels require Python 3.12; its tested parts also run on earlier ones (without it tests are skipped)
+# Triton 3.6, for which the tests count registers, is installed last: torch's wheel for CUDA requires a later one. It is
+# also installed before the package if torch has no Triton (the wheel for CPUs): otherwise pip would fetch the latest.
+# Megatron-core's wheels require Python 3.12; its tested parts also run on earlier ones (without it tests are skipped).
+# compileall writes bytecode on all cores, pip on one; the bytecode of transformers' many models is written on import
+PIP = $(VENV)/bin/python -m pip install -q --no-compile
 $(VENV)/ready: setup.py
 	python3 -m venv $(VENV)
-	$(VENV)/bin/python -m pip install -q --upgrade 'setuptools>=64' wheel
-	$(VENV)/bin/python -m pip install -q 'torch==2.13.0'
-	$(VENV)/bin/python -m pip install -q --no-build-isolation -e '.[test,bench]'
-	$(VENV)/bin/python -m pip install -q --no-deps 'triton==3.6.0'
-	-$(VENV)/bin/python -m pip install -q --no-deps --only-binary :all: --python-version 3.12 --ignore-requires-python \
+	$(PIP) --upgrade 'setuptools>=64' wheel 'torch==2.13.0'
+	$(VENV)/bin/python -c 'import triton' 2>/dev/null || $(PIP) --no-deps 'triton==3.6.0'
+	$(PIP) --no-build-isolation -e '.[test,bench]'
+	$(PIP) --no-deps 'triton==3.6.0'
+	-$(PIP) --no-deps --only-binary :all: --python-version 3.12 --ignore-requires-python \
 	  megatron-core==0.19.2 --target "$$($(VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
+	-$(VENV)/bin/python -m compileall -qq -j 0 -x '/transformers/models/' $(VENV)/lib
 	touch $@
 
 demo: $(READY)
