@@ -3,6 +3,7 @@ their hybrids with softmax attention."""
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib
 import sys
@@ -23,7 +24,17 @@ from .batches import STAMP, looked_at
 from .batches import cut_batch as cut_batch
 from .recurrent import of_last_tokens
 from .softmax import masks_nothing, reject, shifted
-from .transformers_layers import CACHES, NAME, OPERATORS, SEQUENCE, SplitOperator, name_of_cache, softmax_forward
+from .transformers_layers import (
+    CACHES,
+    NAME,
+    OF_SPLIT,
+    OPERATORS,
+    REMEDY,
+    SEQUENCE,
+    SplitOperator,
+    name_of_cache,
+    softmax_forward,
+)
 from .transformers_sequence import Asked, SplitSequence, agree_sequence
 
 with needing(__name__, "transformers"):
@@ -139,8 +150,8 @@ def sequence_parallel(
             raise ValueError(
                 f'attention.memory is for merged=True and the function "sdpa", got {attention}, {functions}'
             )
-    for base in bases:
-        inner = base.config._attn_implementation
+    _separate_configs(model, bases)
+    for base, inner in [(base, base.config._attn_implementation) for base in bases]:
         base.set_attn_implementation(NAME)
         base.allscan_inner = inner
         how: dict[str, Any] = dict(per_document=per_document, attention=attention)
@@ -193,7 +204,7 @@ def _parts(model: Any) -> tuple:
     for base in bases:
         config, inner = base.config, base.config._attn_implementation
         if inner == NAME and "allscan_inner" not in vars(base):
-            raise ValueError("another model that is split has the same config: give each a copy of its own")
+            raise ValueError(f"{OF_SPLIT}: {REMEDY}")
         if inner not in (*INNER, NAME):
             raise ValueError(f"the attention function must be one of {', '.join(INNER)}, got {inner!r}")
         if any(m.use_kernels for m in models):
@@ -220,6 +231,18 @@ def _class_of(module: Any, family: Any, which: Any) -> bool:
     names = [FAMILIES[family][i] for i in which]
     home = f"transformers.models.{family}.modeling_{family}"
     return any(kind.__module__ == home and kind.__name__ in names for kind in type(module).__mro__)
+
+
+def _separate_configs(model: nn.Module, bases: Any) -> None:
+    """Give each text model a copy of its config, which is to name another attention function.
+
+    Other models may have the same config object, and the caller may make more of it.
+    """
+    own = {id(base.config): copy.deepcopy(base.config) for base in bases}
+    for module in model.modules():
+        found = vars(module).get("config")
+        if id(found) in own:
+            module.config = own[id(found)]
 
 
 def _restore(bases: Any, heads: Any, layers: Any) -> None:
@@ -254,6 +277,8 @@ def _model(
     for name in OPERATORS:
         if not isinstance(vars(sys.modules[home]).get(name), (SplitOperator, type(None))):
             reject(comm, f"{home}.{name} was replaced since sequence_parallel: call it again")
+    if model.config._attn_implementation != NAME:  # set_attn_implementation: layers would see this rank's keys alone
+        reject(comm, "the attention function was set since sequence_parallel: set it before that, with comm=None first")
     if attention_mask is not None and not (
         isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2 and masks_nothing(attention_mask, comm)
     ):

@@ -30,6 +30,11 @@ with needing(f"{__package__}.transformers", "transformers"):
 
 NAME = "allscan"  # name of the attention function
 SEQUENCE = "allscan_sequence"  # keyword argument from the model's forward to its layers
+OF_SPLIT = "this model was made with the config of a model that is split"
+REMEDY = (
+    "make it with the config from before sequence_parallel, or by "
+    'AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation="sdpa")'
+)
 CACHES = ("cache", "past_key_values")  # the cache argument's name: from transformers 5.24 on, and before
 
 
@@ -352,10 +357,7 @@ def _attention(
     """transformers' attention interface: causal attention of this rank's queries [B, H, T, D] over the row."""
     sequence = options.get(SEQUENCE)
     if sequence is None:
-        raise ValueError(
-            f"the attention function {NAME!r} is for models of sequence_parallel; another model has the same config: "
-            "give each model its own, copy.deepcopy(config)"
-        )
+        raise ValueError(f"the attention function {NAME!r} is for models of sequence_parallel; {OF_SPLIT}: {REMEDY}")
     inner, home, keys = sequence.inner, sys.modules[sequence.home], sequence.keys
     function = ALL_ATTENTION_FUNCTIONS.get_interface(inner, home.eager_attention_forward)
     device, outputs, found = query.device.type, [], None

@@ -1041,7 +1041,47 @@ def zigzag_case(group):
         return max(errors), answers
 
 
-@pytest.mark.parametrize("case", [options_case, zigzag_case])
+def configs_case(group):
+    """(relative errors of models that are made with one config object, before and after one is split, {what must be
+    said: what is})."""
+    from transformers import AutoModelForCausalLM
+
+    from allscan.integrations.transformers import sequence_parallel
+
+    with allscan.Communicator(group, timeout=5) as comm, torch.no_grad():
+        model = made("qwen3_next")
+        config, state, mine = model.config, model.state_dict(), place(comm, TOKENS[comm.size])
+        whole = torch.randint(1, VOCABULARY, (1, sum(TOKENS[comm.size])), generator=torch.Generator().manual_seed(1))
+        want, errors = model(input_ids=whole, use_cache=False).logits, []
+
+        def alone(other):
+            other.load_state_dict(state)
+            errors.append(relative(other(input_ids=whole, use_cache=False).logits, want))
+
+        def split(other):
+            sequence_parallel(other, comm=comm)
+            errors.append(relative(other(input_ids=whole[:, mine]).logits, want[:, mine]))
+
+        before = type(model)(config)
+        split(model)
+        assert model.config is model.model.config is model.model.layers[1].self_attn.config
+        after, copied = type(model)(config), type(model)(copy.deepcopy(config))
+        of_split = type(model)(copy.deepcopy(model.config))
+        for other in (before, after, copied):
+            alone(other)
+            split(other)
+        text = "made with the config of a model that is split: make it with"
+        answers = {text: raised(of_split, input_ids=whole, use_cache=False)}
+        alone(AutoModelForCausalLM.from_config(copy.deepcopy(model.config), attn_implementation="sdpa"))
+        model.set_attn_implementation("eager")
+        answers["was set since sequence_parallel"] = raised(model, input_ids=whole[:, mine])
+        alone(sequence_parallel(model, comm=None))
+        model.set_attn_implementation("eager")
+        split(model)
+        return max(errors), answers
+
+
+@pytest.mark.parametrize("case", [options_case, zigzag_case, configs_case])
 def test_options_and_what_is_rejected_when_called(run, case, size=2):
     for error, answers in run(size, case):
         assert error < 1e-5
@@ -1073,9 +1113,9 @@ def rejected_case(group):
     kernels = changed()
     kernels._use_kernels = True
     shared = made("qwen3_next")
-    sharing = modeling.Qwen3NextForCausalLM(shared.config)
     with allscan.Communicator(group) as comm:
         sequence_parallel(shared, comm=comm)
+        of_split = modeling.Qwen3NextForCausalLM(copy.deepcopy(shared.config))
         rejected = {
             "got ['LlamaForCausalLM', 'LlamaModel']": other,
             "got none": torch.nn.Linear(2, 2),
@@ -1087,7 +1127,7 @@ def rejected_case(group):
             "z_loss_coefficient": changed("bamba", z_loss_coefficient=0.1),
             "ForCausalLMLoss": changed(loss=lambda *_, **__: 0),
             "was replaced": changed(forward=lambda *_: None),
-            "has the same config": sharing,
+            "from_config(copy.deepcopy(config)": of_split,
         }
         answers = {text: raised(sequence_parallel, model, comm=comm) for text, model in rejected.items()}
         for text, function, given in (
