@@ -193,9 +193,15 @@ def model_of(config: dict[str, Any]) -> Any:
     kind = config.pop("model_type", None)
     try:
         model_config = AutoConfig.for_model(kind, **config)
+        size, pad = (getattr(model_config, name, None) for name in ("vocab_size", "pad_token_id"))
+        if size is not None and pad is not None and not -size <= pad < size:
+            raise ValueError(
+                f"pad_token_id is {pad} ({'in the file' if 'pad_token_id' in config else 'the default'}), vocab_size "
+                f'{size}: set "pad_token_id" to null or to a number below vocab_size'
+            )
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(model_config).to(torch.bfloat16).train()
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
+    except (ValueError, KeyError, AttributeError, TypeError, AssertionError) as error:
         raise ValueError(f"transformers makes no model of {kind!r} of this config: {error}") from None
 
 

@@ -219,6 +219,11 @@ def test_a_step_from_the_command_line(tmp_path, capsys):
         step_of(model, Cut(256, 1))
     status, found = told(GLA | dict(hidden_size=64), 1)
     assert status == 2 and "delta rule of GLAForCausalLM" in found.err
+    small = Hybrid("kimi_linear", 128).config(4, 64, 4, 16, 97).to_dict()
+    status, found = told(small | dict(pad_token_id=97), 1)
+    assert status == 2 and 'pad_token_id is 97 (in the file), vocab_size 97: set "pad_token_id" to null' in found.err
+    assert "(the default), vocab_size 97" in told({n: x for n, x in small.items() if n != "pad_token_id"}, 1)[1].err
+    assert [told(small | dict(pad_token_id=pad), 1)[0] for pad in (96, None)] == [0, 0]
 
 
 def test_from_the_command_line(tmp_path, capsys):
