@@ -886,7 +886,7 @@ def training_case(group, family, how, layout):
             if split:
                 sequence_parallel(model, comm=comm, layout=layout)
                 if how != "plain":
-                    model.gradient_checkpointing_enable()
+                    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(use_reentrant=False))
                 if how == "FSDP":
                     mesh = DeviceMesh.from_group(group, "cpu")
                     for module in (*model.model.layers, model):
