@@ -101,7 +101,7 @@ def sequence_parallel(
     Args:
         model: a causal language model of transformers, its text model, or a module around one, of Qwen3-Next, Qwen3.5
             and its mixture of experts, Kimi-Linear, Nemotron-H, Bamba, Granite-MoE-hybrid or Falcon-H1. Parameters,
-            their names and checkpoints stay as they are.
+            their names and checkpoints stay as they are; its config is replaced by a copy.
         comm: the ranks that share a sequence, in the order of its parts; None restores the ordinary model.
         layout: where a rank's tokens lie, the same on every rank. "contiguous": consecutive tokens in rank order, their
             number may differ between ranks. "zigzag": rank r of P has chunk r of 2P in the first half of its tokens and
