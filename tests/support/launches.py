@@ -68,6 +68,11 @@ class NoCarrier:
         return []
 
 
+def most(usual, **others):
+    """Return ``usual``, or what ``others`` say for the Triton at hand: v37 for 3.7, and so on."""
+    return others.get("v{}{}".format(*VERSION), usual)
+
+
 def rejected_on_sm_100(kernel):
     """Check whether Triton up to 3.8 rejects the kernel's launch, for its tensor memory; see docs/versions.md."""
     return kernel is delta.adjoint_kernel and VERSION < (3, 9)
