@@ -1,4 +1,4 @@
-"""The benchmarks' own code: baselines give the right result, the model stays near what was measured."""
+"""Benchmark code: baselines return the right result; the performance model stays near measurements."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _alone = {}
 
 
 def baseline_case(group, method, dtype):
-    if group not in _alone:  # a group of this rank only, made by the ranks of the group alone
+    if group not in _alone:  # a group of this rank only, created by its own ranks alone
         ranks = dist.get_process_group_ranks(group)
         groups = [dist.new_group([r], use_local_synchronization=True) for r in ranks if r == dist.get_rank()]
         _alone[group] = groups[0]
@@ -68,12 +68,12 @@ def baseline_case(group, method, dtype):
             carrier = baselines.Baseline(comm, method)
             o = baselines.gla(*own, carrier=carrier)
             o.backward(whole.do[:, mine])
-            assert carrier.scans == 2 and not comm.collectives  # the method's, and no All-Scan
-            assert comm.agreed.arguments  # a later call does not look at the gates again, so that it can be captured
+            assert carrier.scans == 2 and not comm.collectives  # the scans are the method's, none is an AllScan
+            assert comm.agreed.arguments  # a later call does not read the gates again, so that it can be captured
         return relative_all([NAMES[i] for i in (0, 2, 3, 4, 5)], [o] + [x.grad for x in own], expected)
 
 
-@pytest.mark.cpu  # bench.operator checks them on GPUs, with groups that all ranks of the job have made
+@pytest.mark.cpu  # bench.operator checks these methods on GPUs, with groups that all ranks of the job have created
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("method", ["all_gather", "all_gather overlapped", "ring", "all_to_all"])
 def test_baselines_of_the_operator(run, size, method, dtype=F32):
@@ -90,7 +90,7 @@ def chain_case(group, kind, shape):
     "kind, shape", [("scan", (2, 8, 16)), ("transitions", (1, 16, 32)), ("transitions", (1, 256, 16))]
 )
 def test_virtual_ranks_whose_scans_are_timed(run, kind, shape):
-    """bench.versions, which runs on one GPU."""
+    """bench.versions runs these on one GPU."""
     [error] = run(1, chain_case, kind, shape)
     assert error < 1e-6
 
@@ -108,10 +108,10 @@ def test_the_model_predicts_sizes_that_it_was_not_fitted_to():
             inside = min(nbytes) < size < max(nbytes)
             most = (
                 0.2 if method == "sentinel" and inside else 0.35
-            )  # tiles, and NCCL's algorithms, change with the size
+            )  # tile sizes, and NCCL's algorithms, depend on the state's size
             assert np.abs(predicted / us[~others] - 1).max() < most, (method, size)
     ranks, us = np.asarray(scaling.PUBLISHED_RANKS), np.asarray(scaling.PUBLISHED["All-Scan"])
-    for count in ranks:  # those of the paper, by a chain of its own latency a rank
+    for count in ranks:  # the paper's figures, by a chain with its own latency a rank
         others = ranks != count
         fitted = scaling.fit("sentinel", ranks[others], 0 * ranks[others], us[others])
         predicted = scaling.terms("sentinel", ranks[~others], 0 * ranks[~others]) @ fitted
@@ -124,14 +124,14 @@ def test_the_models_table_of_algorithms(monkeypatch):
     table = scaling.choices(fits, 8, 5.0, 50.0)
     assert table[-1] == (2, topology.ANY_SIZE, "rails") and (4, 1 << 20, "recursive_doubling") in table
     monkeypatch.setattr(topology, "MEASURED", table)
-    for nodes in (2, 3, 4, 8, 12, 16, 32, 100, 128):  # between its rows it is the model's choice within 20 %
+    for nodes in (2, 3, 4, 8, 12, 16, 32, 100, 128):  # between rows, within 20 % of the model's choice
         over = topology.Topology([(0, 8 * nodes - 1)] * (8 * nodes), (8,) * nodes)
         for size in (1 << i for i in range(14, 28)):
             us = scaling.beyond(fits, 8 * nodes, size, 8, 5.0, 50.0)
             best = min(us[method] for method in scaling.SCANS)
             assert us[over.algorithm_for(size)] <= 1.2 * best, (nodes, size)
     us = [scaling.beyond(fits, P, 2 << 20, 8, 7.0, 47.0)["recursive_doubling"] for P in (256, 1024)]
-    assert us[0] < 120 and us[1] < 150  # what issue 23 wants of the model
+    assert us[0] < 120 and us[1] < 150  # the targets of issue 23
 
 
 @pytest.mark.cpu
@@ -153,7 +153,7 @@ def test_time_of_a_scan_that_nothing_covers():
 
 @pytest.mark.cpu
 def test_host_times_against_other_sources(tmp_path, capsys):
-    """Nothing is timed here; the other sources are these."""
+    """The other sources are these; nothing is timed."""
     archive = tmp_path / "before.tgz"
     command = ["tar", "czf", str(archive), "allscan", "shmem_kernels", "bindings"]
     subprocess.run(command, cwd=ROOT, check=True)
@@ -236,7 +236,7 @@ def test_the_committed_results_can_be_drawn(tmp_path):
 
 @pytest.mark.cpu
 def test_a_softmax_layer_can_be_drawn(tmp_path):
-    """Of a step's kernels those of the first layer's forward and of its backward, the last one's."""
+    """A drawing of a step has the kernels of the first layer's forward pass and of the last layer's backward pass."""
     names = "sdpa_fprop", "sdpa_fprop", "merge_kernel", "sdpa_bprop", "ncclDevKernel", "gemm"
     begins = 10e3, 50e3, 51e3, 90e3, 91e3, 300e3
     found = [proof.Launched(name, 1e3, begin) for name, begin in zip(names, begins, strict=True)]
@@ -291,7 +291,7 @@ def test_both_cuts_of_packed_rows_train_alike(capsys, monkeypatch):
 
 @pytest.mark.cpu
 def test_a_rehearsal(capsys, monkeypatch):
-    """Ranks of their own for each method; what is wrong is said, and its ranks are ended."""
+    """Each method runs on its own ranks. An error is reported, and the ranks of that method are ended."""
     pytest.importorskip("transformers", minversion="5.23", reason="needs transformers")
     made = []
     monkeypatch.setattr(hybrid, "Ranks", lambda count, _: made.append(Ranks(count, "cpu")) or made[-1])
@@ -304,7 +304,7 @@ def test_a_rehearsal(capsys, monkeypatch):
 
 @pytest.mark.cpu
 def test_the_first_configuration():
-    """A rehearsal runs autotuned kernels with the first configuration that is left, without a choice."""
+    """A rehearsal runs autotuned kernels with the first remaining configuration, without tuning."""
     made, config = [], types.SimpleNamespace(all_kwargs=lambda: dict(BK=32, num_warps=2))
 
     def pruned(given):
@@ -358,7 +358,7 @@ def test_configurations_are_compiled_by_one_process_each(tmp_path, monkeypatch):
             (torch.float32, 4, 2),
             (torch.float32, 8, 1),
         ):
-            tuner[(1,)](torch.ones(1, dtype=dtype), H, W)  # the last has the key of the first
+            tuner[(1,)](torch.ones(1, dtype=dtype), H, W)  # the last call has the key of the first
         return []
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
@@ -367,9 +367,9 @@ def test_configurations_are_compiled_by_one_process_each(tmp_path, monkeypatch):
     for _ in range(2):
         assert tuning.compile_share(str(tmp_path), [(0, [])]) == []
     assert Autotuner.run is run and len(list(tmp_path.iterdir())) == 18
-    assert len(function.compiled) == len(set(function.compiled)) == 12  # those that can be compiled
+    assert len(function.compiled) == len(set(function.compiled)) == 12  # this GPU's share, without errors
     assert tuning.compile_share(str(tmp_path), [(1, [])]) == []
-    assert len(function.compiled) == 24  # those of another GPU's share
+    assert len(function.compiled) == 24  # the share of another GPU
 
 
 @pytest.mark.cpu

@@ -1,4 +1,4 @@
-"""bench.chain without GPUs: its kernel's values, its clocks' order, its arithmetic."""
+"""bench.chain without GPUs: values of its kernel, order of its clocks, arithmetic."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def inputs(size, shape):
 
 
 def clocked_case(group):
-    """(the largest error of a chain of the clocked kernel, the clocks of each rank)."""
+    """Return (largest error of a chain of the clocked kernel, clocks of each rank)."""
     ranks = chain.ClockedRanks(3, (2, 4, 8), tile=(4, 8), devices=["cpu"] * 3)
     states, decays = inputs(3, (2, 4, 8))
     outs = ranks.scan(states, decays)
@@ -65,11 +65,11 @@ def test_a_device_for_each_rank(run):
 
 
 def streams_case(group):
-    """[(rank, what its stream waits for)], of the devices' current streams, before each launch; and what is rejected.
-    Stand-ins for two GPUs, on which ranks lie in turns."""
+    """Return ([(rank, devices whose current stream its stream waits for before the launch)], errors of rejected calls).
+    Two GPUs are mocked; ranks are assigned to them in turns."""
     ranks = VirtualRanks(3, (2, 4, 8), tile=(4, 8))
     states, decays = inputs(3, (2, 4, 8))
-    ranks.scan(states, decays)  # nothing is loaded behind this
+    ranks.scan(states, decays)  # later scans load no module
     gpus = [torch.device("cuda", i) for i in range(2)]
     ranks.devices = [gpus[i % 2] for i in range(3)]
     for tables in (*ranks._gates.values(), ranks._zeros, ranks._unread):
@@ -105,7 +105,8 @@ def timed_case(group):
 
 
 def test_a_timed_scan_begins_when_all_have_met(run):
-    """As far as the interpreter goes, where programs run one after another: one of them."""
+    """The clock is read at each epoch's begin and end, here with one program: the interpreter runs programs in
+    sequence."""
     [times] = run(1, timed_case)
     assert times.shape == (6,) and times[0] > 0 and (times.diff() > 0).all()
 
@@ -132,7 +133,7 @@ def test_what_matters_most_comes_first():
 
 
 def test_a_run_that_is_cut_keeps_its_rows(tmp_path, capsys, monkeypatch):
-    """With a stand-in for the process and its GPUs: the rows of what was begun, and the names of what was not."""
+    """An interrupted run reports the rows that were begun and the names of the others. Process and GPUs are mocked."""
 
     def run(function, kind, mib, size, timeout):
         assert function is chain.rows_of
@@ -153,7 +154,7 @@ def test_a_run_that_is_cut_keeps_its_rows(tmp_path, capsys, monkeypatch):
 
 
 def test_the_model_is_fitted_to_it(tmp_path, capsys):
-    """Without the points whose hops share a direction of the link with too many bytes."""
+    """The fit leaves out points whose hops send too many bytes over one direction of a link."""
     lines = ["kind,ranks,bytes,p50_us"]
     for ranks, exponent in itertools.product((2, 3, 4, 5, 8, 9), range(16, 22)):
         nbytes = 1 << exponent
@@ -169,7 +170,7 @@ def test_the_model_is_fitted_to_it(tmp_path, capsys):
 
 
 def test_two_clocks_are_aligned_by_messages():
-    """The second one is 40 us ahead, a way takes 700 ns, and a few messages more."""
+    """The second clock is 40 us ahead, a message takes 700 ns, and every fourth message 900 ns more."""
     sent = 10_000 * torch.arange(200)
     late = torch.tensor([0, 0, 0, 900]).repeat(50)
     offset, error, way = chain.aligned(sent, sent + 1_400 + late, sent + 40_700 + late)
@@ -177,7 +178,7 @@ def test_two_clocks_are_aligned_by_messages():
 
 
 def rows_case(group):
-    """The rows of a chain and of its hops, with CPU ranks in place of GPUs', which begin as they are launched."""
+    """Return the rows of a chain and of its hops, on CPU ranks in place of GPU ranks; they begin at their launch."""
 
     class AtOnce:
         def _make_gates(self, devices):
@@ -199,7 +200,7 @@ def rows_case(group):
 
 
 def test_rows_of_a_chain(run):
-    """A stand-in for both GPUs: what is left out is the times' meaning."""
+    """Both GPUs are mocked, so the times mean nothing."""
     [(row, hops)] = run(1, rows_case)
     assert (row["kind"], row["ranks"], row["bytes"], row["error_us"]) == ("chain", 3, 1 << 14, 0.0) and row[
         "p50_us"

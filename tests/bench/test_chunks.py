@@ -1,4 +1,4 @@
-"""bench.chunks: all variants are right on CPUs, and none reads outside of shared memory once compiled for sm_90."""
+"""bench.chunks: all variants are right on CPUs; compiled for sm_90, none reads outside of shared memory."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_kernels_read_what_they_should(name):
 
 
 def local_case(group):
-    """Errors of bench.local's methods for KDA that run on CPUs."""
+    """Return errors of bench.local's KDA and Gated DeltaNet methods that run on CPUs."""
     with allscan.Communicator(group) as comm:
         kinds = itertools.product(("weak", "strong"), (False, True), ("kda", "gated_delta_rule"))
         shapes = [local_delta.Shape(70, 1, 16, *kind) for kind in kinds]
@@ -57,4 +57,4 @@ def test_bench_local_of_kda(run):
     assert all(0 < error < 1e-2 for error in errors), errors
     ours = {f"zeco_{rule}, chunk=allscan" for rule in ("kda", "gated_delta_rule")}
     with mock.patch.object(local_delta.importlib.util, "find_spec", lambda name: name == "allscan" or None):
-        assert {*local_delta.installed()} == ours  # others have no row where they are not installed
+        assert {*local_delta.installed()} == ours  # other packages have no row unless installed

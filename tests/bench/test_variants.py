@@ -1,4 +1,4 @@
-"""bench.variants without GPUs: a kernel that is wrong is not timed."""
+"""bench.variants without GPUs: a wrong kernel is not timed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def copied(folder):
 
 
 def changed(folder, old, new):
-    """A copy of the kernels with another line in scan.py."""
+    """Copy the kernels and replace one line of scan.py; return the folder."""
     copied(folder)
     text = (folder / "scan.py").read_text()
     assert text.count(old) == 1

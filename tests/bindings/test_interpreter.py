@@ -1,4 +1,4 @@
-"""Triton's interpreter gives the same with less work repeated (bindings/interpreter.py)."""
+"""bindings/interpreter.py: Triton's interpreter gives the same results with less repeated work."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from allscan.bindings.interpreter import prepare_interpreter
 
 pytestmark = [pytest.mark.cpu, pytest.mark.quick]
 FOUND = []
-# a number that is no int32, which Triton rejects beside one from 3.9 on
+# exceeds int32; from 3.9 on Triton rejects it together with an int32
 BEYOND = tl.constexpr(3000000000 if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9) else 2147483647)
 
 
 def keep(*values):
-    """In the interpreter a kernel is Python: what it calls may be too."""
+    """Record types, shapes and bytes of values: in the interpreter a kernel may call any Python function."""
     FOUND.extend((str(x.type), str(x.handle.data.dtype), x.handle.data.shape, x.handle.data.tobytes()) for x in values)
 
 
@@ -206,7 +206,7 @@ HOOKED.add_pre_run_hook(lambda *args, **kwargs: FOUND.append(len(args) + len(kwa
 
 
 def launches():
-    """Kernels by how they are called: what they keep, and the type of the error."""
+    """Call kernels with many argument lists; return recorded values and types of errors."""
     x, y = torch.arange(16.0), torch.arange(16.0)[4:]
     pair, most, found = Pair(y, 7), 1 << 31, []
     language = {name: value for module in (tl, tl.core, tl.core.tensor) for name, value in vars(module).items()}
@@ -234,7 +234,7 @@ def launches():
 
 
 def found(seed):
-    """What the kernel keeps and stores, of other numbers for each seed."""
+    """Return the values that the kernel records and stores, with random numbers of ``seed``."""
     generator = torch.Generator().manual_seed(seed)
     x, y = (torch.randn(8, generator=generator) for _ in "xy")
     x[seed], y[seed] = torch.tensor([0.0, float("nan"), -0.0, float("inf")])[[seed, seed - 1]]
@@ -250,7 +250,7 @@ def both():
     as_it_is = [found(seed) for seed in range(4)]
     launched = launches()
     prepare_interpreter()
-    # the first call goes Triton's way for every kind of operands, the others do not
+    # the first call of each kind of operands runs Triton's code, later ones the shorter path
     shorter = [found(seed) for seed in (*range(4), *range(4))]
     return as_it_is, shorter, [launched, launches(), launches()]
 

@@ -1,4 +1,4 @@
-"""The table of versions: what is done about those that are installed, and who else says something of them."""
+"""The table of versions: handling of installed versions, and other places that state versions."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ GOOD = {"torch": "2.11.0", "Triton": "3.6.0", "NVSHMEM": "3.4.5"}
 
 @pytest.fixture
 def install(monkeypatch):
-    """install({name: version}): nothing else is."""
+    """Return install({name: version}); no other package is installed."""
 
     def install(given):
         of = {
@@ -63,7 +63,8 @@ def install(monkeypatch):
 
 @pytest.mark.parametrize("name", OLD)
 def test_too_old(name, install, capsys):
-    """Rejected, by the doctor and where it is used, with what to install."""
+    """An old version is rejected by the doctor and at its use; the error names the command that installs a newer
+    one."""
     install(GOOD | {name: OLD[name]})
     least = re.escape(versions.package(name).least)
     assert re.fullmatch(
@@ -76,7 +77,7 @@ def test_too_old(name, install, capsys):
 
 @pytest.mark.parametrize("name", NEW)
 def test_newer_than_known(name, install, capsys):
-    """Allowed, and warned of once."""
+    """A newer version is allowed, with one warning."""
     install(GOOD | {name: NEW[name]})
     assert not versions.rejection(name) and not versions.rejection(*versions.ALL)
     with pytest.warns(UserWarning, match=rf"{name} .* is newer than {versions.package(name).newest}") as caught:
@@ -89,7 +90,7 @@ def test_newer_than_known(name, install, capsys):
 
 @pytest.mark.parametrize("torch, triton", [*versions.TRITON_OF_TORCH.items(), ("2.11", "3.9"), ("2.15", "3.6")])
 def test_the_triton_of_a_torch(torch, triton, install, capsys):
-    """Another one is no fault."""
+    """Another Triton than torch's own is no error."""
     install({"torch": f"{torch}.0", "Triton": f"{triton}.1"})
     assert not doctor.report_versions()
     line = next(x for x in capsys.readouterr().out.splitlines() if x.startswith("Triton"))
@@ -117,7 +118,7 @@ def test_a_device_library_that_triton_cannot_read(install):
 
 
 def python(code, tmp_path, **installed):
-    """A program where these packages seem to be installed, in an empty folder."""
+    """Run Python in an empty folder, with metadata that makes these packages look installed."""
     for name, version in installed.items():
         folder = tmp_path / f"{name.replace('-', '_')}-{version}.dist-info"
         folder.mkdir()
@@ -136,7 +137,7 @@ def python(code, tmp_path, **installed):
     "code", ["allscan.Communicator", "from allscan import zeco_gla", "allscan.halo", "import allscan.integrations.fla"]
 )
 def test_a_torch_that_is_too_old_is_an_import_error(code, tmp_path):
-    """Where something is taken from the package: whatever of it would not have worked."""
+    """The error is raised at the first use of the package, whatever is imported from it."""
     done = python(["-c", f"import allscan; {code}"], tmp_path, torch="2.6.0")
     words = (
         r"ImportError: (allscan .* does not run here: )?torch 2.6.0 is too old, 2.11 is the oldest: pip install 'tor"
@@ -161,7 +162,7 @@ def test_doctor_tells_of_a_broken_installation(tmp_path):
 
 @pytest.mark.quick
 def test_doctor_names_what_failed_on_gpus(tmp_path, monkeypatch):
-    """By name, since a count alone says nothing of what is safe."""
+    """The names are listed, since a count does not show what is safe."""
     record = tmp_path / "tests" / "gpu" / "last_run.json"
     record.parent.mkdir(parents=True)
     failed = ["tests/gpu/test_waiting.py::test_one", "tests/gpu/test_plans.py::test_two[3]"]
@@ -202,7 +203,7 @@ def test_delta_rules_name_a_fla_that_is_too_old(tmp_path):
     assert "ImportError: flash-linear-attention 0.5.0 is too old" in done.stderr, done.stderr
 
 
-# Who else speaks of versions
+# Other places that state versions
 
 
 def results():
@@ -212,7 +213,7 @@ def results():
 
 @pytest.mark.parametrize("name", ["Python", "torch", "Triton", "NVSHMEM", "transformers", "flash-linear-attention"])
 def test_what_is_said_to_be_tested_on_cpus_has_run(name):
-    """Each version is that of an environment of the matrix in which nothing failed, or of this very run."""
+    """Each version has run in an environment of the matrix without a failure, or is that of this run."""
     known = versions.package(name)
     column = known.distributions[0] if known.distributions else "python"
     ran = {versions.number(result[column]) for result in results() if result["passed"] and not result["failed"]}
@@ -255,7 +256,7 @@ def test_setup_asks_for_what_the_table_says(monkeypatch):
 
 
 def spans(tested):
-    """ "3.4, 3.6 to 3.8" """
+    """Return versions as text, such as 3.4, 3.6 to 3.8 for a list."""
     runs: list[list[str]] = []
     for version in tested:
         major, minor = versions.number(version)
@@ -267,7 +268,7 @@ def spans(tested):
 
 
 def test_the_documentation_has_the_table():
-    """And bench/README.md the environments of the matrix as they ran."""
+    """bench/README.md has the environments of the matrix and their results."""
     text = ""
     for page in ("docs/versions.md", "bench/README.md"):
         with open(os.path.join(ROOT, page), encoding="utf-8") as file:
