@@ -1,4 +1,4 @@
-"""A rank that rejects, misses or ignores a call: never a number of another call, and every rank hears of it."""
+"""A rank rejects, skips or ignores a call: no rank returns another call's values, and every rank gets an error."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from support.values import raised
 @pytest.mark.side_by_side(case=shifted_case, step=False)
 @pytest.mark.parametrize("how, size", [*product(["allscan", "zigzag", "halo", "zeco_gla"], [2, 3]), ("delta", 2)])
 def test_a_call_that_one_rank_rejects(answers, size, how):
-    """No rank gets a number of another call, all ranks get an error, and resync() brings them back."""
+    """No rank returns another call's values, all ranks get an error, and resync() repairs the communicator."""
     for rank, (found, right, end, again) in enumerate(answers):
         for got, wanted in zip(found, right):
             assert got == wanted or isinstance(got, str) or got != got, (rank, found, right)
@@ -54,7 +54,7 @@ def test_a_call_that_one_rank_rejects(answers, size, how):
 
 
 def other_shape_case(group, options):
-    """Rank 1 makes call 4 with a shape of its own, hears that the others are elsewhere, and goes on."""
+    """Rank 1 makes call 4 with another shape, is told that the others made other calls, and goes on."""
     comm = allscan.Communicator(group, timeout=1.0, **options)
     found, right = [], []
     for i in range(1, 7):
@@ -92,7 +92,7 @@ def halfway_case(group, kernel):
 @pytest.mark.parametrize("kernel", ["state_kernel", "scan_kernel", "output_kernel"])
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_call_that_ends_between_two_launches(answers, size, kernel):
-    """Before the rank's scan, and behind it: as a call that it rejects."""
+    """An error before or after the rank's scan has the effect of a rejected call."""
     for rank, (found, right, end, again) in enumerate(answers):
         for got, wanted in zip(found, right):
             assert got == wanted or isinstance(got, str) or got != got, (rank, found, right)
@@ -110,12 +110,12 @@ def skipped_case(group, how):
 @pytest.mark.side_by_side(case=skipped_case)
 @pytest.mark.parametrize("how, size", [("skipped", 2), ("skipped", 3), ("zigzag skipped", 3)])
 def test_a_call_that_one_rank_never_enters(answers, how, size):
-    """Without step() the barrier tells all ranks; with it the first wrong launch does."""
+    """Without step() the barrier tells all ranks; with step() the first wrong launch does."""
     counted = f"rank {size - 1}: 8 forward, 0 reverse"
     without, answers = zip(*answers)
     for rank, (_, _, end, again) in enumerate(without):
         assert end[0] == "AllScanOutOfStep" or "zigzag" in how and end[0] == "AllScanTimeout", (rank, end)
-        assert again and (counted in end[1] or "zigzag" in how), (rank, end)  # which waits for all ranks in each call
+        assert again and (counted in end[1] or "zigzag" in how), (rank, end)  # zigzag waits for all ranks in each call
     for rank, (found, right, end, again) in enumerate(answers):
         for got, wanted in zip(found, right):
             assert got == wanted or isinstance(got, str) or got != got, (rank, found, right)
@@ -127,7 +127,7 @@ def test_a_call_that_one_rank_never_enters(answers, how, size):
 
 
 def stale_case(group):
-    """A graph from before resync() goes after it."""
+    """Backward of a graph from before resync() raises."""
     with allscan.Communicator(group) as comm:
         prev = allscan.allscan(torch.ones(1, 16, device=comm.device, requires_grad=True), comm=comm)
         comm.resync()
@@ -143,7 +143,7 @@ def test_a_graph_from_before_resync_is_not_missed(run):
 
 
 def closing_case(group):
-    """The last rank leaves a call out, and nothing else is called before close()."""
+    """The last rank skips a call, and close() is the next call of all ranks."""
     comm = allscan.Communicator(group)
     state = torch.ones(1, 16, device=comm.device)
     for _ in range(2 if comm.rank < comm.size - 1 else 1):
@@ -158,7 +158,7 @@ def test_a_call_left_out_before_closing(run):
 
 
 def all_reject_case(group):
-    """A call that all ranks reject alike changes nothing."""
+    """A call that all ranks reject alike has no effect."""
     with allscan.Communicator(group) as comm:
         state = torch.ones(1, 2, device=comm.device)
         scan = allscan.AllScan(comm, (1, 2))
@@ -175,7 +175,7 @@ def test_a_call_that_all_ranks_reject(run, pool):
 
 
 def known_fault_case(group, kind, where):
-    """The last rank rejects a call, or times out; rank 0, which has not heard of it, calls what all ranks would."""
+    """The last rank rejects a call, or times out; rank 0, not yet informed, makes a call of the whole group."""
     store = dist.distributed_c10d._get_default_store()
     comm = allscan.Communicator(group, timeout=2.0)
     key = f"{comm.order.store_exchange.name}/after a fault/"
@@ -220,12 +220,12 @@ def known_fault_case(group, kind, where):
 @pytest.mark.parametrize("kind", ["rejected", "late"])
 @pytest.mark.parametrize("where", ["resync", "close", "barrier", "first call", "AllScan.close"])  # longest first
 def test_nobody_waits_longer_than_the_time_out_after_a_fault(answers, kind, where, size=2):
-    """Neither the rank that has raised nor the others, which hear why."""
+    """The wait is bounded on the rank with the error and on the others, whose error names the reason."""
     (found, times, after), (of_last, times_of_last, after_last) = answers
     assert after and after_last
     last = "AllScanOutOfStep" if kind == "rejected" else "AllScanTimeout"
     assert of_last[1][0] == of_last[2][0] == last, of_last
-    # on GPUs a call that times out has long returned
+    # on GPUs a call that times out has returned long before
     assert (of_last[0] or [last])[0] in ("TypeError", "AllScanTimeout"), of_last
     assert times_of_last[2] < 1.0 and max(times_of_last) < 2 + 5 + 3, times_of_last
     late = r"AllScanTimeout: rank 1 (\(of the job: \d+\) )?waited 2 s"
@@ -236,15 +236,15 @@ def test_nobody_waits_longer_than_the_time_out_after_a_fault(answers, kind, wher
 
 
 def compared_case(group):
-    """In debug mode the others wait for a rank before each launch: they hear that it rejects the call."""
+    """In debug mode ranks compare calls before each launch: the others are told that a rank rejects the call."""
     with allscan.Communicator(group, timeout=5.0, debug=True) as comm:
         state = torch.ones(1, 16, device=comm.device)
-        scan = allscan.AllScan(comm, (1, 16))  # whose arguments are not compared before the launch
+        scan = allscan.AllScan(comm, (1, 16))  # its arguments are not compared before the launch
         scan.scan(state)
         start = time.monotonic()
         try:
             answer = scan.scan(state.double() if comm.rank == 1 else state)
-        except (TypeError, allscan.AllScanError) as error:  # what a step catches
+        except (TypeError, allscan.AllScanError) as error:  # the exceptions that a training step catches
             answer = type(error).__name__, str(error)
         seconds = time.monotonic() - start
         right = [(allscan.allscan(i * state, comm=comm) == i * comm.rank).all().item() for i in (1, 2)]
@@ -261,7 +261,7 @@ def test_debug_hears_of_a_rejected_call(run):
 
 
 def settled_case(group):
-    """All ranks reject calls, each at its own pace, and go on; later one rank leaves a call out."""
+    """All ranks reject calls, at different times, and go on; later one rank skips a call."""
     comm = allscan.Communicator(group, timeout=2.0)
     chance, state = random.Random(comm.rank), torch.ones(1, 16, device=comm.device)
     allscan.allscan(state, comm=comm)
@@ -291,14 +291,14 @@ def test_a_time_out_names_no_call_that_all_ranks_rejected(run):
 @pytest.mark.side_by_side(case=ignoring_case)
 @pytest.mark.parametrize("how, size", [("allscan", 2), ("allscan", 3), ("zigzag", 3), ("delta", 2)])
 def test_a_rank_that_ignores_what_it_gets(answers, how, size):
-    """Its gradient is wrong in the step in which it happens, and in none after it."""
+    """Its gradient is wrong in the step in which it ignores a call's result, and right afterwards."""
     for found, right, later in answers:
         assert isinstance(found[-1], str) and len(found) <= 3, found
-        wanted = dict(allscan=later, zigzag=later + size)  # on the way back it comes to all ranks
-        wanted = wanted.get(how, 1 + (later > 0))  # of delta: its own output, and the next rank's first one
+        wanted = dict(allscan=later, zigzag=later + size)  # the descending scan reaches all ranks
+        wanted = wanted.get(how, 1 + (later > 0))  # for delta: its own output, and the next rank's first one
         right = [round(x, 4) for x in right] if how == "delta" else right  # fla's products round
         assert right == [float(wanted * i) for i in range(1, 4)]
-    # in the zigzag layout the others' backward begins with what the first rank sends
+    # in the zigzag layout backward of the other ranks needs the first rank's state
     assert answers[0][0] == [0.0, "AllScanTimeout" if how == "zigzag" else "RuntimeError"]
 
 
@@ -307,7 +307,7 @@ def test_validation_without_backward(run, pool):
 
 
 def checkpoint_case(group):
-    """Activation checkpointing recomputes a call in backward, and stops there: nothing is rejected or dropped."""
+    """Activation checkpointing recomputes a call in backward, and stops there: no call is rejected or dropped."""
     from torch.utils.checkpoint import checkpoint
 
     with allscan.Communicator(group, timeout=TIMEOUT) as comm:
@@ -331,7 +331,7 @@ def test_a_call_that_is_recomputed(run):
 
 
 def recomputed_operators(comm):
-    """{name: function of [1, 4, 2, 8]}; of the scans each rank has what another one does not."""
+    """Return ({name: function of [1, 4, 2, 8]}, learned); optional inputs of the scans differ between ranks."""
     first, last = comm.rank == 0, comm.rank == comm.size - 1
     learned = torch.full((1, 2), 0.5, device=comm.device, requires_grad=True)
     decays = {
@@ -395,7 +395,7 @@ def recomputed_operators(comm):
 
 
 def recomputed_case(group, early_stop):
-    """Differences of gradients to those without checkpointing, by operator and place in the region."""
+    """Return differences of gradients to those without checkpointing, by operator and place in the region."""
     from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
     with allscan.Communicator(group, timeout=5) as comm:
@@ -426,8 +426,8 @@ def recomputed_case(group, early_stop):
 
 @pytest.mark.parametrize("size, early_stop", [(2, True), (3, False)])
 def test_what_ranks_compute_again(run, size, early_stop):
-    """Non-reentrant checkpointing of each operator, last in its region or not: whichever optional inputs a rank has,
-    it is computed again on all ranks at the same place, or on none."""
+    """Non-reentrant checkpointing recomputes each operator, last in its region or not, at the same place on all ranks
+    or on none, whichever optional inputs a rank has."""
     for found in run(size, recomputed_case, early_stop):
         assert len(found) == 70 and max(found.values()) < 1e-5, {k: v for k, v in found.items() if not v < 1e-5}
 
@@ -440,7 +440,7 @@ def test_backwards_in_another_order(run):
 
 
 def other_steps_case(group):
-    """The ranks before the last resync() in step 2; the last one, which has seen nothing, in step 3."""
+    """The ranks make the last resync() in step 2, the last rank, without an error of its own, in step 3."""
     with allscan.Communicator(group, timeout=5.0) as comm:
         state = torch.ones(1, 16, device=comm.device)
         for _ in range(2 + (comm.rank == comm.size - 1)):
@@ -455,14 +455,14 @@ def other_steps_case(group):
 
 @pytest.mark.quick
 def test_resync_in_different_steps(run):
-    """All ranks raise, and none goes on with a batch that the others do not have."""
+    """All ranks raise, and none continues with a batch that the others do not have."""
     for answers, right in run(3, other_steps_case):
         assert right and all(answer and answer[0] == "AllScanOutOfStep" for answer in answers), answers
         assert all("rank 0: 2; rank 1: 2; rank 2: 3" in text for _, text in answers), answers
 
 
 def interrupted_case(group):
-    """Rank 1 is interrupted when all ranks have agreed upon a call, before it has noted that."""
+    """Rank 1 is interrupted after all ranks have agreed on a call and before it has recorded that."""
     with allscan.Communicator(group, timeout=2.0) as comm:
         x = torch.ones(1, 20, 1, 16, device=comm.device)
 
@@ -492,10 +492,10 @@ def test_resync_after_time_outs(run, pool):
 
 
 def neighbour_shift_case(group, key, how):
-    """The first rank sends when the last one has its result: a tile whose decays are all 0 takes the fast path."""
+    """The first rank launches after the last one has its result: tiles with zero decays take the fast path."""
     store = dist.distributed_c10d._get_default_store()
     with allscan.Communicator(group, timeout=30, max_ctas=2) as comm:
-        if how == "zeco_gla":  # more tiles than programs; the gates of 70 tokens are 0 in float32 together
+        if how == "zeco_gla":  # more tiles than programs; the product of the gates of 70 tokens is 0 in float32
             x = torch.full((1, 70, 6, 16), 1.0, device=comm.device)
 
             def call(i):
@@ -530,7 +530,7 @@ def test_a_tile_with_zero_decays_waits_for_one_rank(run, size, how):
 
 
 def nan_decay_case(group):
-    """A NaN is no 0: it waits, and passes on."""
+    """A NaN decay is not 0: its tile waits, and NaN is sent on."""
     with allscan.Communicator(group) as comm:
         state, decay = torch.ones(1, 2, 2, device=comm.device), torch.full((1, 2), float("nan"), device=comm.device)
         prev = allscan.allscan(state, decay, comm=comm)
@@ -542,7 +542,7 @@ def test_a_decay_that_is_nan(run, pool):
 
 
 def few_programs_case(group, depth, protocol):
-    """More tiles than programs: a late first rank, two places away, and late credits, in both directions."""
+    """With more tiles than programs: a straggler two ranks before, and late credits, in both directions."""
     with allscan.Communicator(group, max_ctas=2) as comm:
         scan = allscan.AllScan(comm, (5, 8, 16), depth=depth, protocol=protocol, tile=(4, 16))
         assert scan.num_tiles == 10
@@ -552,7 +552,7 @@ def few_programs_case(group, depth, protocol):
                 time.sleep(chance.uniform(0, 0.02))
             state = torch.full((5, 8, 16), float(epoch), device=comm.device)
             decay = torch.ones(5, 8, device=comm.device)
-            decay[::2] = 0  # these tiles go ahead
+            decay[::2] = 0  # these tiles take the zero-decay fast path
             place = comm.rank if epoch % 2 else comm.size - 1 - comm.rank
             prev = scan.scan(state, decay, reverse=epoch % 2 == 0)
             assert (prev[::2] == epoch * (place > 0)).all() and (prev[1::2] == epoch * place).all(), epoch
@@ -566,7 +566,7 @@ def test_more_tiles_than_programs(run, pool, depth, protocol):
 
 
 def overtaking_case(group, depth):
-    """Puts that are under way together arrive in any order, late by up to half a second."""
+    """Concurrent puts arrive in any order, up to 0.3 s late."""
 
     allscan.init()
     network = heap.symmetric_heap().network
@@ -621,7 +621,7 @@ def transforms_case(group):
             "zeco_gla": lambda x: allscan.zeco_gla(x, x, x, -x, comm=comm, scale=1.0)[0],
         }
         found = []
-        for first in (True, False):  # a call for a shape that comes again
+        for first in (True, False):  # False: the call repeats a shape
             for call in calls.values():
                 if not first:
                     call(x[0])
@@ -658,13 +658,13 @@ def test_forward_mode_derivatives_are_rejected(run):
 
 
 def heard_at_the_end_case(group):
-    """What close() raises on a rank whose last kernel has given up, where no call has said so yet, as on a GPU."""
+    """Return the error of close() on a rank whose last kernel has timed out unnoticed, as on a GPU."""
     comm = allscan.Communicator(group, timeout=1)
     x = torch.ones(2, 16, 16, device=comm.device)
     allscan.allscan(x, comm=comm)
     if comm.rank == 0:
         return raised(comm.close)
-    raised(allscan.allscan, x, comm=comm)  # rank 0 makes none
+    raised(allscan.allscan, x, comm=comm)  # rank 0 skips it
     comm.streams.synchronize()
     assert comm.broken
     comm.order._told = False
@@ -676,7 +676,7 @@ def test_close_says_that_a_kernel_has_given_up(run):
     assert error[0] == "AllScanTimeout" and "rank 0" in error[1] and again is None, error
 
 
-MIXED = {  # what ranks may mix after both were agreed upon, and the tokens of a rank
+MIXED = {  # arguments that ranks mix after agreeing on both, and tokens of a rank
     "cu_seqlens": (40, lambda n: (dict(cu_seqlens=[0, 30, n]), dict(cu_seqlens=[0, 35, n]))),
     "some packed": (40, lambda n: (dict(cu_seqlens=[0, n]), {})),
     "zigzag": (40, lambda n: [dict(cu_seqlens=[0, at, n], layout="zigzag") for at in (30, 35)]),
@@ -694,7 +694,7 @@ MIXED = {  # what ranks may mix after both were agreed upon, and the tokens of a
 
 
 def fault_at_the_end(comm):
-    """What a barrier behind mixed calls raises; afterwards the communicator can be used again."""
+    """Return the error of a barrier after mixed calls, and resync()."""
     if comm.device.type == "cuda":
         torch.cuda.synchronize()
     found = raised(comm.barrier)
@@ -703,8 +703,8 @@ def fault_at_the_end(comm):
 
 
 def mixed_case(group, operator, what):
-    """The last rank makes call 4 and the next two with other arguments, all of which are known: for each call what is
-    known of results and gradients, or the error; the end; whether all is right behind resync()."""
+    """The last rank makes call 4 and the next two with other arguments, all of them already agreed on. Return for each
+    call its results and gradients or its error; the error of the barrier; whether all is right after resync()."""
     comm = allscan.Communicator(group, timeout=2.0)
     tokens, ways = MIXED[what]
     ways = ways(tokens * comm.size)
@@ -733,7 +733,7 @@ def mixed_case(group, operator, what):
             dt, A = v[..., 0].abs() / 16, -torch.ones(1, device=comm.device)
             found = allscan.zeco_ssd(q, dt, A, k, v, 64, comm=comm, **options)
             o = found[0] if isinstance(found, tuple) else found
-        leaf = k if operator in ("zeco_gla", "zeco_kda") else q  # whose gradient is of other ranks' tokens, too
+        leaf = k if operator in ("zeco_gla", "zeco_kda") else q  # its gradient depends on tokens of other ranks
         leaf.grad = None
         o.square().sum().backward()
         return o.detach().norm().item(), leaf.grad.norm().item()
@@ -772,10 +772,10 @@ def mixed_case(group, operator, what):
     ],
 )
 def test_ranks_that_mix_what_they_know(answers, operator, what, size):
-    """No call asks the others: the first launch that pairs two different ones finds them."""
+    """No call exchanges anything on the host: the first launch that pairs two different calls detects them."""
     assert all(end and end[0] in ("AllScanOutOfStep", "AllScanTimeout") and again for _, end, again in answers), answers
     found, end, _ = answers[-1]
-    for one in found:  # no gradient is one of another call, nor is a result on the last rank
+    for one in found:  # no gradient is another call's, nor is a result on the last rank
         assert isinstance(one, str) or one[0] != one[0], answers
     assert end[0] == "AllScanOutOfStep" and "in calls whose cu_seqlens" in end[1], end
     for others, _, _ in answers[:-1]:
@@ -783,8 +783,8 @@ def test_ranks_that_mix_what_they_know(answers, operator, what, size):
 
 
 def mixed_reverse_case(group, operator):
-    """The last rank makes the third call with reverse=True: whether each of the next two, which all ranks make alike,
-    is right, or its error; the end."""
+    """The last rank makes the third call with reverse=True. Return whether each of the next two, equal on all ranks, is
+    right, or its error; and the error of the barrier."""
     comm = allscan.Communicator(group, timeout=2.0)
     x = torch.full((1, 1, 16, 16), comm.rank + 1.0, device=comm.device)
     scan = allscan.AllScan(comm, x.shape)
@@ -814,16 +814,16 @@ def mixed_reverse_case(group, operator):
 
 @pytest.mark.parametrize("operator", ["AllScan.scan", "allscan", "allscan_segments", "halo"])
 def test_a_rank_that_goes_the_other_way(run, operator):
-    """No launch pairs the calls that differ; the next one, in either direction, finds them."""
+    """No launch pairs the calls that differ; the next one, in either direction, detects them."""
     answers = run(2, mixed_reverse_case, operator)
     assert all(end and end[0] == "AllScanOutOfStep" and again for _, end, again in answers[1:]), answers
     (first, *_), (last, end, _) = answers
-    assert last[0] is not True and True not in last[1:], answers  # it waits for the first one
+    assert last[0] is not True and True not in last[1:], answers  # it waits for the first rank
     assert "behind calls that differ in reverse" in end[1], end
 
 
 def stamps_case(group):
-    """What compiled kernels are given of a channel is what the interpreter is; of a stamp's word, what it counts."""
+    """Return whether compiled kernels and the interpreter get equal channels, and the counts in words of stamps."""
     with allscan.Communicator(group) as comm, allscan.AllScan(comm, (2, 4, 8)) as scan:
         launcher, fwd_epoch = scan.launcher, scan.fwd_epoch()
         alike = []
@@ -856,7 +856,7 @@ def test_stamps():
 
 
 def failed_resync_case(group):
-    """What calls of resync() raise where it fails on rank 1 in the middle; whether a scan is right then."""
+    """Return the errors of resync() calls where rank 1 fails inside of one; whether a scan is right afterwards."""
     with allscan.Communicator(group, timeout=5) as comm:
         x = torch.ones(2, 16, 16, device=comm.device)
         for _ in range(3):
@@ -877,10 +877,10 @@ def test_resync_again_after_one_that_failed_on_one_rank(run):
 
 
 def replayed_steps_case(group):
-    """What resync() raises where rank 1 has replayed a graph with a step() once more."""
+    """Return the error of resync() where rank 1 has replayed a graph with a step() once more."""
     comm = allscan.Communicator(group, timeout=5)
     comm.step()
-    for _ in range(2 + comm.rank):  # what a replay does
+    for _ in range(2 + comm.rank):  # as a replay does
         comm.memory.steps.add_(1)
     error = raised(comm.resync)
     raised(comm.close)

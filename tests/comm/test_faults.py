@@ -1,4 +1,4 @@
-"""Nothing hangs for ever and nothing is silently wrong: late, dead and disagreeing ranks, bad input, full memory."""
+"""No endless wait and no silent wrong number: stragglers, dead and disagreeing ranks, bad input, full memory."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ def never_calls_case(absent):
         seconds, record, message = scan_until_timeout(comm, scan, 4)
         again = raised(scan.scan, torch.ones(scan.shape, device=comm.device))
         start = time.monotonic()
-        comm.close()  # does not wait for anybody
+        comm.close()  # waits for no rank
         answer = (seconds, record, message, again[0], time.monotonic() - start)
-    with allscan.Communicator() as other:  # everybody is back: a new communicator works
+    with allscan.Communicator() as other:  # all ranks have returned: a new communicator works
         states, decays = inputs(other, (2, 4, 8), (2, 4), 1)
         expected = states[0].double() * decays[1][..., None] + states[1] if other.rank == 2 else None
         prev = allscan.allscan(states[other.rank].to(other.device), decays[other.rank].to(other.device), comm=other)
@@ -75,7 +75,7 @@ def test_a_wait_that_timed_out_gives_nan(fresh, protocol):
 
 
 def zeco_timeout_case(absent):
-    """Tokens whose state never came are NaN; those of a sequence that begins after them are not."""
+    """Tokens whose state did not arrive are NaN; tokens of a sequence that begins after them are not."""
     comm = allscan.Communicator(timeout=1.0)
     x = torch.ones(1, 20, 1, 16, device=comm.device)
 
@@ -140,7 +140,7 @@ def test_a_rank_killed_in_mid_scan(fresh, request, tmp_path, size=2):
             assert value[1] == (rank, victim), value
     left = {name for name in set(os.listdir("/dev/shm")) - before if name.startswith("allscan-")}
     deadline = time.monotonic() + 20
-    while left and time.monotonic() < deadline:  # ranks of other tests have names there for a moment
+    while left and time.monotonic() < deadline:  # for a moment ranks of other tests have names there
         time.sleep(0.1)
         left &= set(os.listdir("/dev/shm"))
     assert not left
@@ -218,9 +218,9 @@ def test_a_missing_transport_names_what_to_install():
 
 
 def two_threads_case():
-    """Two communicators in two threads, each in the order of its own calls: on GPUs right, on a stream each; in the
-    interpreter, which runs one kernel at a time, an error that says so before the launch, and every result that there
-    is is right."""
+    """Two threads have a communicator each and call it in their own order. On GPUs, with a stream each, results are
+    right. The interpreter runs one kernel at a time: it raises before the launch, and every returned result is
+    right."""
     comms = [allscan.Communicator(timeout=TIMEOUT) for _ in range(2)]
     state, found = torch.ones(2, 4, 8, device=comms[0].device), [[], []]
     for comm in comms:
@@ -228,8 +228,8 @@ def two_threads_case():
 
     def calls(i):
         if state.is_cuda:
-            torch.cuda.set_device(state.device)  # of a thread's own
-            # on one stream the launches of two threads come in any order, and wait for one another
+            torch.cuda.set_device(state.device)  # the current device belongs to a thread
+            # on one stream launches of two threads would come in any order, and wait for one another
             torch.cuda.set_stream(torch.cuda.Stream())
         for _ in range(200):
             try:
@@ -261,7 +261,7 @@ def test_two_threads(fresh, request):
 
 
 class Unportable(Exception):
-    """Can be pickled, but not back."""
+    """An exception that can be pickled, but not unpickled."""
 
     def __init__(self, one, two):
         super().__init__(f"{one} and {two}")
@@ -326,7 +326,7 @@ def order_case(group):
             with pytest.raises(RuntimeError) as caught:
                 scans[i].scan(state[i], reverse=reverse)
             messages.append(str(caught.value))
-        scans[1].scan(state[1])  # nothing was launched, so the channel is as good as before
+        scans[1].scan(state[1])  # nothing was launched, so the channel can be used
         comm.barrier()
         comm.check()
         return messages
@@ -339,7 +339,7 @@ def test_debug_names_the_first_launch_that_differs(run):
 
 
 def one_rank_wrong_case(group):
-    """Calls that are wrong on rank 1 alone: at a first call all ranks are told; later rank 1 alone, at once."""
+    """Calls that are wrong on rank 1 alone: at a first call all ranks get an error; later only rank 1, at once."""
     wrong = dist.get_rank() == 1
     x, q = torch.zeros(1, 4, 2), torch.zeros(1, 4, 1, 16)
     calls = [
@@ -373,7 +373,8 @@ def test_what_is_wrong_on_one_rank(run):
 
 
 def broken_on_one_rank_case():
-    """Rank 1 makes a call too many, which breaks its communicator alone; both close it and make a new one."""
+    """Rank 1 makes one more call, which breaks only its own communicator; both ranks close theirs and create
+    another."""
     comm = allscan.Communicator(timeout=TIMEOUT)
     state = torch.ones(1, 16)
     allscan.allscan(state, comm=comm)
@@ -391,7 +392,7 @@ def test_a_new_communicator_after_one_broken_on_one_rank(fresh):
 
 
 def leave_with_an_error_case():
-    """Rank 1 leaves its block with an exception, rank 0 in order."""
+    """Rank 1 leaves its block with an exception, rank 0 without one."""
     start = time.monotonic()
     try:
         with allscan.Communicator() as comm:
@@ -410,10 +411,10 @@ def test_a_block_left_with_an_error_on_one_rank(fresh):
 
 
 def threads_case():
-    """Two communicators of one group, first calls in a thread of each, in another order on each rank."""
+    """Two communicators of one group make their first calls in a thread each, in a different order on each rank."""
     comms, scans = [allscan.Communicator() for _ in range(2)], [None, None]
 
-    def work(i, delay):  # Triton's interpreter itself is for one thread
+    def work(i, delay):  # Triton's interpreter itself is single-threaded
         time.sleep(delay)
         scans[i] = allscan.AllScan(comms[i], (1, 16))
 
@@ -434,7 +435,7 @@ def test_communicators_in_threads(fresh):
 
 
 def missed_case():
-    """Rank 1 does not come to a first call; what both call afterwards works."""
+    """Rank 1 skips a first call; later calls of both ranks work."""
     host_exchange.EXCHANGE_TIMEOUT_S = 2.0
     with allscan.Communicator(timeout=2.0) as comm:
         allscan.allscan(torch.ones(1, 16), comm=comm)
@@ -449,7 +450,7 @@ def test_a_missed_first_call_does_not_shift_the_later_ones(fresh):
 
 
 def late_on_the_host_case():
-    """Rank 0 comes to each operation later than EXCHANGE_TIMEOUT_S, as one that writes a checkpoint."""
+    """Rank 0 makes each call later than EXCHANGE_TIMEOUT_S, like a rank that writes a checkpoint."""
     host_exchange.EXCHANGE_TIMEOUT_S = host_exchange.GRACE_S = 0.2
     comm = allscan.Communicator(timeout=20.0)
     x = torch.ones(1, 4, 1, 16)
@@ -473,7 +474,7 @@ def test_host_operations_wait_as_long_as_kernels(fresh):
 @pytest.mark.cpu
 @pytest.mark.quick
 def test_a_time_out_says_who_is_to_resync():
-    """Not only those that raise: resync() waits for all."""
+    """Also ranks without an error: resync() waits for all."""
     said = str(errors.AllScanTimeout(1, 0, 3, 7, 6, 30.0))
     assert said.endswith(f"{errors.REMEDY}.") and "All ranks of this group, also those without an error" in said
 
@@ -481,7 +482,7 @@ def test_a_time_out_says_who_is_to_resync():
 @pytest.mark.cpu
 @pytest.mark.quick
 def test_the_errors_of_other_ranks_have_one_base_class():
-    """Each is public, and survives pickling."""
+    """Each error is public, and can be pickled."""
     names = [name for name, x in vars(errors).items() if inspect.isclass(x) and issubclass(x, Exception)]
     assert {"AllScanTimeout", "AllScanHostTimeout", "AllScanRejected", "AllScanOutOfStep"} <= {*names}
     for name in names:
@@ -493,7 +494,7 @@ def test_the_errors_of_other_ranks_have_one_base_class():
 
 
 def failing_steps_case(group, failing, most):
-    """The loop of docs/training.md: rank 1 fails in some steps, before the first of their calls."""
+    """Run the loop of docs/training.md; rank 1 fails in some steps, before their first call."""
     errors, seconds, losses = [], [], []
     with mock.patch.object(host_exchange, "EXCHANGE_TIMEOUT_S", most), allscan.Communicator(group, timeout=2.0) as comm:
         for step in range(4):
@@ -525,7 +526,7 @@ def failing_steps_case(group, failing, most):
 @pytest.mark.side_by_side(case=failing_steps_case)
 @pytest.mark.parametrize("failing, most", [((1, 2), 120.0), ((0, 1), 3.0)])
 def test_steps_that_fail_one_behind_the_other(answers, failing, most, size=2):
-    """After resync() every call is a first one: nobody waits for the failed rank longer than its kernels would."""
+    """After resync() every call is a first one: nobody waits for the failed rank longer than kernels would."""
     (errors, seconds, losses), (errors_of_1, _, losses_of_1) = answers
     first, second = failing
     assert errors[first] == ("AllScanTimeout" if first else "AllScanHostTimeout"), errors
@@ -546,7 +547,7 @@ def test_an_arena_of_the_same_size_is_no_second_one(fresh):
 
 
 def rejected_case(group, kind, name):
-    """Rank 1 gives an argument that is wrong in an odd way at a first call. All ranks raise soon, and go on."""
+    """Rank 1 passes an unusual wrong argument at a first call. All ranks raise soon, and go on."""
     import numpy as np
 
     ones = torch.ones
@@ -579,7 +580,7 @@ def rejected_case(group, kind, name):
         options = dict(cu_seqlens=packed)
     call = getattr(allscan, kind)
     with allscan.Communicator(group) as comm:
-        allscan.allscan(ones(1, 16), comm=comm)  # so that this is not the communicator's first call
+        allscan.allscan(ones(1, 16), comm=comm)  # makes the next call not the communicator's first
         start = time.monotonic()
         if comm.rank == 1:
             *given, more = wrong if isinstance(wrong[-1], dict) else (*wrong, options)
@@ -621,7 +622,7 @@ def test_whatever_a_rank_is_given_all_ranks_hear(answers, kind, name, size=3):
 
 
 class Elsewhere(torch.Tensor):
-    """A tensor without memory of its own, as a DTensor is."""
+    """A tensor without memory of its own, like a DTensor."""
 
     @classmethod
     def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
@@ -633,7 +634,7 @@ def elsewhere(x):
 
 
 def arguments_of(kind, sparse=False):
-    """(function, its right arguments), for ranks of 6 tokens."""
+    """Return (function, valid arguments) for ranks of 6 tokens."""
     x = torch.linspace(0.1, 1.0, 96).view(1, 6, 2, 8)
     gate, beta = -x.square(), x.mean(-1).sigmoid()
     if kind == "allscan":
@@ -652,7 +653,7 @@ def arguments_of(kind, sparse=False):
 
 
 def wrong_of(kind, size):
-    """{what is wrong: (all ranks' arguments beside the right ones, rank 1's)}."""
+    """Return {error: (additional arguments of all ranks, wrong arguments of rank 1)}."""
     _, right = arguments_of(kind)
     packed, ends = dict(cu_seqlens=torch.tensor([0, 6 * size])), dict(first_token=6)
     found = {}
@@ -708,7 +709,7 @@ def wrong_of(kind, size):
 
 
 def first_call_case(group, kind):
-    """Each wrong argument of rank 1 at a communicator's first call with all others, and the right call behind it."""
+    """Make a first call with each wrong argument on rank 1 and valid ones elsewhere, then a valid call."""
     found, rank, size = {}, dist.get_rank(group), dist.get_world_size(group)
     function, right = arguments_of(kind)
     for name, (common, wrong) in wrong_of(kind, size).items():
@@ -729,7 +730,7 @@ KINDS = "allscan", "zigzag", "halo", "zeco_gla", "zeco_kda", "zeco_gated_delta_r
 @pytest.mark.side_by_side(case=first_call_case)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_first_call_checks_before_it_asks(answers, kind, size=3):
-    """Whatever is wrong on one rank at a first call, all ranks hear of it there, and the next call is right."""
+    """If one rank's arguments are wrong at a first call, all ranks get an error there, and the next call is right."""
     first, second, third = answers
     for name, (answer, seconds, after) in second.items():
         assert answer is not None and after is None and seconds < 5, (name, answer, after)
@@ -739,7 +740,7 @@ def test_a_first_call_checks_before_it_asks(answers, kind, size=3):
 
 
 def later_call_case(group, kind):
-    """The same at a call that comes again, which asks nobody: until the last rank has rejected it."""
+    """Make the same calls as repeated ones, without a host exchange, until the last rank has rejected one."""
     found, rank, size = {}, dist.get_rank(group), dist.get_world_size(group)
     function, right = arguments_of(kind)
     with allscan.Communicator(group, timeout=1.0) as comm:
@@ -760,8 +761,8 @@ def later_call_case(group, kind):
 @pytest.mark.side_by_side(case=later_call_case)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_later_call_that_one_rank_rejects(answers, kind, size=2):
-    """As the documentation has it: that rank raises at once, and AllScanOutOfStep at its next call; the others end, at
-    barrier() at the latest, with an error that names rank, call and reason."""
+    """As documented: that rank raises at once, and AllScanOutOfStep at its next call; the others raise, at the latest
+    in barrier(), an error that names rank, call and reason."""
     first, second = answers
     for name, (number, answer, seconds, after, end) in second.items():
         assert answer is not None and not answer[0].startswith("AllScan") and seconds < 0.8, (name, answer, seconds)
@@ -775,7 +776,7 @@ def test_a_later_call_that_one_rank_rejects(answers, kind, size=2):
 
 
 def captured_case(group):
-    """A first call inside a capture (as if there were one: CPU ranks have no CUDA graphs) takes nothing."""
+    """A first call in a capture allocates nothing. The capture is mocked: CPU ranks have no CUDA graphs."""
     with allscan.Communicator(group) as comm:
         free, capturing = comm.memory.heap.arena.free_bytes, comm.streams.capturing
         comm.streams.capturing = lambda: True
@@ -793,7 +794,7 @@ def test_a_first_call_in_a_capture(run):
 
 
 def full_case(group):
-    """The memory of rank 1's host is full: all ranks hear it, and nothing stays taken."""
+    """The memory of rank 1's host is full: all ranks get an error, and everything allocated is freed."""
     with allscan.Communicator(group) as comm:
         free, fallocate = comm.memory.heap.arena.free_bytes, os.posix_fallocate
 
@@ -842,7 +843,7 @@ def test_the_store_of_ranks_listens_on_the_loopback_address_only(pool):
 
 
 def compiles_by(way, wait):
-    """A compilation that takes as long as ``wait()``, as ``way`` comes to the package's knowledge."""
+    """Simulate a compilation that lasts until ``wait()`` returns, reported in the manner of ``way``."""
     if way == "triton":
         knobs.runtime.jit_cache_hook(repr="kernel")
         wait()
@@ -857,10 +858,9 @@ def compiles_by(way, wait):
 
 
 def compiles_late_case(way, wait, limit, first):
-    """Rank ``first`` compiles; how many seconds, if it is a number. Behind the limit it goes on until the others have
-    given up, or would have long."""
+    """Rank ``first`` compiles for ``wait`` seconds; with None until the others have given up, at most 60 s."""
     compile_watch.LIMIT_S = limit
-    with allscan.Communicator() as other:  # that no time-out breaks
+    with allscan.Communicator() as other:  # no time-out breaks it
         comm = allscan.Communicator(timeout=TIMEOUT)
         scan = allscan.AllScan(comm, (2, 4, 8), depth=2, tile=(4, 8))
         states, decays = inputs(comm, (2, 4, 8), (2, 4), 1)
@@ -875,7 +875,7 @@ def compiles_late_case(way, wait, limit, first):
         if limit > TIMEOUT:
             results = [scan.scan(state, decay) for _ in range(2)]
         elif comm.rank != first:
-            raised(scan.scan, state, decay)  # in the interpreter at once
+            raised(scan.scan, state, decay)  # in the interpreter it raises at once
         comm.streams.synchronize()
         if comm.rank != first:
             store.set(given_up, b"")
@@ -888,18 +888,18 @@ def compiles_late_case(way, wait, limit, first):
 
 @pytest.mark.parametrize("way", ["triton", "compile"])
 def test_the_time_that_a_rank_compiles_does_not_count(fresh, way):
-    """*A first call of a rank whose cache is cold*: longer than the others' time-out, and they wait for it."""
+    """The other ranks wait, beyond their time-out, for the first call of a rank whose cache is cold."""
     assert all(fresh(3).run(compiles_late_case, way, 2 * TIMEOUT, 600.0, 1, timeout=120))
 
 
 def test_a_compilation_without_end(fresh):
-    """A process that has counted itself and not come back is waited for no longer than the limit."""
+    """A process that reported a begun compilation and no end is waited for no longer than the limit."""
     first, second = fresh(2).run(compiles_late_case, "triton", None, TIMEOUT, 0, timeout=120)
     assert not second
 
 
 def many_tiles_case():
-    """Seconds until a scan of 200 tiles ends, for which the rank before is late."""
+    """Return the seconds of a scan of 200 tiles whose previous rank is a straggler."""
     with contextlib.suppress(allscan.AllScanTimeout), allscan.Communicator(timeout=TIMEOUT) as comm:
         state = torch.ones(200, 1, 16, device=comm.device)
         allscan.allscan(state, comm=comm)
@@ -915,16 +915,16 @@ def many_tiles_case():
 
 
 def test_all_tiles_give_up_at_once(fresh):
-    """In the interpreter, too, where they wait one after the other."""
+    """This holds in the interpreter, too, where tiles wait in sequence."""
     _, seconds = fresh(2).run(many_tiles_case, timeout=120)
     assert TIMEOUT < seconds < 2 * TIMEOUT + 1
 
 
 def dropped_case():
-    """Whether a communicator goes when nobody has it any more, though a thread has looked at it many times."""
+    """Check that an unreferenced communicator is freed, though a thread has polled it many times."""
     comm = allscan.Communicator(timeout=0.5)
     allscan.allscan(torch.ones(1, 4, 8, device=comm.device), comm=comm)
-    time.sleep(2.0)  # the first look comes after a second
+    time.sleep(2.0)  # the first poll comes after a second
     there = weakref.ref(comm)
     with pytest.warns(ResourceWarning, match="without close"):
         del comm
@@ -937,7 +937,8 @@ def test_the_thread_that_looks_keeps_no_communicator(fresh):
 
 
 def graphs_case(group, ends):
-    """Whether a communicator that is closed, or dropped, goes before the graphs of its calls; what backward says."""
+    """Return whether a closed or dropped communicator is freed before the graphs of its calls; the errors of
+    backward."""
     with allscan.Communicator(group) as comm, warnings.catch_warnings():
         warnings.simplefilter("ignore", ResourceWarning)
         own, device = allscan.Communicator(group, timeout=20), comm.device
@@ -990,7 +991,7 @@ def cold_cache_case(cold, timeout):
 
 @pytest.mark.gpu
 def test_a_rank_with_a_cold_cache(fresh):
-    """The others, whose cache is warm, wait for it longer than their time-out."""
+    """Ranks with a warm cache wait for it longer than their time-out."""
     fresh(2).run(cold_cache_case, None, 60.0, timeout=300)
     timeout = 3.0
     warm, cold = fresh(2).run(cold_cache_case, 1, timeout, timeout=300)

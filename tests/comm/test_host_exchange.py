@@ -1,4 +1,4 @@
-"""Exchanges on the host: decided once for all ranks, whoever is late, interrupted or gone; and what they cost."""
+"""Exchanges on the host: one outcome for all ranks, with stragglers, interrupted and absent ranks; and their cost."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.cpu
 
 
 class Store:
-    """What a StoreExchange uses of torch.distributed's store; counts requests."""
+    """The part of torch.distributed's store that StoreExchange uses; counts requests."""
 
     def __init__(self):
         self.words, self.lock, self.requests, self.longest_key = {}, threading.Lock(), 0, 0
@@ -82,7 +82,7 @@ class ThreadRank(StoreExchange):
 
 
 def together(ranks, *functions):
-    """function(rank) of each rank in a thread of its own; what each gave or raised."""
+    """Call function(rank) for each rank in a thread; return results or exceptions."""
     answers = [None] * len(ranks)
 
     def work(i):
@@ -101,7 +101,7 @@ def together(ranks, *functions):
 
 @pytest.mark.parametrize("count", [*(pytest.param(n, marks=pytest.mark.quick) for n in (8, 64)), 512])
 def test_requests_and_keys(count):
-    """An exchange costs a rank a few requests and its polls, whatever the number of ranks, and leaves no key."""
+    """An exchange costs a rank a few requests and polls, whatever the number of ranks, and leaves no key."""
     store, size = Store(), count
     ranks = [ThreadRank(rank, size, store) for rank in range(size)]
     for number in range(1 if size == 512 else 2):
@@ -116,7 +116,7 @@ def test_requests_and_keys(count):
 
 @pytest.mark.quick
 def test_an_exchange_fails_on_all_ranks_or_on_none(monkeypatch):
-    """Rank 1 comes first and gives up; 0 and 2 come later, and meet it in the next exchange."""
+    """Rank 1 comes first and gives up; ranks 0 and 2 come later, and meet it in the next exchange."""
     monkeypatch.setattr(host_exchange, "EXCHANGE_TIMEOUT_S", 0.5)
     monkeypatch.setattr(host_exchange, "GRACE_S", 0.1)
     store = Store()
@@ -139,7 +139,7 @@ def test_an_exchange_fails_on_all_ranks_or_on_none(monkeypatch):
 
 @pytest.mark.quick
 def test_the_first_rank_gives_up(monkeypatch):
-    """Rank 2 does not come in time: all hear who, and of the rank that hears it late the next exchange is theirs."""
+    """Rank 2 is late: the others' error names it, and its late exchange is paired with their next one."""
     monkeypatch.setattr(host_exchange, "EXCHANGE_TIMEOUT_S", 0.3)
     store = Store()
     ranks = [ThreadRank(rank, 3, store) for rank in range(3)]
@@ -208,7 +208,7 @@ def test_a_dead_store_is_named_as_such():
 
 
 def interrupted_case():
-    """Ctrl-C on rank 1 while it waits: the others do not go on without it, and the next exchange is right."""
+    """Rank 1 gets Ctrl-C while it waits: the others do not continue without it, and the next exchange is right."""
     everybody = StoreExchange(range(3))
     everybody.exchange(None, "begin")
     rank = dist.get_rank()
@@ -229,7 +229,7 @@ def interrupted_case():
 
 
 def test_interrupted(fresh):
-    """Rank 0, which had not come, goes on to the next exchange: the ranks are at different calls, and all hear it."""
+    """Rank 0, absent until then, goes on to the next exchange: the calls differ between ranks, and all get an error."""
     ranks = fresh(3)
     ranks.start(interrupted_case)
     for value, error in ranks.results(60.0):
@@ -237,13 +237,13 @@ def test_interrupted(fresh):
 
 
 def new_job_case():
-    """A default group that is restarted: said so, and after finalize() everything works in the new one."""
+    """The default group is restarted: an error says so, and after finalize() everything works in the new group."""
     comm = allscan.Communicator()
     store = dist.distributed_c10d._get_default_store()
     rejected = raised(allscan.finalize)
     assert rejected[0] == "RuntimeError" and "open communicators" in rejected[1] and "size=2" in rejected[1]
     rank = dist.get_rank()
-    for name in host_exchange._exchanges:  # as of a process beside one that an elastic restart has made
+    for name in host_exchange._exchanges:  # as in a process next to one that an elastic restart created
         host_exchange._exchanges[name] += 3 * rank
     dist.destroy_process_group()
     dist.init_process_group("gloo", store=dist.PrefixStore("second", store), rank=1 - rank, world_size=2)
@@ -279,7 +279,7 @@ def ended_job_case(how):
             assert raised(allscan.allscan, torch.ones(3, 16), comm=comm)[0] == "StoreGone"
         allscan.finalize()
     else:
-        if how == "fault":  # of which nothing has been said
+        if how == "fault":  # not yet reported
             comm.order.unsaid = lambda: allscan.AllScanOutOfStep("a kernel has given up")
         with pytest.warns(UserWarning, match="is closed without the other ranks") as warned:
             allscan.finalize()
@@ -292,7 +292,7 @@ def ended_job_case(how):
         assert (new.rank, new.size) == (1 - rank, 2)
         assert raised(kept.sum().backward)[0] == "RuntimeError"
         found = allscan.allscan(torch.full((1, 16), 1.0 + new.rank), comm=new).sum().item()
-    allscan.finalize()  # together
+    allscan.finalize()  # on both ranks
     return found
 
 
@@ -302,7 +302,7 @@ def test_a_communicator_whose_process_group_is_gone(fresh, how):
 
 
 def nvshmem_case():
-    """What NVSHMEM's heap does of finalize(), with an NVSHMEM whose collectives would wait for ever."""
+    """finalize() leaves NVSHMEM's heap: collectives of this stand-in raise, since they would wait for ever."""
     from allscan.bindings import nvshmem_host
     from allscan.comm import heap as runtime
 
@@ -328,7 +328,7 @@ def test_nvshmem_is_left_where_ranks_are_gone(fresh):
 
 
 def hosting_case(port, how):
-    """Rank 0 has the store, and its process ends behind the last call; the others look for answers every 2 s."""
+    """Rank 0 hosts the store, and its process ends after the last call; the others poll for answers every 2 s."""
     rank, size = dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()
     store = dist.TCPStore("127.0.0.1", port, size, is_master=rank == 0, wait_for_workers=False)
@@ -361,7 +361,7 @@ def test_the_rank_that_has_the_store_ends_first(fresh, how):
 
 
 def finalized_case():
-    """Closing a communicator of an arena that is gone frees nothing of the next one."""
+    """Closing a communicator of a finalized arena frees nothing of the next one."""
     old = allscan.Communicator()
     allscan.AllScan(old, (4, 16, 16))
     old.close()
@@ -380,7 +380,7 @@ def test_an_arena_after_another(fresh):
 
 
 def keys_case(group):
-    """Keys in the store, before and after the life of some communicators."""
+    """Return how many keys the store has gained after the life of some communicators."""
     store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
 
     def keys():
@@ -398,7 +398,7 @@ def keys_case(group):
             rejected = raised(allscan.allscan, torch.ones(2), comm=comm)
             assert rejected[0] == "ValueError"
             comm.barrier()
-            if i:  # close() alone takes back what was rejected, too
+            if i:  # close() alone removes rejections, too
                 comm.resync()
     return keys() - before
 
