@@ -1,4 +1,4 @@
-"""Softmax attention in blocks by the kernels of GPUs, against float64 and beside one kernel's errors."""
+"""Softmax attention in blocks by GPU kernels: errors against float64, compared with one kernel's errors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DEVICE = torch.device("cuda")
 
 @pytest.mark.parametrize("shape", bench.CHECKED)
 def test_errors(shape):
-    """Those of o and dq are at most 1.45 times one kernel's, those of dk and dv 1.1, on one GPU."""
+    """On one GPU, errors of o and dq are at most 1.45 times one kernel's, those of dk and dv 1.1 times."""
     wrong = bench.check(DEVICE, torch.bfloat16, 1024, shape)
     assert not wrong, wrong
 
@@ -27,14 +27,14 @@ def test_errors_of_a_batch():
 
 
 def test_errors_in_triangles():
-    """Those of dk and dv are at most 1.3 times one kernel's."""
+    """Errors of dk and dv are at most 1.3 times one kernel's."""
     wrong = bench.check_triangles(DEVICE, torch.bfloat16, "cudnn", 512)
     assert not wrong, wrong
 
 
 @pytest.mark.parametrize("shape", bench.CHECKED)
 def test_layouts_of_gradients(shape):
-    """cuDNN's graphs for backward are cached without the layout of o's gradient."""
+    """cuDNN caches graphs for backward without the layout of o's gradient."""
     wrong = bench.check_layouts(DEVICE, torch.bfloat16, 1024, shape)
     assert not wrong, wrong
 
@@ -57,7 +57,7 @@ def test_the_choice():
 
 
 def test_deterministic_algorithms():
-    """FlashAttention, whose gradients are the same bits each time."""
+    """Deterministic mode chooses FlashAttention; its gradients have the same bits each time."""
     q, k, v, do = bench.drawn(DEVICE, torch.bfloat16, 1, 4096, 8, 2, 128, 128)
     torch.use_deterministic_algorithms(True)
     try:

@@ -1,4 +1,5 @@
-"""Delta rules on GPUs: beside fla's unsplit operator, both against float64; with stragglers, and in a CUDA graph."""
+"""Delta rules on GPUs: errors against float64 compared with fla's unsplit operator; with stragglers; in a CUDA
+graph."""
 
 from __future__ import annotations
 
@@ -16,12 +17,12 @@ pytestmark = pytest.mark.gpu
 CUTS = {
     "one": lambda T: None,
     "packed": lambda T: [0, T // 5, T // 5, T // 2 + 1, T // 2 + 30, T],
-    "documents": lambda T: [0, T // 16, T // 16, T // 2, T],  # each cut, of T a multiple of 64 for each rank
+    "documents": lambda T: [0, T // 16, T // 16, T // 2, T],  # each document sharded; T: a multiple of 64 a rank
 }
 
 
 def of_layout(comm, tokens, cuts):
-    """(tokens of each rank, cu_seqlens, this rank's tokens, what operators are told)."""
+    """Return (tokens of each rank, cu_seqlens, this rank's tokens, options of the operators)."""
     cut = cuts == "documents"
     tokens = [1024] * comm.size if cut else tokens
     lengths = CUTS[cuts](sum(tokens))
@@ -30,7 +31,7 @@ def of_layout(comm, tokens, cuts):
 
 
 def same_with_stragglers(comm, whole, mine, where):
-    """Ours, of four calls before which one rank or another waits."""
+    """Return our results; four calls with stragglers must have equal bits."""
     first = None
     for epoch in range(4):
         late(epoch, comm.rank, 20)
@@ -41,7 +42,7 @@ def same_with_stragglers(comm, whole, mine, where):
 
 
 def beside_fla_case(group, tokens, kind, dtype, cuts, beta, chunk="fla"):
-    """(error of ours, of fla's chunk_kda on the whole) by tensor, of this rank's part."""
+    """Return, by tensor of this rank's part, (our error, error of fla's chunk_kda on the global sequence)."""
     import_fla()
     from fla.ops.kda import chunk_kda
 
@@ -67,7 +68,7 @@ def beside_fla_case(group, tokens, kind, dtype, cuts, beta, chunk="fla"):
 )
 @pytest.mark.kernels
 def test_kda_is_as_near_as_flas(run, size, kind, dtype, cuts, beta):
-    """10 %: what the summaries' products in bfloat16 may add to what all of the operator rounds."""
+    """The bound is 10 %: the summaries' products in bfloat16 add to the rounding of the operator."""
     tokens = [(700, 1000, 130, 600)[rank] for rank in range(size)]
     for errors in run(size, beside_fla_case, tokens, kind, dtype, cuts, beta=beta):
         wrong = {name: pair for name, pair in errors.items() if not pair[0] <= 1.1 * pair[1] + 1e-5}
@@ -82,7 +83,7 @@ def test_kda_is_as_near_as_flas(run, size, kind, dtype, cuts, beta):
 )
 @pytest.mark.kernels
 def test_own_chunks_are_near_flas(run, size, kind, dtype, cuts):
-    """Chunk kernels of our own; the same bits again, beside stragglers."""
+    """Our own chunk kernels have errors near fla's, and the same bits with stragglers."""
     tokens = [(700, 1000)[rank] for rank in range(size)]
     for errors in run(size, beside_fla_case, tokens, kind, dtype, cuts, beta=None, chunk="allscan"):
         for name, (ours, theirs) in errors.items():
@@ -90,7 +91,8 @@ def test_own_chunks_are_near_flas(run, size, kind, dtype, cuts):
 
 
 def gated_case(group, tokens, kind, dtype, cuts, chunk):
-    """Errors of zeco_gated_delta_rule against float64 by tensor, and those of fla's forward pass on the whole."""
+    """Return errors of zeco_gated_delta_rule against float64 by tensor, and of fla's forward pass on the global
+    sequence."""
     import_fla()
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
@@ -119,7 +121,7 @@ GATED += [("weak", BF16, "packed"), ("weak", BF16, "documents"), ("weak", F32, "
 @pytest.mark.parametrize("kind, dtype, cuts", GATED)
 @pytest.mark.kernels
 def test_gated_delta_rule(run, size, kind, dtype, cuts):
-    """Whose backward fla rejects on Hopper with Triton before 3.7.1: gradients are held against float64 alone."""
+    """fla rejects this backward on Hopper with Triton before 3.7.1: gradients are compared with float64 alone."""
     for ours, theirs in run(
         size, gated_case, [(700, 1000)[rank] for rank in range(size)], kind, dtype, cuts, chunk="fla"
     ):
@@ -131,7 +133,7 @@ def test_gated_delta_rule(run, size, kind, dtype, cuts):
 @pytest.mark.parametrize("kind, dtype, cuts", [*GATED, ("mixed", BF16, "one")])
 @pytest.mark.kernels
 def test_own_chunks_of_the_gated_delta_rule(run, size, kind, dtype, cuts):
-    """The same by chunk kernels of our own; the same bits again, beside stragglers."""
+    """Our own chunk kernels meet the same bounds, and have the same bits with stragglers."""
     for ours, _ in run(
         size, gated_case, [(700, 1000)[rank] for rank in range(size)], kind, dtype, cuts, chunk="allscan"
     ):
@@ -139,7 +141,7 @@ def test_own_chunks_of_the_gated_delta_rule(run, size, kind, dtype, cuts):
 
 
 def graph_case(group, replays):
-    """zeco_kda forward and backward in one CUDA graph: the same bits at every replay, though a rank is late."""
+    """Replay zeco_kda forward and backward in one CUDA graph: the same bits each time, with stragglers."""
     import_fla()
     with allscan.Communicator(group) as comm:
         T = 512

@@ -1,4 +1,4 @@
-"""`allscan estimate` beside what torch's allocator counts."""
+"""`allscan estimate` against the counters of torch's allocator."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LAYERS = 3
 
 
 def inputs(rule, T, H, D, device):
-    """Of a layer, in the dtypes of estimate.inputs; and the gradient of its output."""
+    """Return the inputs of a layer, in the dtypes of estimate.inputs, and the gradient of its output."""
     normal = [torch.randn(1, T, H, D, device=device).bfloat16().requires_grad_() for _ in range(3)]
     gates = torch.randn(1, T, H, *[D] * (rule != "gated_delta_rule"), device=device)
     given = [*normal, torch.nn.functional.logsigmoid(gates).requires_grad_()]
@@ -28,8 +28,8 @@ def inputs(rule, T, H, D, device):
 
 
 def passes(operator, given, do, options):
-    """Forward without gradients, both passes, and both of a chain of layers, each of which takes the output of the one
-    before as q."""
+    """Return functions: forward without gradients; both passes; both passes of a chain of layers, each with the output
+    of the one before as q."""
 
     def forward():
         with torch.no_grad():
@@ -48,7 +48,7 @@ def passes(operator, given, do, options):
 
 
 def peaks_case(group, rule, layout, H, D):
-    """Of two numbers of tokens each of ``passes``, over what is estimated."""
+    """Return measured over estimated peaks of ``passes``, for two numbers of tokens."""
     ratios = []
     with allscan.Communicator(group) as comm:
         options = dict(comm=comm, layout=layout) | ({} if rule == "gla" else dict(chunk="allscan"))
@@ -59,7 +59,7 @@ def peaks_case(group, rule, layout, H, D):
             expected = found.forward, found.both, (LAYERS - 1) * found.saved + found.both
             functions = passes(getattr(allscan, OPERATORS[rule]), *inputs(rule, T, H, D, comm.device), options)
             for function, nbytes in zip(functions, expected, strict=True):
-                function()  # compiled, agreed upon
+                function()  # compiles, and agrees with the other ranks
                 ratios.append(round(extra_mib(function) * (1 << 20) / nbytes, 4))
         comm.barrier()
     return ratios
@@ -72,17 +72,17 @@ def test_peaks_are_those_estimated(run, size, layout, rule):
         assert len(ratios) == 6 and all(abs(ratio - 1) < 0.1 for ratio in ratios), ratios
 
 
-SHAPE = dict(layers=4, width=2048, heads=16, head=128, vocabulary=8192)  # three recurrent layers, one of softmax
+SHAPE = dict(layers=4, width=2048, heads=16, head=128, vocabulary=8192)  # three recurrent layers and one softmax layer
 
 
 def hybrid_case(group, hybrid, layout):
-    """Of two numbers of tokens each, over what is estimated of a step: what stays between forward and backward, the
-    peak beside parameters, gradients and optimizer, and the whole peak."""
+    """Return measured over estimated memory of a step, for two numbers of tokens each: saved between forward and
+    backward; the peak without parameters, gradients and optimizer; the whole peak."""
     from allscan.integrations.transformers import sequence_parallel
     from allscan.tools.estimate_step import model_of, step_of
 
     ratios = []
-    with allscan.Communicator(group, timeout=120) as comm:  # where one rank compiles longer than another
+    with allscan.Communicator(group, timeout=120) as comm:  # one rank may compile longer than another
         processors = torch.cuda.get_device_properties(comm.device).multi_processor_count
         without_memory, estimates = model_of(hybrid.config(**SHAPE).to_dict()), {}
         for T in (4096, 8192):
@@ -93,7 +93,7 @@ def hybrid_case(group, hybrid, layout):
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
         for T, found in estimates.items():
             tokens = text(T, SHAPE["vocabulary"], comm.device, comm.rank)[:, :-1]
-            for _ in range(3):  # compiled, agreed upon; gradients and moments are there
+            for _ in range(3):  # compiles and agrees; creates gradients and moments
                 torch.cuda.synchronize()
                 torch.cuda.reset_peak_memory_stats()
                 start = torch.cuda.memory_allocated()

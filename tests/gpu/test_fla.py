@@ -1,4 +1,4 @@
-"""zeco_gla's error beside that of flash-linear-attention's chunk_gla, both against the float64 recurrence."""
+"""zeco_gla's error compared with that of flash-linear-attention's chunk_gla, both against the float64 recurrence."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ def chunk_gla(q, k, v, g, *, comm, **options):
 
 
 def rows_error(actual, expected):
-    """Root mean square of the rows' relative errors. With strong gates the rows of a state's gradient differ by many
-    orders of magnitude: ``relative`` sees the largest one or two, and of these a single rounding, which is chance."""
+    """Return the root mean square of the rows' relative errors. With strong gates the rows of a state's gradient differ
+    by many orders of magnitude: ``relative`` depends on the largest one or two, and there on a single random
+    rounding."""
     error = (actual.double() - expected).norm(dim=-1) / expected.norm(dim=-1)
     assert error.isfinite().all()
     return error.square().mean().sqrt().item()
@@ -45,7 +46,7 @@ def errors_case(group, kind):
 
 @pytest.mark.parametrize("kind", ["weak", "mild", "zero", "strong"])
 def test_error_is_no_larger_than_flas(run, kind):
-    """2 %: where both only round the result, the last digits are chance."""
+    """The bound is 2 %: where both operators only round the result, the last digits are random."""
     *both, theirs = run(1, errors_case, kind)[0]
     names = [name for name in theirs if (kind, name) != ("strong", "dinitial_state")]
     for ours in both:

@@ -1,11 +1,12 @@
-"""transformers' models and Megatron-core's mixers over the GPUs of this machine, against one rank.
+"""transformers' models and Megatron-core's mixers on all GPUs of this machine, against one rank.
 
-One rank runs transformers' own functions in torch, or the recurrence in float64 (Megatron-core), and not fla's kernels:
-they are another program, need no compilation, and fla rejects Gated DeltaNet's backward on Hopper with Triton before
-3.7.1. mamba_ssm, causal_conv1d and Transformer Engine are not needed: in their place run transformers' functions in
-torch, or fla's convolution and the stand-ins of support/megatron.py. fla's kernels round float32 to TF32 (triangular
-systems always), so that one rank with the operators that the ranks run is 1e-3 from torch's functions. So errors are
-held against those of one rank in that dtype; with parts of whole chunks, as in training here, both round alike.
+One rank runs transformers' own functions in torch, or the recurrence in float64 (Megatron-core), instead of fla's
+kernels: these functions are independent and need no compilation, and fla rejects Gated DeltaNet's backward on Hopper
+with Triton before 3.7.1. mamba_ssm, causal_conv1d and Transformer Engine are not needed: transformers' functions in
+torch, or fla's convolution and the stand-ins of support/megatron.py, replace them. fla's kernels round float32 to TF32
+(triangular systems always), so that one rank with the ranks' operators differs from torch's functions by 1e-3. So
+errors are compared with those of one rank in that dtype; with parts of whole chunks, as in training here, both round
+alike.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ COMMON = dict(
     attn_implementation="sdpa",
 )
 MIXED = dict(layer_types=["linear_attention", "full_attention"], num_hidden_layers=2)
-MODELS = {  # without mixtures of experts, whose choices turn with the last bit
+MODELS = {  # without mixtures of experts: a last bit may change their routing
     "kimi_linear": (
         "KimiLinear",
         COMMON
@@ -92,20 +93,20 @@ MODELS = {  # without mixtures of experts, whose choices turn with the last bit
     ),
 }
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-# Of relative errors to one rank in torch and float32: times those of one rank in that dtype, with the same operators
-# (float32) or in torch, whose functions are float32 inside (bfloat16), and beyond that
+# Bounds of relative errors to one rank in torch and float32: TIMES the error of one rank in that dtype, with the same
+# operators (float32) or with torch's functions, which compute in float32 (bfloat16), plus BEYOND
 TIMES, BEYOND = 3.0, {"float32": 1e-4, "bfloat16": 3e-2}
-ALONE = {"float32": 1e-2, "bfloat16": 1.0}  # what one rank's may be; in float32 8e-4 were measured
-CURVE = {"float32": 1e-4, "bfloat16": 1e-2}  # of each loss of ten steps
+ALONE = {"float32": 1e-2, "bfloat16": 1.0}  # bound for one rank's error; 8e-4 were measured in float32
+CURVE = {"float32": 1e-4, "bfloat16": 1e-2}  # for each loss of ten steps
 TRAINED = ["kimi_linear", "qwen3_next"]
 CASES = [(family, dtype, packed) for family in MODELS for dtype in DTYPES for packed in (False, True)]
 CASES += [(family, "bfloat16", "zigzag") for family in TRAINED]  # not packed
-CASES += [(family, "bfloat16", "documents") for family in MODELS]  # packed, each cut
+CASES += [(family, "bfloat16", "documents") for family in MODELS]  # packed, each document sharded
 DOCUMENTS = [0, 1, 13, 60, 60, 91]  # over 2P
-# The gradient of Nemotron-H's A_log is a sum that nearly cancels: errors of one batch differ by a factor of six
+# The gradient of Nemotron-H's A_log is a sum that nearly cancels: errors differ by a factor of six between batches
 SEEDS = {"nemotron_h": range(1, 9)}
-COMPILED_AT_ONCE = 6  # of processes, which take 2 to 3 GB of the GPU each
-starting = threading.Lock()  # of processes, by the variables of this one
+COMPILED_AT_ONCE = 6  # processes; each takes 2 to 3 GB of the GPU
+starting = threading.Lock()  # guards the environment, from which started processes take their variables
 GATED = dict(linear_key_head_dim=32, linear_value_head_dim=32, deterministic_mode=False)
 
 
@@ -125,7 +126,7 @@ def ranks():
 
 
 def compile_ahead(case, deadline):
-    """Run it on one rank of its own. What fails is the test's to show."""
+    """Run a case on one new rank. Errors are left for the test to report."""
     if time.monotonic() > deadline:
         return
     with starting, mock.patch.dict(os.environ, ALLSCAN_HEAP="128M"):
@@ -139,8 +140,7 @@ def compile_ahead(case, deadline):
 
 @pytest.fixture(scope="module")
 def compiled():
-    """What transformers' models launch is compiled, each kind by a process of its own: one after the other takes
-    minutes."""
+    """Compile the kernels of transformers' models, each variant in its own process: in sequence this takes minutes."""
     needs("transformers", "fla")
     kinds = [(model_case, *case) for case in CASES if case[0] != "nemotron_h"]
     kinds += [(training_case, family, "bfloat16") for family in TRAINED]
@@ -156,8 +156,8 @@ def run(ranks, *arguments):
 
 
 def parts(size):
-    """(tokens of each rank, boundaries of packed sequences: some end at a rank's cut, some on the ranks). No number of
-    tokens is a multiple of 16, for which Triton would compile everything again: what one rank compiles ahead serves."""
+    """Return (tokens of each rank, boundaries of packed sequences: some at the end of a rank, some inside of ranks). No
+    number of tokens is a multiple of 16, for which Triton would compile other kernels than those compiled ahead."""
     tokens = [(199, 122, 137, 183)[rank % 4] for rank in range(size)]
     total = sum(tokens)
     return tokens, [0, 50, *([199] if size > 1 else ()), total - 70, total - 69, total]
@@ -182,7 +182,7 @@ def made(family, device):
 
 @contextlib.contextmanager
 def torchs_own(family):
-    """The functions in torch that a model's file has, where it would call those of a package."""
+    """Replace package kernels in a model's file by its own functions in torch."""
     modeling = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
     from allscan.integrations.transformers_layers import OPERATORS
 
@@ -191,7 +191,7 @@ def torchs_own(family):
             if (function := vars(modeling).get(name)) is not None:
                 function = getattr(function, "original", function)
                 function = getattr(function, "__wrapped__", function)
-                if "delta" in name:  # whose float32 products autocast would round, which fla's and ours it does not
+                if "delta" in name:  # autocast would round its float32 products; it does not round fla's or ours
                     function = torch.autocast("cuda", enabled=False)(function)
                 stack.enter_context(mock.patch.object(modeling, name, function))
         yield
@@ -211,7 +211,7 @@ def one_rank(family, model, whole, labels, lengths):
 
 
 def split(comm, family, model, tokens, labels, how, layout="contiguous"):
-    """What the model gives for this rank's tokens; its operators are checked to be All-Scan's."""
+    """Return answers of the model for this rank's tokens; assert that its operators are All-Scan's."""
     from allscan.integrations import transformers as integration
     from allscan.integrations import transformers_layers as layers
 
@@ -226,11 +226,11 @@ def split(comm, family, model, tokens, labels, how, layout="contiguous"):
 
 
 def model_case(group, family, dtype, packed):
-    """{name: (error to one rank in float32, that of one rank in ``dtype``)} of logits, loss, parameters' gradients;
-    of several batches, the root of the mean square.
-    packed: False, True, or "zigzag" for that layout, not packed, or "documents", packed and each cut."""
+    """Return {name: (error to one rank in float32, error of one rank in ``dtype``)} of logits, loss, parameters'
+    gradients; over several batches, the root of the mean square. packed: False, True, "zigzag" (that layout, not
+    packed), or "documents" (packed, each document sharded)."""
     import_fla(models=False)
-    with allscan.Communicator(group, timeout=120) as comm:  # where one rank compiles longer than another
+    with allscan.Communicator(group, timeout=120) as comm:  # one rank may compile longer than another
         model = made(family, comm.device)
         batches = [batch_errors(comm, group, family, model, dtype, packed, seed) for seed in SEEDS.get(family, (1,))]
     pairs = {name: [errors[name] for errors in batches] for name in batches[0]}
@@ -238,12 +238,11 @@ def model_case(group, family, dtype, packed):
 
 
 def mean_square(errors):
-    """The root of the mean square."""
     return statistics.fmean(x * x for x in errors) ** 0.5
 
 
 def batch_errors(comm, group, family, model, dtype, packed, seed):
-    """What ``model_case`` returns, for one batch of random tokens."""
+    """Return ``model_case``'s errors for one batch of random tokens."""
     zigzag, documents = packed in ("zigzag", "documents"), None
     layout = packed if zigzag else "contiguous"
     packed = packed and packed != "zigzag"
@@ -272,14 +271,15 @@ def batch_errors(comm, group, family, model, dtype, packed, seed):
 
 
 def summed_over(group, found):
-    """In place, but for the logits: in the order of the names, for a set's order is another one in each process."""
+    """Sum in place over ranks, without the logits, in the order of the names: a set's order differs between
+    processes."""
     for name in sorted(found.keys() - {"logits"}):
         dist.all_reduce(found[name], group=group)
 
 
 @contextlib.contextmanager
 def recorded(layers):
-    """Names of All-Scan's operators that take the place of fla's, in the order of their calls; on CPUs too."""
+    """Record names of All-Scan's operators that replace fla's, in the order of their calls; on CPUs too."""
     seen, choose = [], layers.ours
 
     def ours(*arguments):
@@ -306,12 +306,12 @@ def test_transformers(compiled, ranks, family, dtype, packed, size=2):
 
 
 def training_case(group, family, dtype):
-    """(losses of ten steps on one rank with these operators, of the ranks together); bfloat16: autocast."""
+    """Return (losses of ten steps on one rank with these operators, losses of all ranks). bfloat16 uses autocast."""
     from allscan.integrations.transformers import sequence_parallel
 
     import_fla(models=False)
     with (
-        allscan.Communicator(group, timeout=120) as all_ranks,  # where one rank compiles longer than another
+        allscan.Communicator(group, timeout=120) as all_ranks,  # one rank may compile longer than another
         allscan.Communicator(group_of_one()) as one,
     ):
         curves, tokens = [], [(192, 128)[rank % 2] for rank in range(all_ranks.size)]
@@ -339,17 +339,17 @@ def training_case(group, family, dtype):
 def test_ten_steps_of_training(compiled, ranks, family, dtype, size=2):
     for alone, split in run(ranks, training_case, family, dtype):
         print("one rank", alone, "ranks", split)
-        assert alone[-1] < alone[0] - 0.3  # it learns
+        assert alone[-1] < alone[0] - 0.3  # the loss falls
         assert max(abs(a - b) for a, b in zip(alone, split, strict=True)) < CURVE[dtype], (alone, split)
 
 
 def zeco_rule(comm, q, k, v, g, beta, **_):
-    """In the place of megatron.rule: the operator that the ranks run."""
+    """Replaces megatron.rule by the ranks' operator."""
     return allscan.zeco_gated_delta_rule(q, k, v, g, beta, comm=comm)
 
 
 def megatron_case(group, layout, dtype, packed):
-    """As model_case, of a HybridModel of a Mamba2 and a Gated DeltaNet layer, from its input on."""
+    """As model_case, for a HybridModel of a Mamba2 and a Gated DeltaNet layer, starting with its decoder input."""
     from allscan.integrations.megatron import sequence_parallel
     from support import megatron
 

@@ -1,4 +1,4 @@
-"""What only GPUs can show: long runs, ranks far ahead, CUDA graphs, NVSHMEM's own paths. ``make test-gpu``."""
+"""Tests that need GPUs: long runs, ranks far ahead, CUDA graphs, NVSHMEM's own paths. ``make test-gpu``."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_put_in_both_directions_with_special_values(run, size):
 
 
 def full_size_case(group, protocol, depth):
-    """2 MiB states without barriers: credits are really waited for. With signals, several warps a tile."""
+    """Scan 2 MiB states without barriers, so that ranks wait for credits. With signals, several warps a tile."""
     with allscan.Communicator(group) as comm:
         scan = allscan.AllScan(comm, (32, 128, 128), protocol=protocol, depth=depth)
         generator = torch.Generator(comm.device).manual_seed(0)
@@ -120,7 +120,7 @@ def ahead_case(group, protocol):
 def test_100_scans_ahead(run, size, protocol):
     answers = run(size, ahead_case, protocol)
     assert max(worst for worst, _, _ in answers) < 1e-6
-    assert answers[0][2] > 0.5 > answers[0][1]  # rank 0 launched all at once, and its GPU waited for the sleeper
+    assert answers[0][2] > 0.5 > answers[0][1]  # rank 0 launched all at once, and its GPU waited for the sleeping rank
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -131,7 +131,7 @@ def test_1000_graph_replays(run, size, kind):
 
 
 def halo_graph_case(group, replays):
-    """A causal convolution's tokens and their gradient, from a CUDA graph."""
+    """Replay a causal convolution's halo and its gradient from a CUDA graph."""
     with allscan.Communicator(group) as comm:
         generator = torch.Generator(comm.device).manual_seed(0)
         x, y = (torch.zeros(1, 8, 2048, device=comm.device, requires_grad=True) for _ in range(2))
@@ -173,9 +173,9 @@ def test_1000_graph_replays_of_halo(run, size):
 
 
 def gla_graph_case(group, packed, mixed, layout, recompute):
-    """zeco_gla forward and backward in one CUDA graph, replayed on fresh inputs, and twice on the same.
+    """Replay zeco_gla forward and backward in one CUDA graph on fresh inputs, and twice on the same.
 
-    packed: sequences over ranks; mixed: one link of the chain is NVSHMEM's.
+    packed: sequences over several ranks; mixed: one link of the chain is NVSHMEM's.
     """
     with allscan.Communicator(group) as comm:
         if mixed:
@@ -258,7 +258,7 @@ F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
         (2, 1024, 4, 60, "mild", F16),
         (2, 1024, 8, 128, "mild", BF16),
         (2, 1024, 8, 128, "strong", BF16),
-        (8, 2048, 68, 32, "spots", BF16),  # more chunks than are looked at at once
+        (8, 2048, 68, 32, "spots", BF16),  # more chunks than one step of the scan for strong decay reads
         (1, 1024, 2, 128, "mixed", F32),
         (4, 2048, 8, 64, "mild", BF16),
         (1, 512, 4, 256, "mild", BF16),
@@ -281,7 +281,7 @@ def test_zeco_gla_at_size(run, size, B, T, H, D, kind, dtype):
 )
 @pytest.mark.kernels
 def test_packed_at_size(run, size, H, D, lengths):
-    """Sequences over ranks, ranks over sequences; 10,240 tokens in all."""
+    """Sequences span ranks and ranks span sequences; 10,240 tokens in all."""
     edges = [0]
     for length in lengths:
         edges.append(edges[-1] + length)
@@ -290,15 +290,15 @@ def test_packed_at_size(run, size, H, D, lengths):
 
 @nvshmem.jit
 def effects_kernel(p_words, p_data, p_out, peer):
-    """Every function and constant by its effect. p_words: int64 [8], p_data: float32 [4, 128], both symmetric."""
+    """Call every function and constant. p_words: int64 [8], p_data: float32 [4, 128], both symmetric."""
     i = tl.arange(0, 128)
     tl.store(p_out, nvshmem.my_pe())
     tl.store(p_out + 1, nvshmem.n_pes())
     tl.store(p_out + 2, nvshmem.remote_ptr(p_words, peer))
-    tl.store(p_data + i, (i + 1000 * nvshmem.my_pe()).to(tl.float32))  # what I give
+    tl.store(p_data + i, (i + 1000 * nvshmem.my_pe()).to(tl.float32))  # this PE's values
     tl.debug_barrier()
     nvshmem.barrier_all_block()
-    # word 0: set to 5 over 77; word 1: 77 + 5
+    # word 0: 77, set to 5; word 1: 77 + 5
     nvshmem.putmem_signal_block(p_data + 128, p_data, 512, p_words, 5, nvshmem.SIGNAL_SET, peer)
     nvshmem.putmem_signal_nbi_block(p_data + 256, p_data, 512, p_words + 1, 5, nvshmem.SIGNAL_ADD, peer)
     tl.store(p_out + 3, nvshmem.signal_wait_until(p_words, nvshmem.CMP_EQ, 5).to(tl.int64))
@@ -311,7 +311,7 @@ def effects_kernel(p_words, p_data, p_out, peer):
     nvshmem.barrier_all_block()
     nvshmem.getmem_block(p_data + 384, p_data, 512, peer)
     tl.debug_barrier()
-    nvshmem.putmem_block(p_words + 3, p_out, 8, peer)  # my number, as a plain put
+    nvshmem.putmem_block(p_words + 3, p_out, 8, peer)  # this PE's number, by a plain put
     nvshmem.putmem_nbi_block(p_words + 4, p_out, 8, peer)
     nvshmem.getmem_nbi_block(p_words + 5, p_words + 6, 8, peer)
     nvshmem.fence()
@@ -322,7 +322,7 @@ def effects_kernel(p_words, p_data, p_out, peer):
 
 
 def effects_case(group):
-    """Over all PEs of the job; the memory is a piece of the arena."""
+    """Check the effects on all PEs of the job; the memory is a block of the arena."""
 
     heap = runtime.symmetric_heap()
     comm = allscan.Communicator(group)
@@ -371,7 +371,7 @@ def test_ranks_that_share_gpus(monkeypatch):
 
 
 def shared_case():
-    """Somebody else has initialised NVSHMEM: it is shared, and still there after finalize()."""
+    """NVSHMEM is initialised before All-Scan: it is shared, and usable after finalize()."""
     import numpy as np
     import nvshmem.core
     from cuda.core import Device
@@ -394,7 +394,7 @@ def shared_case():
 
 
 def finalize_case():
-    """Every time with an NVSHMEM and an arena of its own, and kernels that were linked with the first."""
+    """Each cycle has its own NVSHMEM and arena, and uses kernels linked in the first."""
     worst, protocol = [], "auto" if os.environ.get("ALLSCAN_TRANSPORT") == "ipc" else "put"
     for epoch, heap_bytes in enumerate((64 << 20, 128 << 20)):
         allscan.init(heap_bytes)
@@ -409,14 +409,14 @@ def test_gloo_as_default_back_end_and_finalize(size=2):
 
 
 def ended_job_case():
-    """torch.distributed ends with a communicator open: finalize() waits for nobody, whoever is still there."""
+    """torch.distributed ends with a communicator open: finalize() waits for no rank, present or not."""
     comm, rank = allscan.Communicator(), dist.get_rank()
     allscan.allscan(torch.ones(1, 16, device=comm.device), comm=comm)
     comm.barrier()
     store = dist.distributed_c10d._get_default_store()
     dist.destroy_process_group()
     if rank == 0:
-        time.sleep(3.0)  # NVSHMEM's collectives would hold rank 1 up for as long
+        time.sleep(3.0)  # NVSHMEM's collectives would keep rank 1 waiting for as long
     start = time.monotonic()
     with pytest.warns(UserWarning, match="closed without the other ranks") as warned:
         allscan.finalize()
@@ -449,7 +449,7 @@ def test_a_wait_on_nvshmem_is_bounded_too(fresh):
 
 
 def mixed_case(group):
-    """A chain as over two nodes: ranks 1 and 2 do not map each other, so that one link is NVSHMEM's."""
+    """Run a chain as over two nodes: ranks 1 and 2 do not map each other, so that their link is NVSHMEM's."""
     comm = allscan.Communicator(group)
     comm.topology.mapped_links[1] = False
     scan = allscan.AllScan(comm, (4, 16, 32))
@@ -479,7 +479,7 @@ def test_streams_are_joined(run):
 
 
 def streams_case(group):
-    """Calls on changing streams are ordered one after the other."""
+    """Calls on changing streams run in the order of the calls."""
     with allscan.Communicator(group) as comm:
         scan = allscan.AllScan(comm, (4, 16, 32))
         streams, chance = [torch.cuda.Stream() for _ in range(3)], random.Random(comm.rank)
@@ -487,7 +487,7 @@ def streams_case(group):
         own = [[x[comm.rank].to(comm.device) for x in both] for both in given]
         outs = [torch.empty(scan.shape, device=comm.device) for _ in given]
         torch.cuda.synchronize()
-        for epoch, (state, decay) in enumerate(own):  # nothing waits for a launch before the next one is made
+        for epoch, (state, decay) in enumerate(own):  # the host does not wait between launches
             with torch.cuda.stream(streams[epoch % 3]):
                 torch.cuda._sleep(chance.randrange(200_000))
                 scan.scan(state, decay, out=outs[epoch])
@@ -512,7 +512,7 @@ assert streams[0] == streams[1], streams
 
 
 def test_a_process_ends_well():
-    """Processes in which a communicator's stream had gone before ended with a segmentation fault, by way of a weak
+    """Processes that freed a communicator's stream before their end crashed (segmentation fault) through a weak
     reference: see streams._PrivateStream. The next communicator has the last one's stream."""
     done = subprocess.run([sys.executable, "-c", ENDS], cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, (done.returncode, done.stderr[-2000:])

@@ -1,4 +1,4 @@
-"""Launch plans on GPUs: what calls hand to the compiled kernels themselves is what Triton would have handed them."""
+"""Launch plans on GPUs: launches by the package pass compiled kernels the same arguments as Triton's launcher."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ pytestmark = pytest.mark.gpu
 
 @contextlib.contextmanager
 def launch_hook(found):
-    """Triton's, as profilers set it: every launch goes through Triton, and its name is added to ``found``."""
+    """Install a launch hook, as profilers do: every launch then goes through Triton, and its name is appended to
+    ``found``."""
 
     def enter(metadata):
         found.append(metadata.get()["name"])
@@ -39,7 +40,7 @@ def launch_hook(found):
 
 
 def leaves(device, dtype=torch.bfloat16, T=300, H=4, K=64, V=128, off=0):
-    """q, k, v, g, each ``off`` elements from the beginning of its memory."""
+    """Return q, k, v, g, each at an offset of ``off`` elements in its memory."""
     generator = torch.Generator().manual_seed(0)
     made = [torch.randn(1, T, H, width, generator=generator) for width in (K, K, V, K)]
     made[3] = torch.nn.functional.logsigmoid(made[3])
@@ -52,7 +53,7 @@ def leaves(device, dtype=torch.bfloat16, T=300, H=4, K=64, V=128, off=0):
 
 
 def step(comm, tensors, cu_seqlens=None, layout="contiguous", recompute=True):
-    """Of zeco_gla: (o, final state, gradients); and of an allscan and a halo of what it returned."""
+    """Return zeco_gla's o and final state, an allscan and a halo of these, and gradients."""
     sequences = 1 if cu_seqlens is None else len(cu_seqlens) - 1
     H, K, V = tensors[0].shape[2], tensors[0].shape[3], tensors[2].shape[3]
     initial = torch.ones(sequences, H, K, V, device=comm.device).requires_grad_()
@@ -65,7 +66,7 @@ def step(comm, tensors, cu_seqlens=None, layout="contiguous", recompute=True):
         layout=layout,
         recompute=recompute,
     )
-    o *= 2.0  # may be changed in place
+    o *= 2.0  # changing a result in place is allowed
     prev = allscan.allscan(state[0], state[0, ..., 0].sigmoid(), comm=comm)
     before = allscan.halo(o, 3, comm=comm)
     loss = o.float().sum() + state.sum() + prev.sum() + before.float().sum()
@@ -83,13 +84,13 @@ def through_triton_case(group):
             for given in ((None,), (packed,), (None, "zigzag"), (None, "contiguous", False)):
                 tensors, names = leaves(comm.device, dtype), []
                 step(comm, tensors, *given)
-                found = step(comm, tensors, *given)  # with what the first call has compiled
+                found = step(comm, tensors, *given)  # with the kernels that the first call has compiled
                 with launch_hook(names):
                     same(step(comm, tensors, *given), found)
                 kernels = {name for name in names if name.endswith("_kernel")}
                 wanted = {"operands_kernel", "scan_kernel", "grad_kernel", "carry_kernel", "da_kernel"}
                 assert wanted <= kernels, kernels
-                assert len(names) >= 17 - 2 * (given[-1] is False)  # forward 7, backward 10, of which 2 may be kept
+                assert len(names) >= 17 - 2 * (given[-1] is False)  # 7 + 10; recompute=False: up to 2 fewer
                 same(step(comm, tensors, *given), found)
         comm.barrier()
 
@@ -103,7 +104,7 @@ def test_the_same_bits_as_through_triton(run, size):
 def unaligned_case(group):
     with allscan.Communicator(group) as comm:
         aligned, unaligned = leaves(comm.device), leaves(comm.device, off=1)
-        expected, other = step(comm, aligned), step(comm, unaligned)  # of kernels that Triton compiles otherwise
+        expected, other = step(comm, aligned), step(comm, unaligned)  # Triton compiles other kernels for these
         assert all(relative(a, b) < 5e-3 for a, b in zip(other, expected, strict=True))
         for _ in range(2):
             same(step(comm, unaligned), other)
@@ -117,7 +118,7 @@ def test_addresses_that_are_no_multiples_of_16(run, size):
 
 
 def reused_memory_case(group):
-    """Tensors that are freed and overwritten around calls, on two streams."""
+    """Free and overwrite tensors around calls, on two streams."""
     with allscan.Communicator(group) as comm:
         tensors = leaves(comm.device)
         expected = step(comm, tensors)
@@ -144,13 +145,13 @@ def test_memory_is_not_given_back_too_early(run, size):
 
 
 def new_plans_case(group):
-    """Each call with other boundaries, so that its plan is new, on one of two streams that nobody joins."""
+    """Each call has new boundaries, so a new plan, on one of two streams that are never joined."""
     with allscan.Communicator(group) as comm:
         tensors, total = leaves(comm.device), comm.size * 300
         cuts = [[0, n, total - n, total] for n in range(10, 40)]
         expected = [step(comm, tensors, cut) for cut in cuts]
         torch.cuda.synchronize()
-        with allscan.Communicator(group) as other:  # which has no plans yet
+        with allscan.Communicator(group) as other:  # it has no plans yet
             streams, found = [torch.cuda.Stream(), torch.cuda.Stream()], []
             for i, cut in enumerate(cuts):
                 with torch.cuda.stream(streams[i % 2]):
@@ -168,17 +169,17 @@ def test_new_plans_on_streams_that_are_not_joined(run, size):
 
 
 def graphs_case(group, recompute):
-    """Launched as a graph: nothing else, with the same bits, also in a graph of the caller's and after an error."""
+    """A step is launched as one graph, with the same bits, also in the caller's graph and after an error."""
     once = functools.partial(step, recompute=recompute)
     with allscan.Communicator(group) as comm:
         tensors = leaves(comm.device)
-        # without its autograd graph, in which torch keeps that the leaves were used on another stream
+        # without its autograd graph, in which torch records that the leaves were used on another stream
         expected = [x.detach() for x in once(comm, tensors)]
         for _ in range(12):
             same(once(comm, tensors), expected)
         counts = comm.cuda_graphs
         assert counts.kept >= 2 and counts.launched > 8 and not counts.failed, counts
-        once(comm, tensors)  # whatever is launched is in a graph of the caller's
+        once(comm, tensors)  # all launches are in the caller's graph
         graph = torch.cuda.CUDAGraph()
         comm.barrier()
         with torch.cuda.graph(graph):
@@ -200,8 +201,8 @@ def test_what_comes_again_is_a_graph(run, size, recompute):
 
 
 def alike_case(group, calls):
-    """Calls of all operators that have plans, with graphs or without: the same bits, with ranks that are late. Returns
-    the counts of the communicator that has graphs."""
+    """Call all operators with plans, with graphs and without: the same bits, with stragglers. Return the counts of the
+    communicator that has graphs."""
     fla = importlib.util.find_spec("fla") is not None
 
     def call(comm):
@@ -243,11 +244,11 @@ def test_the_same_bits_with_graphs_and_without(run, size):
 
 
 def busy_thread_case(group, rounds):
-    """Calls that become graphs, again and again, beside a thread that copies, synchronises the device, and allocates
-    until torch's allocator frees what it holds and tries again, which all fail while a stream captures. What the thread
-    has done, and the counts."""
+    """Build graphs again and again while a thread copies, synchronises the device, and allocates until torch's
+    allocator frees cached memory and retries; each of these fails during a stream capture. Return counts of the
+    thread's work, and of built graphs."""
     stop, errors, done = threading.Event(), [], collections.Counter()
-    device = torch.device("cuda", torch.cuda.current_device())  # of this thread: a new one begins with GPU 0
+    device = torch.device("cuda", torch.cuda.current_device())  # a new thread begins with GPU 0
 
     def busy():
         try:
@@ -278,7 +279,7 @@ def busy_thread_case(group, rounds):
     thread.start()
     built = 0
     try:
-        for _ in range(rounds):  # of about a second on one GPU
+        for _ in range(rounds):  # each takes about a second on one GPU
             with allscan.Communicator(group) as comm:
                 for _ in range(30):
                     found = step(comm, tensors)
@@ -298,14 +299,14 @@ def busy_thread_case(group, rounds):
 @pytest.mark.alone
 @pytest.mark.parametrize("size", [1, 2])
 def test_nobodys_thread_is_disturbed_where_calls_become_graphs(run, size):
-    rounds = 10 if size == 1 else 3  # of ranks that wait for each other's threads, too, each takes many seconds
+    rounds = 10 if size == 1 else 3  # two ranks also wait for each other: many seconds a round
     for done, built in run(size, busy_thread_case, rounds):
         assert built >= 2 * rounds and done["tried again"] and done["synchronised"] > 30 * rounds, (done, built)
 
 
 def many_addresses_case(group, most):
-    """More addresses than there is room for: (counts, bytes of the GPU that they took, and that a second communicator's
-    took behind the first)."""
+    """Use more addresses than the memory for graphs holds. Return (counts, bytes of GPU memory of their graphs, bytes
+    that a second communicator took after the first)."""
     taken = []
     with allscan.Communicator(group, cuda_graphs=False) as comm:
         many = [leaves(comm.device) for _ in range(150)]
@@ -331,22 +332,22 @@ def many_addresses_case(group, most):
 @pytest.mark.alone
 @pytest.mark.parametrize("size", [1, 2])
 def test_memory_of_graphs_is_bounded_and_given_back(run, size):
-    """Of 300 passes about half become graphs, and keep them; a second communicator uses what the first has given
-    back."""
+    """About half of 300 passes become graphs, which are retained; a second communicator uses the memory that the first
+    has freed."""
     for counts, first, second in run(size, many_addresses_case, 40 << 20):
         assert 100 < counts.kept < 300 and counts.bytes <= 40 << 20 and counts.declined, counts
-        blocks = -(-counts.bytes // (2 << 20)) + 1  # of 2 MiB, in which the driver counts free memory
+        blocks = -(-counts.bytes // (2 << 20)) + 1  # the driver counts free memory in blocks of 2 MiB
         assert first <= blocks * (2 << 20) and second <= first // 2 + (2 << 20), (first, second, counts)
 
 
 def side_streams_case(group):
-    """Microseconds of both passes on the GPU: launched one by one, and as graphs of nodes."""
+    """Return microseconds of both passes on the GPU: as single launches, and as graphs of nodes."""
 
     def median(comm, tensors):
         found = []
         for _ in range(20):
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda._sleep(3_000_000)  # so that the host is ahead
+            torch.cuda._sleep(3_000_000)  # lets the host run ahead
             begin.record()
             step(comm, tensors)
             end.record()
@@ -391,14 +392,14 @@ def test_profilers_name_the_kernels(run, size):
 
 
 def many_calls_case(group, dtype, D, calls):
-    """How many calls of zeco_gla, forward and backward, differ in a bit from the first with the same boundaries, which
-    come back after all others."""
+    """Return how many calls of zeco_gla, forward and backward, have other bits than the first call with the same
+    boundaries. Each of the boundaries recurs after all others."""
     with allscan.Communicator(group) as comm:
         tensors, total = leaves(comm.device, dtype, T=1024, K=D, V=D), comm.size * 1024
-        cuts = [None, *([0, n, 2 * n, total] for n in range(100, 400))]  # more than a communicator keeps
+        cuts = [None, *([0, n, 2 * n, total] for n in range(100, 400))]  # more than a communicator retains
         first, different = {}, torch.zeros((), dtype=torch.int64, device=comm.device)
         for i in range(calls):
-            cut = i // 2 % len(cuts)  # twice in a row: of a new plan, and of one that has run
+            cut = i // 2 % len(cuts)  # twice in a row: with a new plan, and with one that has run
             packed = dict(cu_seqlens=cuts[cut], first_token=comm.rank * 1024) if cuts[cut] else {}
             o, _ = allscan.zeco_gla(*tensors, comm=comm, **packed)
             found = [o.detach(), *torch.autograd.grad(o.square().sum(), tensors)]
@@ -415,14 +416,14 @@ def test_3000_calls_give_the_same_bits(run, size, dtype, D):
 
 
 def backlog(ms=60):
-    """Keeps the current stream busy for a while."""
+    """Keep the current stream busy for a while."""
     torch.cuda._sleep(int(ms * 2e6))
 
 
 def two_streams_case(group, kept):
-    """Calls that differ from those of one stream, where the first call with new tables is behind a backlog on one
-    stream and the same call follows on another one at once; ``kept``: how many tables a communicator keeps, of which
-    those that are given back are overwritten."""
+    """Return the calls that differ from calls on one stream. The first call with new tables waits behind a backlog on
+    one stream; the same call follows at once on another. ``kept``: how many tables a communicator retains; freed ones
+    are overwritten."""
     import_fla(False)
     before, partition.CACHE_SIZE = partition.CACHE_SIZE, kept
     try:
@@ -455,13 +456,14 @@ def two_streams_case(group, kept):
 @pytest.mark.parametrize("kept", [256, 2])
 @pytest.mark.parametrize("size", [1, 2])
 def test_two_streams_share_tables(run, size, kept):
-    """Memory shared between calls whose order hangs on a scan being launched first, and memory that is given back
-    while another stream reads it: every operator, layout and number of ranks."""
+    """Two calls may share memory only if their order does not depend on a scan launched first; freed memory may be read
+    by another stream. Covers every operator, layout and number of ranks."""
     assert run(size, two_streams_case, kept) == [[]] * size
 
 
 def captured_lengths_case(group):
-    """What a capture raises for a cu_seqlens on the GPU, and whether one on the CPU is captured and replayed."""
+    """Return the error of a captured call with cu_seqlens on the GPU, and whether one with cu_seqlens on the CPU is
+    captured and replayed."""
     import_fla(False)
     with allscan.Communicator(group, timeout=30) as comm:
         T, answers = 256, {}
@@ -497,8 +499,8 @@ def test_a_capture_has_lengths_of_the_host(run, size):
 
 
 def dropped_work_case(group, replays):
-    """A Work that was begun before a capture and goes inside of it, without having been waited for; and one that is
-    waited for there, which a graph cannot: RuntimeError, and the capture goes on."""
+    """Drop a Work, begun before a capture, inside of it without a wait; wait for another one inside: a graph cannot, so
+    this raises RuntimeError, and the capture goes on."""
     with allscan.Communicator(group) as comm:
         generator = torch.Generator().manual_seed(0)
         states = [torch.randn(4, 64, 64, generator=generator) for _ in range(comm.size)]

@@ -2,7 +2,7 @@
 
     compute-sanitizer --tool memcheck python tests/gpu/test_sanitizer.py
 
-One GPU. Each tensor is an allocation of its own, so that a read behind its end is not one of its neighbour's memory.
+One GPU. Each tensor has its own allocation, so that a read past its end cannot hit another tensor.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ GLA = [
 
 
 def every_kernel() -> None:
-    """Each kernel in shapes that fill no block, checked against float64."""
+    """Run each kernel in shapes that fill no block; check against float64."""
     with allscan.Communicator() as comm:
         for T, B, H, K, V, kind, dtype, lengths in GLA:
             whole = Whole(GLACase([T], B=B, H=H, K=K, V=V, gates=kind, dtype=dtype, lengths=lengths), comm.device)
@@ -65,7 +65,7 @@ def every_kernel() -> None:
         for reverse in (False, True, False, True, False):
             states, decays = torch.randn(3, *shape, device="cuda"), torch.rand(3, *shape[:2], device="cuda")
             outs = torch.full_like(states, float("nan"))
-            for rank in range(3)[:: -1 if reverse else 1]:  # nobody waits: the sanitizer may run one kernel at a time
+            for rank in range(3)[:: -1 if reverse else 1]:  # no rank waits: kernels may run one at a time
                 outs[rank] = ranks.scan(states, decays, reverse=reverse, ranks=[rank])[rank]
                 ranks.check()
             expected = allscan_reference(list(states), list(decays), reverse=reverse)
@@ -74,7 +74,7 @@ def every_kernel() -> None:
 
 
 def delta_kernels() -> None:
-    """Those between the chunks of delta rules, as on a rank in the middle, whose neighbours send 0."""
+    """Run the kernels between the chunks of delta rules, as on a middle rank whose neighbours send 0."""
 
     class Nobody:
         def record(self, plan, carried, *_):
@@ -115,7 +115,7 @@ def delta_kernels() -> None:
 
 
 def test_no_kernel_is_caught(tmp_path):
-    """memcheck and racecheck beside each other: each takes minutes."""
+    """memcheck and racecheck run at the same time: each takes minutes."""
     sanitizer = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
     if not os.path.exists(sanitizer):
         pytest.skip("compute-sanitizer is not installed")
@@ -139,8 +139,8 @@ def caught_nothing(tool, returncode, said):
         pytest.skip("compute-sanitizer does not run on this machine")
     assert returncode == 0 and "every kernel has run" in said, (tool, said[-4000:])
     assert "SUMMARY" in said, (tool, said[-4000:])
-    # The sum of a reduction, which every lane of a warp then has, is stored by all of them to one address: Triton's way
-    # to another layout. Two writes of one instruction are that; any other hazard is one.
+    # Triton changes layouts after a reduction by a store of the sum from every lane of a warp to one address. Two
+    # writes of one instruction are such a store; any other hazard is an error.
     hazards = re.findall(r"(\w+) access at (\S+).*\n=+ +and (\w+) access at (\S+)", said)
     wrong = [h for h in hazards if not (h[0] == h[2] == "Write" and h[1] == h[3])]
     assert not wrong and len(hazards) == said.count("Race reported"), (tool, said[-4000:])

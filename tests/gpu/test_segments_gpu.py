@@ -1,4 +1,4 @@
-"""Bits that do not depend on the number of ranks, at sizes of models: eager and in CUDA graphs, many times."""
+"""Bits that do not depend on the number of ranks, at model sizes: eager and in CUDA graphs, many times."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ def _inputs(device, kind):
 
 
 def integers(x):
-    """View x as integers on its device: in thousands of comparisons, copies to the host would take minutes."""
+    """View x as integers on its device: copies of thousands of results to the host would take minutes."""
     return x.view({2: torch.int16, 4: torch.int32}[x.element_size()])
 
 
 def gla_case(group, S, gates, tokens, zigzag, graph, times):
-    """(o, dq, dk, dv, dg) of this rank's tokens; AssertionError if another of ``times`` calls has other bits."""
+    """Return (o, dq, dk, dv, dg) of this rank's tokens; AssertionError if one of ``times`` repeated calls has other
+    bits."""
     with allscan.Communicator(group) as comm:
         whole, do = _inputs(comm.device, gates)
         if zigzag:
@@ -69,7 +70,7 @@ def whole_of(parts):
 
 @pytest.mark.parametrize("S, gates", [(2048, 1e-4), (1024, 0.0), (1024, 1.0), (2048, 100.0)])
 def test_zeco_gla(run, gates, S, size=2):
-    """Of an H100's two, one rank against two: even, uneven, zigzag; and graphs."""
+    """One rank against two, with even, uneven and zigzag tokens; in a CUDA graph with even ones."""
     one = whole_of(run(1, gla_case, S, gates, [T], zigzag=False, graph=False, times=2))
     for tokens, zigzag, graph in (([S, T - S], False, False), ([T // 2] * 2, False, True), ([T // 2] * 2, True, False)):
         two = whole_of(run(2, gla_case, S, gates, tokens, zigzag, graph=graph, times=4))
@@ -91,7 +92,7 @@ def test_without_it_bits_differ(run, size=2):
 
 
 def segments_case(group, counts, times):
-    """(incoming, outgoing) of allscan_segments, many times."""
+    """Return (incoming, outgoing) of allscan_segments after many equal calls."""
     shape = (32, D, D)
     with allscan.Communicator(group) as comm:
         generator = torch.Generator().manual_seed(1)
@@ -118,7 +119,7 @@ def test_allscan_segments(run, counts, size=2):
 
 
 def delta_case(group, S, tokens, zigzag):
-    """(o, dq, dk, dv, dg, dbeta) of zeco_kda of this rank's tokens; AssertionError if a second call differs."""
+    """Return (o, dq, dk, dv, dg, dbeta) of zeco_kda of this rank's tokens; AssertionError if a second call differs."""
     total = sum(tokens)
     with allscan.Communicator(group, invariant=S) as comm:
         generator = torch.Generator(comm.device).manual_seed(2)

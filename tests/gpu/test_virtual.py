@@ -1,7 +1,7 @@
-"""Many ranks on one GPU: chain, rails and recursive doubling with 16 to 64 virtual ranks, and rails on two GPUs as two
+"""Many ranks on one GPU: chain, rails and recursive doubling with 16 to 64 virtual ranks; rails on two GPUs as two
 nodes.
 
-The hardware queues are set before CUDA starts, so virtual ranks run in a process of their own.
+The number of hardware queues is set before CUDA starts, so virtual ranks run in a separate process.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ DECAYS = ["random", "0", "1", "mixed"]
 
 @pytest.fixture(scope="module")
 def one():
-    """A process that has one rank, 32 hardware queues and all its modules loaded at once."""
+    """A process with one rank and 32 hardware queues, which loads all modules at once."""
     before = dict(os.environ)
     os.environ.update(CUDA_DEVICE_MAX_CONNECTIONS="32", CUDA_MODULE_LOADING="EAGER")
     try:
@@ -46,13 +46,13 @@ def one():
 
 
 def draw(generator, size, shape, kind):
-    """(states, decays) of all ranks."""
+    """Return (states, decays) of all ranks."""
     device = generator.device
     states = torch.randn(size, *shape, generator=generator, device=device)
     decays = torch.rand(size, *shape[:-1], generator=generator, device=device)
     if kind in ("0", "1"):
         decays.fill_(float(kind))
-    elif kind == "mixed":  # whole ranks, tiles and single rows
+    elif kind == "mixed":  # zeros in whole ranks, tiles and single rows
         pick = torch.rand(decays.shape, generator=generator, device=device)
         decays[pick < 0.3], decays[pick > 0.7] = 0.0, 1.0
         whole = torch.rand(size, generator=generator, device=device)
@@ -61,14 +61,14 @@ def draw(generator, size, shape, kind):
 
 
 def wrong_by(found, states, decays, initial=None, reverse=False):
-    """The largest difference, a tensor on the GPU; 1e30 for NaN."""
+    """Return the largest difference as a tensor on the GPU; 1e30 for NaN."""
     expected = torch.stack(allscan_reference(list(states), list(decays), initial, reverse))
     return (found - expected).abs().max().nan_to_num(nan=1e30)
 
 
 def values(algorithm, nodes, kind, epochs, shape, tile, depth, protocol, straggler_us, initials, programs=4, gpus=1):
-    """Fresh data every epoch, programs late by up to ``straggler_us``; every 50 epochs all are compared. The ranks lie
-    on ``gpus`` in turns."""
+    """Scan fresh data in every epoch, with programs late by up to ``straggler_us``; compare every 50 epochs. Ranks are
+    assigned to ``gpus`` in turns."""
     size = sum(nodes)
     devices = [rank % gpus for rank in range(size)]
     options = dict(depth=depth, protocol=protocol, tile=tile, programs=programs, devices=devices)
@@ -84,7 +84,7 @@ def values(algorithm, nodes, kind, epochs, shape, tile, depth, protocol, straggl
         delays = torch.tensor(late, device="cuda")
         reverse = bool(epoch % 2)
         calls.append((states, decays, initial, reverse, delays))
-        if len(calls) == 50 or epoch == epochs - 1:  # launched in one go, so that ranks run ahead of each other
+        if len(calls) == 50 or epoch == epochs - 1:  # launched together, so that ranks run ahead of each other
             given = [
                 (states, decays) if gpus == 1 else [[*map(torch.Tensor.to, x, devices)] for x in (states, decays)]
                 for states, decays, *_ in calls
@@ -103,8 +103,8 @@ def values(algorithm, nodes, kind, epochs, shape, tile, depth, protocol, straggl
 
 
 def guarded(V):
-    """Three ranks, one after another, whose rows do not fill fours of words: (largest error, whether the memory around
-    each ``out`` is as it was)."""
+    """Launch three ranks in sequence whose rows are not multiples of four words. Return (largest error, whether the
+    memory around each ``out`` is unchanged)."""
     shape = (4, 16, V)
     ranks = VirtualRanks(3, shape)
     states, decays = draw(torch.Generator("cuda").manual_seed(V), 3, shape, "random")
@@ -145,7 +145,7 @@ def test_2000_epochs_with_random_delays(one, algorithm, nodes):
 @pytest.mark.parametrize("kind", ["random", "mixed"])
 @pytest.mark.parametrize("count, programs", [(3, 66), (5, 66), (9, 33)])
 def test_a_chain_over_two_gpus(one, count, programs, kind, size=2):
-    """Every hop crosses the link between them; ranks in the middle are late, now and then."""
+    """Every hop crosses the link between the GPUs; now and then a middle rank is late."""
     arguments = (2_000, (8, 64, 128), (8, 128), 3, "sentinel", 30, True, programs, size)
     [worst] = one.run(values, "chain", (count,), kind, *arguments, timeout=600)
     assert worst < 1e-4
@@ -159,13 +159,14 @@ def test_64_ranks(one, algorithm, nodes):
 
 
 def absent(algorithm, nodes, rank):
-    """Who is named, by whom, and after how long the GPU is free."""
+    """Return (largest error before, ranks named in fault records, seconds until the GPU is free) with rank ``rank``
+    absent."""
     size, shape = sum(nodes), (2, 16, 32)
     ranks = VirtualRanks(size, shape, nodes=nodes, algorithm=algorithm, tile=(4, 32), timeout=1.0)
     states, decays = draw(torch.Generator("cuda").manual_seed(0), size, shape, "1")
     worst = wrong_by(ranks.scan(states, decays), states, decays).item()
     start = time.monotonic()
-    for _ in range(3):  # in the last of them the slots of a rank that only receives are full
+    for _ in range(3):  # at the last one the slots of a rank that only receives are full
         ranks.scan(states, decays, ranks=[p for p in range(size) if p != rank])
     torch.cuda.synchronize()
     seconds = time.monotonic() - start
@@ -185,7 +186,7 @@ def test_a_rank_that_never_comes_is_named(one, algorithm, nodes, rank):
 
 
 def timed(algorithm, nodes, kind, shape, tile, programs):
-    """Median over 15 of what a scan takes, in us, from the first rank's begin to the last one's end; largest error."""
+    """Return (median of 15 scans in us, from the begin of the first rank to the end of the last; largest error)."""
     size = sum(nodes)
     ranks = VirtualRanks(size, shape, nodes=nodes, algorithm=algorithm, tile=tile, programs=programs)
     generator = torch.Generator("cuda").manual_seed(0)
@@ -201,8 +202,8 @@ def timed(algorithm, nodes, kind, shape, tile, programs):
 
 @pytest.mark.alone
 def test_where_decays_are_zero_a_chain_waits_for_one_rank(one):
-    """What 24 further ranks cost: nothing but their launches where all decays are 0, 24 hops where they are 1. A
-    program has one tile, of 32 KiB. The rest of the time, alike for all, is not compared."""
+    """With decays of 0, 24 further ranks cost only their launches; with decays of 1, 24 hops. A program has one tile of
+    32 KiB. The rest of the time, equal for all, cancels in the difference to 8 ranks."""
     arguments, us = ((4, 64, 128), (64, 128), 4), {}
     for size in (8, 32):
         for kind in ("0", "1"):
@@ -215,7 +216,7 @@ def test_where_decays_are_zero_a_chain_waits_for_one_rank(one):
 @pytest.mark.alone
 @pytest.mark.parametrize("algorithm, nodes", KINDS[:3])
 def test_times(one, algorithm, nodes):
-    """Printed, for the model (bench.scaling): one GPU's memory in place of links."""
+    """Prints times for the model (bench.scaling), with one GPU's memory in place of links."""
     for kind in ("1", "0"):
         [(us, worst)] = one.run(timed, algorithm, nodes, kind, (4, 16, 128), (4, 128), 8)
         print(f"{algorithm}, 32 ranks, decays {kind}: {us:.1f} us")
@@ -223,7 +224,7 @@ def test_times(one, algorithm, nodes):
 
 
 def two_nodes(group, algorithm, protocol, epochs):
-    """GPUs that are a node each: fresh data every epoch, compared every epoch; one rank is late now and then."""
+    """Each GPU is a node: fresh data every epoch, compared every epoch; now and then one rank is late."""
     nodes = (1,) * torch.distributed.get_world_size(group)
     with allscan.Communicator(group, nodes=nodes) as comm:
         shape = (4, 16, 32)
@@ -252,7 +253,7 @@ def test_gpus_as_nodes(run, size, algorithm, protocol, epochs):
 
 
 def members(group, algorithm, protocol, nodes, epochs):
-    """The GPUs of one host as members of nodes: links between members over NVLink."""
+    """The GPUs of one host are members of nodes: links between members over NVLink."""
     with allscan.Communicator(group, nodes=nodes, algorithm=algorithm) as comm:
         shape = (8, 64, 64)
         scan = allscan.AllScan(comm, shape, protocol=protocol)
@@ -278,7 +279,7 @@ def test_members_of_nodes(run, size, nodes, algorithm):
 
 
 def graph(group, algorithm, protocol, replays):
-    """Both directions and a gradient in a CUDA graph, replayed on fresh data."""
+    """Replay both directions and a gradient from a CUDA graph on fresh data."""
     nodes = (1,) * torch.distributed.get_world_size(group)
     with allscan.Communicator(group, nodes=nodes, algorithm=algorithm) as comm:
         shape = (4, 16, 32)
@@ -335,7 +336,7 @@ def test_graph_replays(run, size, algorithm, protocol):
 
 
 def stopped(group, algorithm):
-    """Rank 1 makes no call; the others hear of it, and all come back."""
+    """Rank 1 makes no call; the others get an error, and all return."""
     nodes = (1,) * torch.distributed.get_world_size(group)
     comm = allscan.Communicator(group, timeout=1.0, nodes=nodes, algorithm=algorithm)
     scan = allscan.AllScan(comm, (2, 16, 32))

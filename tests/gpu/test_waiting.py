@@ -1,4 +1,4 @@
-"""What waits must not stop others: NCCL beside waiting kernels; and ranks in the middle of a chain, on one GPU."""
+"""A waiting kernel must not block others: NCCL overlapped with waiting kernels; middle ranks of a chain on one GPU."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ pytestmark = pytest.mark.gpu
 
 
 def beside_nccl_case(group, how, mib, nccl_mib, symmetric=False):
-    """Rank 0 waits in a kernel for rank 1, which first makes an all-reduce that rank 0 launches behind the kernel.
-    symmetric: an all-gather of NCCL's kernels for symmetric memory in its place."""
+    """Rank 0 waits in a kernel for rank 1, which first makes an all-reduce; rank 0 launches its part after the kernel.
+    symmetric: instead, an all-gather by NCCL's kernels for symmetric memory."""
     with allscan.Communicator(group, timeout=8) as comm:
         H = int(mib * 16)
         device, generator = comm.device, torch.Generator("cuda").manual_seed(comm.rank)
@@ -57,7 +57,7 @@ def beside_nccl_case(group, how, mib, nccl_mib, symmetric=False):
             def call():
                 return allscan.halo(tokens, 4, comm=comm, reverse=True)
 
-        else:  # the scan of the backward pass, in its place among the others
+        else:  # the scan of the backward pass, between its other kernels
             leaves = [normal(1, 128, H, 128).requires_grad_() for _ in range(3)]
             g = torch.zeros(1, 128, H, 128, device=device)
             o, _ = allscan.zeco_gla(*leaves, g, comm=comm)
@@ -83,7 +83,7 @@ def beside_nccl_case(group, how, mib, nccl_mib, symmetric=False):
         if comm.rank == 0:
             with torch.cuda.stream(waits):
                 call()
-            time.sleep(0.1)  # in which it begins, also where other processes have the GPU in turns
+            time.sleep(0.1)  # the kernel begins meanwhile, also where other processes share the GPU
             with torch.cuda.stream(reduces):
                 reduce()
         else:
@@ -94,7 +94,7 @@ def beside_nccl_case(group, how, mib, nccl_mib, symmetric=False):
             with torch.cuda.stream(waits):
                 call()
         torch.cuda.synchronize()
-        comm.barrier()  # raises AllScanTimeout if NCCL found no room
+        comm.barrier()  # raises AllScanTimeout if NCCL found no free SM
         return True
 
 
@@ -112,7 +112,7 @@ def test_nccl_beside_a_kernel_that_waits(run, how, mib):
 
 @pytest.fixture(scope="module")
 def of_64_programs():
-    """Two ranks whose kernels of NCCL for symmetric memory have 64 programs."""
+    """Two ranks whose NCCL kernels for symmetric memory have 64 programs."""
     with harness.environment(harness.WITHOUT_MULTICAST | {"NCCL_SYM_CTAS": "64", "ALLSCAN_HEAP": "512M"}):
         made = Ranks(2, "cuda")
     with made as ranks:
@@ -129,7 +129,7 @@ def test_symmetric_kernels_of_nccl_beside_one_that_waits(of_64_programs, how, mi
 
 
 def ddp_case(group):
-    """DistributedDataParallel's own overlap beside scans of ranks that are late."""
+    """DistributedDataParallel overlaps its all-reduces with scans of stragglers."""
     with allscan.Communicator(group, timeout=8) as comm:
         torch.manual_seed(0)
         width, heads = 1024, 8
@@ -168,7 +168,7 @@ def test_ddp_overlap_beside_stragglers(run, pool):
 
 
 def stepped_graph_case(group, replays, skips):
-    """step() and a scan in a CUDA graph; the last rank replays one time less the scan of one step."""
+    """Replay step() and a scan from a CUDA graph; the last rank skips the scan of one step."""
     with allscan.Communicator(group, timeout=5) as comm:
         scan = allscan.AllScan(comm, (4, 16, 32))
         state, out = torch.zeros(4, 16, 32, device=comm.device), torch.zeros(4, 16, 32, device=comm.device)
@@ -210,7 +210,7 @@ def test_steps_in_a_graph(run):
 @pytest.mark.parametrize("protocol", ["sentinel", "signal"])
 @pytest.mark.parametrize("decays", ["random", "0", "1", "mixed"])
 def test_ranks_in_the_middle(decays, protocol):
-    """4 ranks on one GPU, two of them in the middle: more tiles than programs, in any order, again and again."""
+    """4 ranks on one GPU, two of them in the middle: more tiles than programs, in any order, many times."""
     size, shape = 4, (8, 64, 128)
     ranks = VirtualRanks(size, shape, protocol=protocol, tile=(16, 128), programs=8)
     assert ranks.spec.num_tiles == 4 * ranks.programs
@@ -232,7 +232,8 @@ def test_ranks_in_the_middle(decays, protocol):
 
 @pytest.mark.alone
 def test_nothing_waits_for_the_first_rank_through_decays_of_0():
-    """The last rank is done while the first has not begun; with decays of 1 it waits, until the time is over."""
+    """With decays of 0 the last rank is done before the first has begun; with decays of 1 it waits until the
+    time-out."""
     size, shape = 4, (8, 64, 128)
     for decay, done in ((0.0, True), (1.0, False)):
         ranks = VirtualRanks(size, shape, programs=8, timeout=1.0)
@@ -256,8 +257,9 @@ def delay_kernel(ns):
 
 
 def straggler_backward_case(group, size, us, samples=60):
-    """Microseconds of a step on this rank, as a CUDA graph, with all ranks on time and with the last one late by
-    ``us`` between forward and backward. The ranks begin each step together; what the others then take is not in it."""
+    """Return microseconds of a step on this rank, as a CUDA graph, with all ranks on time and with the last one late by
+    ``us`` between forward and backward. A barrier before each step keeps the other ranks' previous steps out of its
+    time."""
     with allscan.Communicator(harness.group_of(size)) as comm:
         barrier = harness.barrier_of(size)
         leaves, do = harness.inputs(16384, 16, 128, comm.device, comm.rank)
@@ -296,11 +298,11 @@ def test_backward_has_100_us_of_work_for_a_straggling_neighbour(run, pool, size=
 
 
 def proof_case(group):
-    """What a benchmark's row would say of All-Scan, and of a baseline that is All-Scan in truth."""
+    """Return proofs of execution for All-Scan and for a baseline that runs All-Scan itself."""
     from bench.baselines import Baseline
 
     class Fraud(Baseline):
-        """Finds nothing of its own and lets All-Scan do it, as bench/baselines.py did from b79203f to f275caf."""
+        """Runs All-Scan instead of a method of its own, as bench/baselines.py did from b79203f to f275caf."""
 
         def carry(self, *carried):
             from allscan.ops.carrier import AllScanCarrier
