@@ -46,6 +46,7 @@ def prepare_interpreter() -> None:
         _shorten_launches(interpreter)
         _remember_types(core, interpreter)
         _shorten_operations(core, interpreter)
+        _remember_blocks(core, interpreter)
         _patch_with_less(core, interpreter, operations_by_numpy(core, interpreter))
     except (ImportError, AttributeError):
         pass
@@ -423,6 +424,60 @@ def _shorten_operations(core, interpreter) -> None:
     interpreter._convert_float = convert_float
     semantic.to_tensor, semantic.scalar_constant, semantic.cast = to_tensor, scalar, cast_to
     core._unwrap_if_constexpr = unwrapped
+
+
+def _remember_blocks(core, interpreter) -> None:
+    """Create each range and each block of one number once, and check the operands' types of each kind of product once.
+    Arrays that several blocks share are read-only."""
+    builder, semantic = interpreter.interpreter_builder, interpreter.TritonSemantic
+    tensor, handle = core.tensor, interpreter.TensorHandle
+    arange, full, dot, multiply = semantic.arange, semantic.full, semantic.dot, builder.create_dot
+    blocks: dict = {}
+    products: dict = {}  # types of operands -> (the accumulator without one, create_dot's options, type of the result)
+
+    def shared(key, create, *arguments) -> Block:
+        if key not in blocks:
+            created = create(*arguments)
+            created.handle.data.flags.writeable = False
+            blocks[key] = created
+        known = blocks[key]
+        return tensor(handle(known.handle.data, known.handle.dtype), known.type)
+
+    def remembered_range(self, start, end, **options) -> Block:
+        if options or type(start) is not int or type(end) is not int:
+            return arange(self, start, end, **options)
+        return shared((start, end), arange, self, start, end)
+
+    def remembered_full(self, shape, value, dtype) -> Block:
+        if type(value) not in (int, float) or value != value or dtype is None or not shape:
+            return full(self, shape, value, dtype)
+        key = type(value), value or str(value), dtype.name, *shape  # -0.0 == 0.0
+        return shared(key, full, self, shape, value, dtype)
+
+    def remembered_dot(self, lhs, rhs, acc, *options) -> Block:
+        key = lhs.type.name, rhs.type.name, None if acc is None else acc.type.name, *map(str, options)
+        if key not in products:
+            calls: list = []
+
+            def recorded(*arguments) -> TensorHandle:
+                calls.append(arguments)
+                return multiply(*arguments)
+
+            builder.create_dot = recorded
+            try:
+                found = dot(self, lhs, rhs, acc, *options)
+            finally:
+                del builder.create_dot
+            left, right, start, *others = calls[0]
+            alike = left is lhs.handle and right is rhs.handle and (acc is None or start is acc.handle)
+            products[key] = (start, others, found.type) if alike and len(calls) == 1 else None
+            return found
+        if products[key] is None:
+            return dot(self, lhs, rhs, acc, *options)
+        start, others, kind = products[key]
+        return tensor(multiply(lhs.handle, rhs.handle, start if acc is None else acc.handle, *others), kind)
+
+    semantic.arange, semantic.full, semantic.dot = remembered_range, remembered_full, remembered_dot
 
 
 def _patch_with_less(core, interpreter, operations) -> None:
