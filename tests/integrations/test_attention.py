@@ -1,4 +1,4 @@
-"""Softmax attention over a split sequence in blocks without masks, against one rank's in float64."""
+"""Softmax attention over a split sequence, in blocks without masks, against one rank's in float64."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from allscan.integrations import attention, attention_kernels, softmax, triangle
 from support.attention import attention_case, packed_case, split, varlen, whole_case
 from support.values import place, relative
 
-pytestmark = pytest.mark.cpu  # tests/gpu/test_attention_gpu.py is for GPUs
+pytestmark = pytest.mark.cpu  # GPU tests are in tests/gpu/test_attention_gpu.py
 
 
 @pytest.mark.parametrize(
@@ -35,13 +35,13 @@ pytestmark = pytest.mark.cpu  # tests/gpu/test_attention_gpu.py is for GPUs
     ],
 )
 def test_values_and_gradients(run, size, kind, layout, batch):
-    """Uneven ranks, one of them without tokens, in the contiguous layout."""
+    """Covers uneven ranks and, in the contiguous layout, a rank without tokens."""
     for errors, _ in run(size, attention_case, kind, layout, batch):
         assert max(errors.values()) < 1e-5, errors
 
 
 def steps_case(group, kind, layout, memory, how):
-    """The errors, and of each gather how many tokens a slot has."""
+    """Return errors, and the number of tokens in a slot of each gather."""
     with pytest.MonkeyPatch.context() as patch:
         lengths, start = [], softmax.Gather.start
         patch.setattr(softmax.Gather, "start", lambda self, x: (lengths.append(self.length), start(self, x))[1])
@@ -59,7 +59,7 @@ def steps_case(group, kind, layout, memory, how):
     ],
 )
 def test_a_limit_of_memory(run, size, kind, layout, memory, steps, how):
-    """Tokens come in steps, in backward again."""
+    """Tokens are gathered in several steps, and again in backward."""
     for errors, lengths in run(size, steps_case, kind, layout, memory, how):
         assert max(errors.values()) < 1e-5, errors
         again = {"plain": len(steps) > 1, "no_grad": 0}.get(how, 1 + (len(steps) > 1))  # checkpoints run forward twice
@@ -75,10 +75,10 @@ def test_checkpoints(run, how, layout, size=3):
 
 @pytest.mark.parametrize("size", range(1, 9))
 def test_ranges(size):
-    """Both layouts: with the own causal block each query sees each earlier token, and no other, once."""
+    """In both layouts each query attends exactly once to each earlier token, including its own causal block."""
     for zigzag in (False, True):
         slots = 2 * size if zigzag else size
-        # the chunk of the sequence that a slot has
+        # chunk of the sequence in each slot
         chunk = (
             {i: 2 * size - 1 - i if i < size else i - size for i in range(slots)}
             if zigzag
@@ -89,15 +89,15 @@ def test_ranges(size):
             read, blocks = attention.reads(rank, size, zigzag)
             seen = {half: read[-many:] for halves, many in blocks for half in halves}
             assert sum(len(halves) for halves, _ in blocks) == len(seen) and all(many for _, many in blocks)
-            for half, mine in enumerate(own):  # the causal block has the rank's chunks before
+            for half, mine in enumerate(own):  # the causal block has the rank's earlier chunks
                 assert sorted([chunk[slot] for slot in seen.get(half, ())] + [*own[:half]]) == list(range(mine))
             assert set(read) == {slot for slots in seen.values() for slot in slots}
             work = sum(map(len, seen.values()))
-            assert work == (2 * size - 2 if zigzag else rank)  # the same on each rank
+            assert work == (2 * size - 2 if zigzag else rank)  # zigzag: the same on each rank
 
 
 def order_case(group, layout):
-    """What runs when, by name, of a rank with keys of others to see."""
+    """Return names of the steps, in their order, of a rank."""
     with allscan.Communicator(group, timeout=60) as comm, pytest.MonkeyPatch.context() as patch:
         events = []
 
@@ -137,7 +137,7 @@ def order_case(group, layout):
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 def test_the_order(run, layout, size=3):
-    """The own block runs while keys are under way, and in backward while the sums of their gradients are."""
+    """The own block overlaps with the gather of keys, and in backward with the sums of their gradients."""
     for rank, events in enumerate(run(size, order_case, layout)):
         blocks = len(attention.reads(rank, size, layout == "zigzag")[1])
         others = ["expand"] * (blocks > 0) + ["forward, causal False"] * blocks
@@ -148,7 +148,7 @@ def test_the_order(run, layout, size=3):
 
 
 def sum_case(group, dtype):
-    """(error of sums over the ranks made by Gather, of sums made in that dtype)."""
+    """Return (error of Gather's sums over the ranks, error of sums in that dtype)."""
     with allscan.Communicator(group, timeout=60) as comm:
         x = torch.zeros(1, 2, 64, dtype=dtype, requires_grad=True)
         parts = torch.randn(comm.size, 1, 2 * comm.size, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
@@ -167,7 +167,7 @@ def test_sums_in_float32(run, size=8):
 
 @pytest.mark.parametrize("name", ["cudnn", "flash"])
 def test_what_the_operators_take(name):
-    """The arguments that our calls give are those that this PyTorch's operators have."""
+    """The arguments of our calls are those of this PyTorch's operators."""
     assert dict(cudnn=attention_kernels.CUDNN_IS_KNOWN, flash=attention_kernels.FLASH_IS_KNOWN)[name]
 
 
@@ -186,7 +186,7 @@ def test_what_the_operators_take(name):
     ],
 )
 def test_cudnn_where_it_was_tested(monkeypatch, capability, version, widths, chosen):
-    """Its kernels are taken on the GPU and from the version on that tests have run with, else FlashAttention's."""
+    """cuDNN's kernels are chosen on the GPUs and from the version that tests have covered; else FlashAttention's."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: version)
     D, V = widths
@@ -215,7 +215,7 @@ def packed_on_cpu_case(group, zigzag, kind, per_document):
     ],
 )
 def test_packed_sequences_in_one_call(run, size, zigzag, kind, per_document):
-    """By a stand-in for the kernels of GPUs, whose arguments are checked."""
+    """A stand-in for the GPU kernels checks their arguments."""
     assert attention.flash_packed is not None
     for errors in run(size, packed_on_cpu_case, zigzag, kind, per_document):
         assert max(errors) < 1e-5, errors
@@ -238,7 +238,7 @@ def test_whole_sequences(dtype):
 
 
 def test_the_kernels_results():
-    """Each kernel that runs here: o, its log-sum-exp, and parts of gradients from those over more keys."""
+    """Each kernel on CPUs returns o, its log-sum-exp, and parts of gradients with the log-sum-exp over more keys."""
     generator = torch.Generator().manual_seed(0)
     for D, V, dtype in itertools.product((16, 20), (16, 12), (torch.float32, torch.float64)):
         q, k, v, do = (
@@ -260,7 +260,7 @@ def test_the_kernels_results():
 
 
 def triangles_cases():
-    """[(B, H, G, queries, keys, D, V)] in squares of 4 or 6."""
+    """Return [(B, H, G, queries, keys, D, V)] for squares of 4 or 6."""
     cases = [(2, 2, 1, 4, 12, 6, 4), (1, 2, 2, 8, 4, 6, 4), (2, 4, 2, 6, 6, 4, 8), (1, 2, 1, 8, 12, 6, 6)]
     return [*cases, (1, 2, 1, 4, 36, 6, 4), (1, 1, 1, 20, 4, 4, 4), (2, 2, 1, 12, 20, 4, 4)]
 
@@ -274,8 +274,8 @@ def triangles_inputs(case):
 
 @pytest.mark.parametrize("case", triangles_cases())
 def test_triangles(case):
-    """Gradients of squares by those of causal ones; o and its log-sum-exp may be over more keys. Those of a causal
-    block, and where squares would be smaller than asked for, are the kernel's."""
+    """Gradients of square blocks come from causal ones; o and its log-sum-exp may cover more keys. For a causal block,
+    and if squares would be smaller than requested, they are the kernel's."""
     do, q, k, v = triangles_inputs(case)
     parts = {(8, 12): 2, (4, 36): 3, (20, 4): 2, (12, 20): 6}.get(case[3:5], 1)  # four squares at once
     kernel = attention.kernel_for(q, k, v)
@@ -295,7 +295,7 @@ def test_triangles(case):
         found = backward(*given, False, 0.3)
         for a, b in zip(found, wanted, strict=True):
             assert a.shape == b.shape and relative(a, b) < 1e-12
-        assert calls.count(False) == 1  # at the first call for a shape they are compared
+        assert calls.count(False) == 1  # compared at the first call for a shape
         assert calls.count(True) == 2 * (turn + 1) * parts
     plain = triangles.by_triangles(kernel.backward, 7)(*given, False, 0.3)
     assert all(torch.equal(a, b) for a, b in zip(plain, wanted, strict=True))
@@ -306,7 +306,7 @@ def test_triangles(case):
 
 @pytest.mark.parametrize("how", ["wrong", "rejects", "no memory", "not finite"])
 def test_triangles_are_compared(how):
-    """Where a kernel's causal gradients are wrong, or it rejects what it is given, its others are taken."""
+    """If a kernel's causal gradients are wrong, or it rejects its arguments, its other gradients are used."""
     do, q, k, v = triangles_inputs((1, 2, 2, 8, 4, 6, 4))
     kernel, calls = attention.kernel_for(q, k, v), []
     o, lse, more = kernel.forward(q, k, v, False, 0.3)
@@ -331,15 +331,15 @@ def test_triangles_are_compared(how):
         assert [warned in str(x.message) for x in found] == [True] * bool(warned and not turn)
         wanted = kernel.backward(do, q, k, v, o, lse, more, False, 0.3)
         assert all(torch.equal(a, b) or how == "not finite" for a, b in zip(answers, wanted, strict=True))
-    # what failed is not asked for again; what was not seen is, at the next call
+    # a failed shape is not tried again; a shape without a comparison is, at the next call
     assert calls.count(True) == {"wrong": 2, "rejects": 1, "no memory": 2, "not finite": 0}[how]
 
 
 @pytest.mark.parametrize("of, row", [(0, -1), (1, 0), (2, -1), (0, 37)])
 @pytest.mark.parametrize("how", ["half", "zero", "of another size", "not a number"])
 def test_one_row_is_compared(monkeypatch, of, row, how):
-    """One wrong row of 8,192, by which the norm of all hardly differs, is found. Rounding is not, in rows that are 0 or
-    a thousandth of the others neither."""
+    """One wrong row of 8,192, which hardly changes the norm, is detected. Rounding is accepted, also in rows that are 0
+    or a thousandth of the others."""
     do, q, k, v = triangles_inputs((1, 16, 16, 512, 512, 8, 8))
     do[:, :, 64:128] = 0.0
     do[:, :, 128:160] *= 1e-3
@@ -368,7 +368,7 @@ def test_one_row_is_compared(monkeypatch, of, row, how):
 
 
 def test_triangles_of_far_keys():
-    """A query whose keys have very small weights: nothing overflows in the place of the query without gradient."""
+    """A query whose keys have very small weights does not overflow where its gradient is masked."""
     do, q, k, v = triangles_inputs((1, 1, 1, 4, 8, 4, 4))
     q[:, :, 0], k = 40.0, -40.0 * torch.ones_like(k)
     kernel = attention.kernel_for(q, k, v)
@@ -383,7 +383,7 @@ def test_triangles_of_far_keys():
 
 
 def triangle_kernels_case(group):
-    """reverse and fold by kernels against torch's operators: relative errors."""
+    """Return relative errors of the kernels reverse and fold against torch's operators."""
     errors = []
     for case in triangles_cases():
         _, q, k, _ = (x.float() for x in triangles_inputs(case))
@@ -412,7 +412,7 @@ def test_kernels_of_triangles(run, size=1):
 
 
 def merge_case(group):
-    """The kernel against torch's operators: (error of o, of its log-sum-exp)."""
+    """Return (error of o, error of its log-sum-exp) of the kernel against torch's operators."""
     errors = []
     for (B, H, T, V), dtype in (((2, 3, 5, 16), torch.float32), ((1, 2, 37, 12), torch.float16)):
         o, more = (torch.randn(B, T, H, V).to(dtype).transpose(1, 2) for _ in range(2))

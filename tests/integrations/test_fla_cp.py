@@ -1,5 +1,5 @@
-"""All-Scan inside flash-linear-attention's context parallelism: on CPU ranks with made-up summaries of each part where
-fla's kernels for them need a GPU, and with ours; on GPUs beside fla's own all-gather and the unsplit sequence."""
+"""All-Scan inside flash-linear-attention's context parallelism: on CPU ranks with our summaries, and with random ones
+where fla's kernels need a GPU; on GPUs compared with fla's own all-gather and the unsplit sequence."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from support.gla import BF16, F32
 from support.values import error, raised, relative
 
 T = 192  # tokens of a rank
-CUTS = {  # in ranks: sequences over several of them, within one, and that end where a rank does
+CUTS = {  # in ranks: sequences over several ranks, within one, and with an end at a rank's end
     "one": lambda size: [0, size],
     "packed": lambda size: [0, 0.25, 1.5, 1.75, 2] if size == 2 else [0, 0.5, 2.25, 2.5, 3, size],
     "borders": lambda size: [0, 1, size],
@@ -30,8 +30,8 @@ def lengths(cuts, size, device):
 
 
 def slots(context, size, rank):
-    """(place in the chain of parts, parts before it and behind it with tokens of its outer sequences, its sequences)
-    of each part of this rank."""
+    """Return (place in the chain of parts, parts before and after it with tokens of its outer sequences, its sequences)
+    for each part of this rank."""
     N = len(context.cu_seqlens) - 1
     if context.layout == "contiguous":
         return [(rank, context.pre_num_ranks, context.post_num_ranks, 0, N)]
@@ -40,8 +40,8 @@ def slots(context, size, rank):
 
 
 def summary_case(group, cuts, layout):
-    """Errors of the incoming and outgoing states of each rank's sequences against fla's rule: the chain over the
-    pre_num_ranks before it, or the post_num_ranks behind."""
+    """Return errors of each rank's incoming and outgoing states against fla's rule: the chain over the pre_num_ranks
+    before it, or the post_num_ranks after it."""
     import_fla()
     from fla.ops.cp import build_cp_context, chunk_delta_h
 
@@ -56,7 +56,7 @@ def summary_case(group, cuts, layout):
         for seed in range(5):
             generator = torch.Generator().manual_seed(seed)
             parts = torch.randn(2, count, 2, K, V + K, generator=generator) / K**0.5  # [HV, K, V + K] of each
-            if seed == 3:  # what is not finite stays in its own sequence
+            if seed == 3:  # NaN stays in its own sequence
                 parts[0, 0, ..., :V] = parts[1, -1, ..., :V] = float("nan")
 
             def write(hm=None, dhm=None, cu_seqlens=None, parts=parts, **_):
@@ -97,7 +97,7 @@ def test_summaries(run, size, cuts, layout):
 
 
 def used():
-    """By their names, the functions of fla's context parallelism in all of its modules that have them."""
+    """Return {name: implementations} of the functions of fla's context parallelism, over all modules that have them."""
     from allscan.integrations import fla_cp
 
     modules = [module for name, module in sys.modules.items() if name.startswith("fla.")]
@@ -105,7 +105,8 @@ def used():
 
 
 def own_summary_case(group, rule, cuts):
-    """The same with the summaries of shmem_kernels/delta.py, which run in the interpreter too; by enable()."""
+    """Return the same errors with enable() and the summaries of shmem_kernels/delta.py, which also run in the
+    interpreter."""
     import_fla()
     from fla.ops.cp import build_cp_context, chunk_delta_h
 
@@ -130,7 +131,7 @@ def own_summary_case(group, rule, cuts):
     assert all(theirs[name] not in functions for name, functions in used().items())
     fla_cp.disable()
     assert comm.closed and used() == {name: {function} for name, function in theirs.items()}
-    fla_cp.disable()  # changes nothing
+    fla_cp.disable()  # no effect
     expected = [torch.zeros_like(prev, dtype=torch.float64) for _ in range(2)]
     if context.pre_num_ranks:
         expected[0][0] = parts.expected["h"][0]
@@ -140,7 +141,7 @@ def own_summary_case(group, rule, cuts):
 
 
 class Place(NamedTuple):
-    """What Parts asks of a communicator."""
+    """The attributes of a communicator that Parts uses."""
 
     rank: int
     size: int
@@ -156,8 +157,8 @@ def test_own_summaries(run, size, cuts, rule):
 
 
 def mixed_case(group, what):
-    """Where the last rank's context has another layout, or its backward another scale: what two calls raise, or whether
-    they are finite; the end."""
+    """The last rank's context has another layout, or its backward another scale. Return the errors of two calls, or
+    whether results are finite; and the error of the barrier."""
     import_fla()
     from fla.ops.cp import build_cp_context, chunk_delta_h
 
@@ -196,14 +197,14 @@ def mixed_case(group, what):
 @pytest.mark.parametrize("what", ["layout", "scale"])
 def test_ranks_that_mix_contexts_or_scales(run, what):
     answers = run(2, mixed_case, what)
-    receiver = answers[what == "layout"]  # of a gradient the first rank is the last one
+    receiver = answers[what == "layout"]  # for a gradient the first rank is the last one
     assert receiver[0][0] in (False, "AllScanOutOfStep"), answers
     assert all(end and end[0] in ("AllScanOutOfStep", "AllScanTimeout") for _, end in answers), answers
     assert any("in calls whose cu_seqlens" in end[1] for _, end in answers), answers
 
 
 def convolution_case(group):
-    """Whether a short convolution is given what the neighbouring ranks have, and back."""
+    """Return whether a short convolution receives the neighbours' tokens, and their gradients in backward."""
     import_fla()
     import fla.modules.causal_conv1d.cp as user
     import fla.ops.cp.comm as source
@@ -231,7 +232,7 @@ def test_convolutions(run, size):
 
 
 def kernel_case(group, name, cuts):
-    """{tensor: (error with All-Scan, of the unsplit operator)} against float64, for several inputs."""
+    """Return {tensor: (error with All-Scan, error of the unsplit operator)} against float64, for several inputs."""
     import_fla()
     from fla.ops.cp import build_cp_context, chunk_delta_h
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
@@ -255,7 +256,7 @@ def kernel_case(group, name, cuts):
         leaves[2] *= factor
         leaves = [leaf.requires_grad_() for leaf in leaves]
         o = operator(*leaves, **options)[0]
-        if name == "Gated DeltaNet":  # whose gradients fla rejects with Triton before 3.7.1 on Hopper
+        if name == "Gated DeltaNet":  # fla rejects its gradients with Triton before 3.7.1 on Hopper
             return [o.detach()]
         return [o.detach(), *torch.autograd.grad(o, leaves, weights[:, part].to(o.dtype))]
 
@@ -270,12 +271,12 @@ def kernel_case(group, name, cuts):
     unsplit = [[x[:, mine] for x in results(slice(None), factor, cu_seqlens=whole)] for factor in factors]
     gathered = [results(mine, factor, cp_context=context) for factor in factors]
     gather = chunk_delta_h.all_gather_into_tensor
-    chunk_delta_h.all_gather_into_tensor = None  # fails if it is called
+    chunk_delta_h.all_gather_into_tensor = None  # a call would fail
     context_parallel(comm)
     scanned = [results(mine, factor, cp_context=context) for factor in factors]
     chunk_delta_h.all_gather_into_tensor = gather
     comm.close()
-    again = results(mine, factors[0], cp_context=context)  # by fla itself, now that the communicator is closed
+    again = results(mine, factors[0], cp_context=context)  # by fla itself, since the communicator is closed
     assert all(torch.equal(a, b) for a, b in zip(again, gathered[0], strict=True))
     return [
         {n: (relative(a, e), relative(b, e)) for n, a, b, e in zip(("o", *names.split()), *each, strict=False)}

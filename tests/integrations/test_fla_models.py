@@ -1,4 +1,4 @@
-"""flash-linear-attention's models, cut over the ranks, against the same model on one."""
+"""flash-linear-attention's models, split over the ranks, against the same model on one rank."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ import allscan
 from support.fla import delta_recurrence, import_fla, recurrence
 from support.values import Copies, place, raised, relative
 
-os.environ["FLA_CACHE_RESULTS"] = "0"  # import_fla makes up what would be kept for other programs
-if not importlib.util.find_spec("fla"):  # ranks alone import it, which takes long
+os.environ["FLA_CACHE_RESULTS"] = "0"  # import_fla fakes results, which other programs must not find in the cache
+if not importlib.util.find_spec("fla"):  # only ranks import it: the import is slow
     pytest.skip("needs flash-linear-attention", allow_module_level=True)
 TOKENS = {2: [30, 31], 4: [14, 19, 12, 16]}  # of each rank
 EVEN = {2: [30, 32], 3: [18, 22, 20], 4: [14, 20, 12, 16]}  # for the zigzag layout
-CUTS = [0, 1, 14, 14, 30, 34, 61]  # some at the ranks' cuts
-DOCUMENTS = [0, 1, 1, 5, 8]  # over 2P, each cut
+CUTS = [0, 1, 14, 14, 30, 34, 61]  # some at the ranks' boundaries
+DOCUMENTS = [0, 1, 1, 5, 8]  # over 2P, each sharded
 SOFTMAX = dict(layers=[1], num_heads=4, num_kv_heads=2, qkv_bias=True)
 GROUPED = dict(use_short_conv=True, num_kv_heads=1, feature_map="relu", clamp_min=-0.05, use_output_gate=False)
 CHOICES = {
@@ -52,14 +52,14 @@ def model_of(fla, kind, **choices):
     config = getattr(models, f"{MODELS[kind]}Config")(**choices)
     model = getattr(models, f"{MODELS[kind]}ForCausalLM")(config)
     for module in model.modules():
-        if hasattr(module, "safe_gate"):  # the interpreter does not take fla's kernel for it
+        if hasattr(module, "safe_gate"):  # the interpreter does not run fla's kernel for it
             module.safe_gate &= torch.cuda.is_available()
     return model
 
 
 @contextlib.contextmanager
 def computed_by(fla, kind, call):
-    """Let the layers compute by ``call``; None: as they do."""
+    """Replace the layers' operator by ``call``; with None, leave it."""
     layers = getattr(fla.layers, kind)
     # 64 tokens or fewer take the path for decoding, whose gates may have another name
     names = f"chunk_{OPERATORS[kind]}", f"fused_recurrent_{OPERATORS[kind]}"
@@ -70,20 +70,20 @@ def computed_by(fla, kind, call):
 
 
 def answers_of(model, tokens, labels=None, **options):
-    """(logits, loss, every parameter's gradient)."""
+    """Return (logits, loss, each parameter's gradient)."""
     model.zero_grad()
     output = model(input_ids=tokens, labels=tokens if labels is None else labels, use_cache=False, **options)
     logits, loss = output.logits, output.loss.detach()
-    if logits is None:  # a loss that makes them piece by piece
+    if logits is None:  # a loss that computes logits in pieces
         with torch.no_grad():
             logits = model(input_ids=tokens, use_cache=False, **options).logits
-    logits = logits.detach().clone()  # backward may write over them
+    logits = logits.detach().clone()  # backward may overwrite them
     output.loss.backward()
     return logits, loss, *(p.grad.clone() for p in model.parameters())
 
 
 def of_first(comm, call, fla, kind, model, whole, **options):
-    """answers_of the whole, computed by rank 0 for all."""
+    """Return answers_of the global sequence, computed by rank 0 for all."""
     shapes = [(*whole.shape, 97), (), *(p.shape for p in model.parameters())]
     answers = [torch.empty(shape, device=comm.device) for shape in shapes]
     if comm.rank == 0:
@@ -95,8 +95,8 @@ def of_first(comm, call, fla, kind, model, whole, **options):
 
 
 def model_case(group, tokens, kind, choices, packed, layout, attention=()):
-    """Errors of logits, loss and each gradient: against the recurrence, and on GPUs against fla's kernels, but where
-    fla rejects their backward (Gated DeltaNet's on Hopper)."""
+    """Return errors of logits, loss and each gradient against the recurrence; on GPUs also against fla's kernels,
+    except where fla rejects their backward (Gated DeltaNet's on Hopper)."""
     fla = import_fla()
     from allscan.integrations.attention import Attention
     from allscan.integrations.fla import sequence_parallel
@@ -114,7 +114,7 @@ def model_case(group, tokens, kind, choices, packed, layout, attention=()):
         rejected = on_gpu and kind == "gated_deltanet" and torch.cuda.get_device_capability()[0] == 9
         calls = [RECURRENCES[kind]] if rejected or not on_gpu else [RECURRENCES[kind], None]
         labels = whole.clone()
-        if documents:  # of which the layout keeps labels apart
+        if documents:  # the layout shifts labels within each document
             labels[:, [a for a in documents if a < sum(tokens)]] = -100
         expected = [of_first(comm, call, fla, kind, model, whole, labels=labels, cu_seqlens=lengths) for call in calls]
         mine = place(comm, tokens, layout == "zigzag", documents)
@@ -153,20 +153,20 @@ def model_case(group, tokens, kind, choices, packed, layout, attention=()):
     ],
 )
 def test_models(run, choice, size, layout):
-    """Two ranks have whole sequences, four have packed ones; "documents": each of them is cut."""
+    """Two ranks have unpacked sequences, four have packed ones; "documents": each document is sharded."""
     kind = choice.split(",")[0]
     tokens = [2 * DOCUMENTS[-1]] * size if layout == "documents" else (EVEN if layout == "zigzag" else TOKENS)[size]
     packed = size == 4 or layout == "documents"
     for of_recurrence, *of_fla in run(size, model_case, tokens, kind, CHOICES[choice], packed, layout=layout):
         assert max(of_recurrence) < (5e-3 if kind != "gla" and torch.cuda.is_available() else 1e-5), of_recurrence
-        assert all(max(errors) < 5e-3 for errors in of_fla)  # its products are in tf32
+        assert all(max(errors) < 5e-3 for errors in of_fla)  # fla's products are in TF32
 
 
 @pytest.mark.cpu
 @pytest.mark.parametrize("attention", [(False,), (True, 2000)])
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 def test_how_attention_runs(run, layout, attention, size=2):
-    """By one kernel over keys in the order of the sequence; in steps of limited memory."""
+    """One kernel runs over keys in sequence order; or steps with limited memory."""
     tokens = (EVEN if layout == "zigzag" else TOKENS)[size]
     for errors, *_ in run(
         size,
@@ -181,7 +181,7 @@ def test_how_attention_runs(run, layout, attention, size=2):
         assert max(errors) < 1e-5, errors
 
 
-# A good batch, then ranks with fewer tokens than a convolution looks back at, or none
+# A good batch, then ranks with fewer tokens than a convolution's halo, or none
 FEW = [
     ((9, 8, 10), False),
     ((8, 2, 8), False),
@@ -196,7 +196,7 @@ FEW = [
 
 
 def few_case(group, kind, choices, batches, layout):
-    """Errors of logits, loss and each gradient, at one batch after the other."""
+    """Return errors of logits, loss and each gradient for several batches."""
     fla = import_fla()
     from allscan.integrations.fla import sequence_parallel
 
@@ -239,7 +239,7 @@ def test_few_tokens(run, choice, layout, size=3):
 
 
 def prefill_case(group, tokens, kind, choices, layout):
-    """The ordinary model goes on from each rank's cache. Relative error of the cache."""
+    """Return the cache's relative error when the ordinary model continues from each rank's cache."""
     fla = import_fla()
     from allscan.integrations.fla import sequence_parallel
 
@@ -276,7 +276,7 @@ def test_every_ranks_cache(run, size, kind, layout):
 
 
 class Other(torch.nn.Module):
-    """A criterion that does not say how it reduces."""
+    """A criterion without a reduction attribute."""
 
     ignore_index = 0
 
@@ -285,7 +285,7 @@ class Other(torch.nn.Module):
 
 
 def options_case(group):
-    """Prefills of other lengths, also on one rank alone, also of a cache that was used; criteria; what is rejected."""
+    """Check prefills of several lengths, uneven and with a reused cache; criteria; rejected options."""
     fla = import_fla()
     from allscan.integrations.fla import sequence_parallel
 
@@ -339,7 +339,7 @@ def test_other_layers_are_rejected():
 
     from allscan.integrations.fla import sequence_parallel
 
-    class Wrapped(DeltaNet):  # as FSDP2 does, in a module of its own
+    class Wrapped(DeltaNet):  # FSDP2 also derives a class, in its own module
         pass
 
     class Doubled(GatedLinearAttention):
@@ -354,7 +354,7 @@ def test_other_layers_are_rejected():
 
 
 def cut_case(group, choice):
-    """(error of the logits, {what must be said: what is}) of batches that cut_batch has cut."""
+    """Return (error of the logits, {expected text: error}) for batches from cut_batch."""
     fla = import_fla()
     from allscan.integrations.fla import cut_batch, sequence_parallel
 
@@ -363,7 +363,7 @@ def cut_case(group, choice):
         torch.manual_seed(0)
         model = model_of(fla, kind, fuse_cross_entropy=False, **CHOICES[choice]).to(comm.device).train()
         sequence_parallel(model, comm=comm)
-        whole, rank = torch.randint(97, (2, 43)), comm.rank  # in the CPU's memory, of which cut_batch takes checksums
+        whole, rank = torch.randint(97, (2, 43)), comm.rank  # on the CPU, where cut_batch computes checksums
         batch, first = dict(input_ids=whole, attention_mask=torch.ones_like(whole), use_cache=False), 22 * rank
 
         def cut(ids):
@@ -376,7 +376,7 @@ def cut_case(group, choice):
         answers = {"have cut different batches": raised(model, **cut(dealt))}
         found = model(**part).logits
         answers["has 2 rows, tokens [43, 43]"] = raised(model, **part | dict(input_ids=whole.to(comm.device)))
-        if kind == "gla" and "attn" in CHOICES[choice]:  # which asks all ranks in every call
+        if kind == "gla" and "attn" in CHOICES[choice]:  # exchanges in every call
             answers["(does a loader deal rows to them?)"] = raised(model, **cut(dealt))
         expected = model(input_ids=part["input_ids"], use_cache=False).logits
         return relative(found, expected), answers
@@ -384,7 +384,7 @@ def cut_case(group, choice):
 
 @pytest.mark.parametrize("choice", ["gla, convolution", "gla, hybrid"])
 def test_cut_batches(run, choice, size=2):
-    """Kind: a split model that is given something else than the parts of one batch, by cut_batch's stamp."""
+    """Without all parts of one batch from cut_batch, a split model raises; cut_batch's stamp detects that."""
     for error, answers in run(size, cut_case, choice):
         assert error < 1e-6
         for text, answer in answers.items():
@@ -392,8 +392,8 @@ def test_cut_batches(run, choice, size=2):
 
 
 def copies_case(group, layout, packed):
-    """What a layer's forward and backward pass copies of T tokens a rank, for T in the table: [ordinary, split]. The
-    recurrence, which is not of interest here, is a sum."""
+    """Return [ordinary, split]: elements copied by a layer's forward and backward pass, for each number of tokens. The
+    recurrence is replaced by a sum."""
     fla = import_fla()
     from allscan.integrations import fla as integration
 
@@ -412,7 +412,7 @@ def copies_case(group, layout, packed):
             for split in (False, True):
                 if split:
                     integration.sequence_parallel(layer, comm=comm, layout=layout)
-                for _ in range(2):  # the first call makes tables
+                for _ in range(2):  # the first call creates tables
                     with Copies() as copies:
                         layer(x, cu_seqlens=lengths if split else None)[0].sum().backward()
                 table[-1].append(copies.numbers)
@@ -422,7 +422,7 @@ def copies_case(group, layout, packed):
 @pytest.mark.cpu
 @pytest.mark.parametrize("layout, packed", [("contiguous", False), ("zigzag", False), ("zigzag", True)])
 def test_what_a_split_copies(run, layout, packed, size=2):
-    """A few tokens at the cuts, of whatever length the sequence is: no row."""
+    """The split copies a few tokens at the ranks' boundaries, whatever the sequence's length, and no whole row."""
     for (one, split), (one_of_more, split_of_more) in run(size, copies_case, layout, packed):
         added, added_of_more = split - one, split_of_more - one_of_more
         assert added_of_more - added <= 64, (added, added_of_more)  # a row has 32 numbers a token

@@ -1,6 +1,7 @@
-"""allscan() around flash-linear-attention's operators, cut over the ranks, against the same operators unsplit.
+"""allscan() around flash-linear-attention's operators, split over the ranks, against the same operators unsplit.
 
-On GPUs fla's kernels, whose error is set beside what they have unsplit; on CPU ranks the loops of its references.
+GPUs run fla's kernels, whose error is compared with that of the unsplit ones; CPU ranks run the loops of its
+references.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from support.values import relative
 
 
 def operators(fast):
-    """{name: (its inputs, operator(*inputs, initial_state=, output_final_state=), what a state is multiplied by)}.
+    """Return {name: (inputs, operator(*inputs, initial_state=, output_final_state=), decay)}.
 
-    The third is a function of the inputs: None, the decay, or "transition": what the operator makes of the identity.
+    The decay is None, a function of the inputs, or "transition": the operator's result for the identity.
     """
     import_fla()
     from fla.ops import gated_delta_rule, gla, hgrn, kda, linear_attn, retention, rwkv6, simple_gla
@@ -42,7 +43,7 @@ def operators(fast):
     def fast_linear_attn(q, k, v, **o):
         return linear_attn.chunk_linear_attn(q, k, v, normalize=False, **o)
 
-    def fast_simple_gla(q, k, v, g, **o):  # in chunks, fla rejects gradients as those of Gated DeltaNet (below)
+    def fast_simple_gla(q, k, v, g, **o):  # fla's chunk kernels reject gradients like Gated DeltaNet's (below)
         return simple_gla.fused_recurrent_simple_gla(q, k, v, g, **o)
 
     def fast_hgrn(x, g, **o):
@@ -76,7 +77,7 @@ def operators(fast):
 
 
 def split(operator, decay, comm):
-    """``operator`` over all ranks' tokens."""
+    """Return a function that runs ``operator`` over all ranks' tokens."""
 
     def call(*inputs):
         _, left = operator(*inputs, output_final_state=True)
@@ -88,7 +89,7 @@ def split(operator, decay, comm):
             options["transition"] = dense
         elif decay is not None:
             options["decay"] = decay(*inputs).float()
-        flat = left.ndim == 2  # HGRN's state is a vector, a row of one column for each of its elements
+        flat = left.ndim == 2  # HGRN's state is a vector; allscan() gets a column
         prev = allscan.allscan(left[..., None] if flat else left, comm=comm, **options)
         return operator(*inputs, initial_state=prev[..., 0] if flat else prev)[0]
 
@@ -96,24 +97,25 @@ def split(operator, decay, comm):
 
 
 def operator_case(group, name):
-    """{tensor: (error of the split sequence, error of the unsplit one)} against fla's loop in float32, on each rank."""
+    """Return {tensor: (error of the split sequence, error of the unsplit one)} against fla's loop in float32 on each
+    rank."""
     on_gpu = torch.cuda.is_available()
     names, operator, decay = operators(on_gpu)[name]
     _, loop, _ = operators(False)[name]
     with allscan.Communicator(group) as comm:
         total, mine = comm.size * T, slice(comm.rank * T, (comm.rank + 1) * T)
-        narrow = BF16 if on_gpu and name != "HGRN" else F32  # as which fla's HGRN returns its state
+        narrow = BF16 if on_gpu and name != "HGRN" else F32  # fla's HGRN returns such a state
         given = {n: x.to(comm.device, F32 if n in ("g", "gk") else narrow) for n, x in zip(names, drawn(names, total))}
         weights = torch.randn(1, total, H, D, generator=torch.Generator().manual_seed(1)).to(comm.device, narrow)
 
         def results(call, part=slice(None), dtype=None):
-            """Output and gradients, of these tokens; u belongs to no token."""
+            """Return output and gradients of these tokens; without u, which belongs to no token."""
             leaves = [
                 (x if n == "u" else x[:, part]).to(dtype or x.dtype, copy=True).requires_grad_()
                 for n, x in given.items()
             ]
             o = call(*leaves)
-            if on_gpu and name == "Gated DeltaNet":  # whose gradients fla rejects with Triton before 3.7.1 on Hopper
+            if on_gpu and name == "Gated DeltaNet":  # fla rejects its gradients with Triton before 3.7.1 on Hopper
                 return {"o": o.detach()}
             gradients = torch.autograd.grad(o, leaves, weights[:, part].reshape(o.shape).to(o.dtype))
             return {"o": o.detach()} | {n: x for n, x in zip(names, gradients, strict=True) if n != "u"}
@@ -135,6 +137,6 @@ NAMES = ["linear attention", "RetNet", "simple GLA, Mamba2", "GLA", "RWKV6", "HG
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("name", NAMES)
 def test_operators(run, size, name):
-    """On GPUs, 2: a gradient of the split sequence is the sum of two or three, each rounded to bfloat16."""
+    """On GPUs the bound is 2: a gradient of the split sequence sums two or three parts, each rounded to bfloat16."""
     for errors in run(size, operator_case, name):
         assert all(ours < 1e-5 or (ours <= 2 * theirs and theirs > 1e-4) for ours, theirs in errors.values()), errors

@@ -1,4 +1,4 @@
-"""Megatron-core's mixers in a model of its own, cut over the ranks, against the same model on one rank."""
+"""Megatron-core's mixers in a Megatron model, split over the ranks, against the same model on one rank."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ from support.megatron import (
 )
 from support.values import raised, relative
 
-if not all(importlib.util.find_spec(name) for name in ("megatron", "fla")):  # whose imports take seconds
+if not all(importlib.util.find_spec(name) for name in ("megatron", "fla")):  # imports would take seconds
     pytest.skip("needs megatron-core, which make test installs, and fla", allow_module_level=True)
-pytestmark = pytest.mark.cpu  # Megatron's constructors want a GPU, which is taken from them here
+pytestmark = pytest.mark.cpu  # the stand-ins replace the GPU in Megatron's constructors
 
 PRELOAD = ["fla.models.gla", "allscan.integrations.megatron", "megatron.core.models.hybrid.hybrid_model"]
 
 
 def model_case(group, layout, tokens, lengths, options, params):
-    """Relative errors of logits, loss, the input's gradient and each parameter's."""
+    """Return relative errors of logits, loss, the input's gradient and each parameter's."""
     from allscan.integrations.megatron import sequence_parallel
 
     with stand_ins(), allscan.Communicator(group) as comm:
@@ -47,7 +47,7 @@ def model_case(group, layout, tokens, lengths, options, params):
         of_ranks = spec if "pattern" not in options else specification(attention=dict(comm=comm, layout=layout))
         for module in whole.modules():
             if not options.get("deterministic_mode", True) and hasattr(module, "gated_delta_rule"):
-                module.gated_delta_rule = rule  # Triton's interpreter does not take fla's
+                module.gated_delta_rule = rule  # Triton's interpreter does not run fla's
         batch = 1 if lengths else 2
         torch.manual_seed(1)
         embedded = torch.randn(total, batch, WIDTH, requires_grad=True)
@@ -74,7 +74,7 @@ def model_case(group, layout, tokens, lengths, options, params):
         expected = gradients(whole)
         for name, gradient in gradients(own).items():
             if name.startswith("embedding"):
-                continue  # the input is given behind it
+                continue  # the input bypasses it
             dist.all_reduce(gradient, group=group)
             assert expected[name].any()
             errors[name] = relative(gradient, expected[name])
@@ -99,7 +99,7 @@ FEW = dict(linear_num_key_heads=1, linear_num_value_heads=2, mamba_num_heads=2, 
         ("contiguous", [17, 12], None, {}, {}),
         ("contiguous", [6, 3, 11, 9], None, FEW, {}),
         ("zigzag", [16, 16], [0, 12, 12, 32], {}, {}),
-        ("zigzag", [14] * 4, [0, 8, 48, 56], FEW, {}),  # some with fewer tokens than a convolution looks back at
+        ("zigzag", [14] * 4, [0, 8, 48, 56], FEW, {}),  # some ranks with fewer tokens than a convolution's halo
         ("row", [16, 16], [0, 1, 8, 17, 21, 32], {}, {}),
         ("row", [10] * 4, [0, 4, 5, 14, 28, 29, 40], FEW, {}),
         ("contiguous", [17, 12], [0, 1, 8, 17, 21, 29], {}, {}),
@@ -121,14 +121,14 @@ def test_a_model(run, layout, tokens, lengths, options, params):
 
 
 def causal_conv1d_fn(x, weight, bias=None, seq_idx=None, activation=None):
-    """In place of causal_conv1d's."""
+    """Replaces causal_conv1d's."""
     assert activation == "silu" and seq_idx is None
     y = F.conv1d(x, weight[:, None], bias, padding=weight.shape[1] - 1, groups=len(weight))
     return F.silu(y[..., : x.shape[2]])
 
 
 def torchs_rule_case(group, tokens):
-    """(o of Megatron's own rule of torch over a communicator with invariant=, its error) of this rank's tokens."""
+    """Return (o of Megatron's rule in torch with a communicator with invariant=, its error) for this rank's tokens."""
     from megatron.core.ssm.gated_delta_net import gdn
 
     from allscan.integrations import megatron
@@ -169,7 +169,8 @@ def test_with_causal_conv1d_and_a_dtype_of_states(run, size=2):
 
 
 def tensor_case(layout, sequence):
-    """Tensor parallelism over ranks 0, 1 and 2, 3, context parallelism over 0, 2 and 1, 3; beside the former alone."""
+    """Combine tensor parallelism over ranks 0, 1 and 2, 3 with context parallelism over 0, 2 and 1, 3; compare with
+    tensor parallelism alone."""
     from allscan.integrations.megatron import sequence_parallel
 
     groups = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3])]
@@ -197,7 +198,7 @@ def tensor_case(layout, sequence):
                 if name.startswith("embedding"):
                     continue
                 dist.all_reduce(p.grad, group=cp)
-                if not getattr(p, "tensor_model_parallel", False):  # of parameters that all ranks have alike
+                if not getattr(p, "tensor_model_parallel", False):  # parameters equal on all ranks
                     dist.all_reduce(p.grad, group=tp)
                     dist.all_reduce(other.grad, group=tp)
                 errors[name] = relative(p.grad, other.grad)
@@ -211,8 +212,8 @@ def test_with_tensor_parallelism(fresh, layout, sequence):
 
 
 def own_case(group):
-    """Relative difference to Megatron's own all-to-all of logits and parameters' gradients, and the bytes that a rank
-    sends, of each: tokens are cut by Megatron's own function."""
+    """Return relative differences of logits and parameters' gradients to Megatron's own all-to-all, and the bytes sent
+    by a rank with each. Megatron's own function splits the tokens."""
     from megatron.core.utils import get_batch_on_this_cp_rank
 
     from allscan.integrations.megatron import sequence_parallel
@@ -245,7 +246,7 @@ def own_case(group):
 
 
 def own_bytes(comm):
-    """What this rank has sent by scans, forward and in backward: a state each, to the next rank or the one before."""
+    """Return the bytes sent by this rank's scans, forward and backward: a state for each neighbour."""
     sent = 0
     for scan in comm.collectives:
         ascending, descending = scan.epochs
@@ -255,7 +256,7 @@ def own_bytes(comm):
 
 
 def of_all_to_all(config, T, batch, size):
-    """Bytes that a rank sends for a Mamba2 and a Gated DeltaNet layer in the forward pass, float32."""
+    """Return the bytes that a rank sends for a Mamba2 and a Gated DeltaNet layer in the forward pass, float32."""
     inner = config.mamba_num_heads * config.mamba_head_dim
     groups = 2 * config.mamba_num_groups * config.mamba_state_dim
     mamba = 2 * inner + groups + config.mamba_num_heads + 2 * inner  # z, x, B, C, dt; and y, z of the norm
@@ -266,7 +267,8 @@ def of_all_to_all(config, T, batch, size):
 
 
 def of_all_scan(config, batch, zigzag):
-    """Bytes that a rank between others sends for these layers in the forward pass: states and convolutions' tokens."""
+    """Return the bytes that a middle rank sends for these layers in the forward pass: states and halos of
+    convolutions."""
     H, P, N, G = (getattr(config, f"mamba_{name}") for name in ("num_heads", "head_dim", "state_dim", "num_groups"))
     K, V = config.linear_key_head_dim, config.linear_value_head_dim
     HK, HV = config.linear_num_key_heads, config.linear_num_value_heads
@@ -282,7 +284,7 @@ def test_like_megatrons_own(run, size=2):
         assert len(errors) > 18 and max(errors.values()) < 2e-5, errors
         assert left == 0
         assert theirs == 2 * of_all_to_all(config, 16, 2, size)  # forward and backward
-        assert ours == of_all_scan(config, 2, True)  # of two ranks each sends a half of what one between others does
+        assert ours == of_all_scan(config, 2, True)  # each of two ranks sends half of a middle rank's bytes
 
 
 def bytes_case(group, layout):
@@ -299,7 +301,8 @@ def bytes_case(group, layout):
 
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
 def test_a_rank_sends_states(run, layout, size=4):
-    """One in the contiguous layout, two in zigzag, forward and again in backward; of a convolution three tokens."""
+    """A rank sends one state in the contiguous layout, two in zigzag, forward and again in backward; and three tokens a
+    convolution."""
     with stand_ins():
         config = configuration(**FEW)
     a_state = of_all_scan(config, 1, False)
@@ -311,7 +314,8 @@ def test_a_rank_sends_states(run, layout, size=4):
 
 
 def bfloat16_case(group, layout):
-    """Errors of logits to float32's, over those of one rank, each layer by itself: the second one's input is given."""
+    """Return error ratios of the ranks' bfloat16 logits to one rank's, both against float32; each layer gets its own
+    input."""
     from allscan.integrations.megatron import sequence_parallel
 
     with stand_ins(), allscan.Communicator(group) as comm:
@@ -336,8 +340,8 @@ def test_bfloat16(run, layout, size=2):
 
 
 def not_packed_case(group):
-    """packed_seq_params of a format that is not packed and without boundaries are none; with a group of their own they
-    are rejected."""
+    """packed_seq_params with a format that is not packed and without boundaries have no effect; with their own group
+    they are rejected."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
     from allscan.integrations.megatron import sequence_parallel
@@ -361,7 +365,7 @@ def test_packed_seq_params_that_are_none(run, size=2):
 
 
 def rejections_case(group):
-    """(what is raised by bad calls of each mixer on this rank, whether a good call is right behind them)."""
+    """Return (errors of bad calls of each mixer on this rank, whether a valid call is right afterwards)."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
     from allscan.integrations.megatron import sequence_parallel
@@ -425,7 +429,7 @@ def test_specs():
     spec = specification(gdn=dict(conv_bias=True))
     before = copy.deepcopy(spec)
     changed = sequence_parallel(spec, layout="contiguous").submodules
-    for name in ("mamba_layer", "gdn_layer"):  # copies of the other layers' partial functions equal nothing
+    for name in ("mamba_layer", "gdn_layer"):  # a copied spec compares unequal in the other layers: partial functions
         assert getattr(spec.submodules, name) == getattr(before.submodules, name)
     assert changed.mamba_layer.submodules.mixer.module is AllScanMambaMixer
     gdn = changed.gdn_layer.submodules.self_attention
@@ -444,7 +448,7 @@ def test_specs():
 
 
 def one_case(group):
-    """On one rank of context parallelism: equal bits, and a communicator of a group of its own where none is given."""
+    """With one rank of context parallelism bits are equal; without a communicator the group's own is created."""
     from allscan.integrations import megatron
 
     with stand_ins():

@@ -1,5 +1,5 @@
-"""transformers' models over a communicator with invariant=: logits with the same bits for every number of ranks, where
-all that is between the recurrences is a function of one token alone."""
+"""transformers' models over a communicator with invariant=: logits have the same bits for every number of ranks, if all
+between the recurrences is a function of one token."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ PRELOAD = ["allscan.integrations.transformers", *(f"transformers.models.{f}.mode
 
 
 class Alike(TorchFunctionMode):
-    """A library's choice by the number of tokens, as of a vector's last elements, changes no bit of these: they are
-    made in float64 and rounded."""
+    """Compute these functions in float64 and round: a library's choice by the number of tokens, as for a vector's last
+    elements, then changes no bit."""
 
     NAMES = "linear matmul __matmul__ conv1d silu softplus sigmoid exp rsqrt mean sum log_softmax".split()
 
@@ -46,7 +46,7 @@ def wide(x):
 
 
 def logits_case(group, family, tokens, invariant, layout):
-    """(which tokens this rank has, their logits)."""
+    """Return (indices of this rank's tokens, their logits)."""
     from allscan.integrations.transformers import sequence_parallel
 
     with allscan.Communicator(group, invariant=invariant) as comm:
@@ -91,7 +91,7 @@ def other_rule(query, key, value, **options):
 
 
 def rejected_case(group):
-    """What is raised where a rule of the model is none that ours takes the place of, on this rank."""
+    """Return this rank's errors for a model with a rule that has no replacement."""
     from allscan.integrations import fla_cp, transformers_layers
 
     tensors = [torch.randn(1, S, 1, 16) for _ in range(3)]

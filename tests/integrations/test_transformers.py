@@ -1,4 +1,5 @@
-"""transformers' models, cut over the ranks, against the same model on one: in float32, with its own torch functions."""
+"""transformers' models, split over the ranks, against the same model on one: in float32, with its own torch
+functions."""
 
 from __future__ import annotations
 
@@ -23,10 +24,10 @@ pytest.importorskip("transformers", minversion="5.18", reason="needs transformer
 pytestmark = pytest.mark.cpu  # the functions for GPUs are not torch's own
 
 TOKENS = {1: [20], 2: [17, 12], 3: [9, 14, 7], 4: [6, 3, 11, 9]}  # of each rank
-EVEN = {1: [20], 2: [14, 14], 4: [10] * 4}  # in the zigzag layout: halves of an odd number, too
-CUTS = {2: [0, 1, 8, 17, 21, 29], 3: [0, 5, 7, 12, 26, 30], 4: [0, 4, 5, 14, 18, 29]}  # some at the ranks' cuts
+EVEN = {1: [20], 2: [14, 14], 4: [10] * 4}  # in the zigzag layout: also halves of an odd number
+CUTS = {2: [0, 1, 8, 17, 21, 29], 3: [0, 5, 7, 12, 26, 30], 4: [0, 4, 5, 14, 18, 29]}  # some at the ranks' boundaries
 IN_ZIGZAG = {2: [0, 1, 7, 16, 21, 28], 4: [0, 3, 5, 14, 18, 29, 40]}  # of halves of 7 and 5
-DOCUMENTS = [0, 1, 1, 4, 9]  # over 2P, each cut
+DOCUMENTS = [0, 1, 1, 4, 9]  # over 2P, each sharded
 VOCABULARY = 53
 COMMON = dict(vocab_size=VOCABULARY, hidden_size=32, num_attention_heads=4, pad_token_id=0)
 DELTA = dict(linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=6)
@@ -147,8 +148,8 @@ OWN = (
 
 
 def made(family, inner="sdpa", keep=False, **more):
-    """A model with random weights whose file calls torch's own functions, also where fla is installed; keep: those that
-    it calls."""
+    """Return a model with random weights whose file calls torch's own functions, also where fla is installed; with
+    keep, the functions are left as they are."""
     modeling = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
     for name in OWN if not keep else ():
         function = vars(modeling).get(name)
@@ -175,7 +176,7 @@ def gradients(model):
 
 
 def expected(model, whole, labels, lengths):
-    """(logits, loss, gradients) of one rank: each sequence by itself."""
+    """Return (logits, loss, gradients) of one rank, with each sequence by itself."""
     logits = torch.cat([model(input_ids=whole[:, a:b], use_cache=False).logits for a, b in pairwise(lengths)], 1)
     loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
     loss.backward()
@@ -183,7 +184,8 @@ def expected(model, whole, labels, lengths):
 
 
 def model_case(group, family, packed, inner, keep=False, layout="contiguous", attention=(), **more):
-    """Relative errors of logits, loss, and of the gradients together and each; parameters without a gradient."""
+    """Return relative errors of logits, loss, all gradients together and each; and names of parameters without a
+    gradient."""
     from allscan.integrations.attention import Attention
     from allscan.integrations.transformers import sequence_parallel
 
@@ -203,7 +205,7 @@ def model_case(group, family, packed, inner, keep=False, layout="contiguous", at
         lengths = [0, sum(tokens)] if one else (IN_ZIGZAG if zigzag else CUTS)[comm.size]
         lengths, given = documents or lengths, labels.clone()
         labels[:, [a for a in lengths if a < sum(tokens)]] = -100  # no sequence predicts the next one's first token
-        given = labels if documents is None else given  # in cut documents the layout says so
+        given = labels if documents is None else given  # in sharded documents the layout says so
         lengths = sorted({*lengths})
         logits, loss, grads = expected(model, whole, labels, lengths)
         model.zero_grad()
@@ -263,7 +265,7 @@ def test_models(run, family, size, packed, inner):
         assert all("experts" in name or "gate" in name for name in unused), unused
 
 
-# A good batch, then ranks with fewer tokens than a convolution looks back at, or none; packed or not
+# A good batch, then ranks with fewer tokens than a convolution's halo, or none; packed or not
 FEW = [
     ((9, 8, 10), None),
     ((8, 2, 8), None),
@@ -280,7 +282,7 @@ FEW = [
 
 
 def few_case(group, family, inner, batches, layout):
-    """Errors of logits, loss and the gradients together, at one batch after the other."""
+    """Return errors of logits, loss and all gradients together for several batches."""
     from allscan.integrations.transformers import sequence_parallel
 
     with allscan.Communicator(group, timeout=60) as comm:
@@ -372,15 +374,15 @@ def test_models_in_zigzag(run, family, size, given, inner):
     ],
 )
 def test_models_of_cut_documents(run, family, size, given, inner):
-    """per_document=True: logits, loss and gradients of every parameter, with documents of no tokens and of one for each
-    piece, whose labels the layout keeps apart."""
+    """With per_document=True logits, loss and gradients of every parameter are right, with documents of no tokens and
+    of one a piece; the layout shifts labels within documents."""
     for errors, unused in run(size, model_case, family, given, inner, keep=False, layout="documents"):
         assert max(errors.values()) < 1e-5, {k: v for k, v in errors.items() if not v < 1e-5}
         assert all("experts" in name or "gate" in name for name in unused), unused
 
 
 def documents_case(group):
-    """(relative errors of the loss of batches that cut_batch has cut, packed and not, {what must be said: what is})."""
+    """Return (relative errors of the loss for batches from cut_batch, packed and not, {expected text: error})."""
     from allscan.integrations.transformers import cut_batch, sequence_parallel
 
     with allscan.Communicator(group, timeout=5) as comm:
@@ -445,7 +447,7 @@ def test_cut_documents_and_what_is_rejected(run, size=2):
     [("kimi_linear", 3, "contiguous"), ("kimi_linear", 4, "zigzag"), ("qwen3_next", 2, "zigzag")],
 )
 def test_how_attention_runs(run, family, size, layout, attention):
-    """By one kernel over keys in the order of the sequence; in steps of limited memory."""
+    """One kernel runs over keys in sequence order; or steps with limited memory."""
     for errors, _ in run(
         size, model_case, family, packed=None, inner="sdpa", keep=False, layout=layout, attention=attention
     ):
@@ -453,7 +455,8 @@ def test_how_attention_runs(run, family, size, layout, attention):
 
 
 def half_precision_case(group, family, how):
-    """Relative errors of bfloat16 logits, one rank's and the ranks', to float32; whether all gradients are finite."""
+    """Return relative errors of bfloat16 logits to float32 on the ranks and on one rank; whether all gradients are
+    finite."""
     from allscan.integrations.transformers import sequence_parallel
 
     with allscan.Communicator(group) as comm:
@@ -476,7 +479,7 @@ def test_bfloat16(run, family, how, size=3):
 
 
 def packing_scan(function):
-    """A chunk scan that takes packed sequences, called as mamba_ssm's is."""
+    """A chunk scan that takes packed sequences and has mamba_ssm's arguments."""
 
     def call(x, dt, A, B, C, seq_idx=None, **options):
         if seq_idx is None:
@@ -492,7 +495,8 @@ def packing_scan(function):
 
 
 def functions_case(group, family, name, wrapped, packed, **more):
-    """With ``wrapped(torch's function)`` for the function ``name`` of a model's file over the ranks, torch's on one."""
+    """Compare ranks, with ``wrapped(torch's function)`` for ``name`` of a model's file, with torch's function on one
+    rank."""
     from allscan.integrations import transformers_layers as layers
 
     modeling = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
@@ -500,7 +504,7 @@ def functions_case(group, family, name, wrapped, packed, **more):
     with pytest.MonkeyPatch.context() as patch:
         own = vars(modeling)[name]
         own = getattr(own, "original", own)
-        patch.setattr(modeling, name, own)  # as it was, at the end
+        patch.setattr(modeling, name, own)  # undo restores this value
         split = functools.partial(layers.OPERATORS[name], wrapped(own))
         patch.setattr(modeling, name, layers.SplitOperator(own, lambda _, *given, **options: split(*given, **options)))
         return model_case(group, family, packed, "sdpa", keep=True, **more)
@@ -531,7 +535,8 @@ RULES = {
 
 
 def ours_case(group, family, packed, layout):
-    """All-Scan's operator where the model's function is fla's, as on a GPU: (errors, its calls' options, choices)."""
+    """The model's function is fla's, and All-Scan's replaces it, as on a GPU. Return (errors, options of its calls,
+    choices)."""
     from transformers.integrations import use_kernel_func_from_hub_with_fallback
 
     from allscan.integrations import transformers_layers as layers
@@ -592,7 +597,8 @@ def test_our_operator_in_place_of_flas(run, family, packed, size, layout):
 
 
 def without_fla_case(group, family):
-    """The same where that is transformers' own, in torch: (errors, its calls' options, choices)."""
+    """The model's function is transformers' own in torch, and All-Scan's replaces it. Return (errors, options of its
+    calls)."""
     from allscan.integrations import transformers_layers as layers
 
     (name, _, more), calls = RULES[family], []
@@ -625,7 +631,7 @@ def test_our_operator_in_place_of_torchs(run, family):
 
 
 def flas_on_cpus_case(group, family):
-    """Relative errors of logits and gradients where the model's file calls fla's function."""
+    """Return relative errors of logits and gradients where the model's file calls fla's function."""
     from transformers.integrations import use_kernel_func_from_hub_with_fallback
 
     from allscan.integrations.transformers import sequence_parallel
@@ -656,8 +662,8 @@ def test_cpu_ranks_call_no_kernels_of_fla(run, family):
 
 
 def copies_case(group, family, layout, packed):
-    """What a forward and backward pass copies of T tokens a rank, for T in the table: [ordinary model, split one]. The
-    recurrences, which are not of interest here, are one product, and there are no softmax layers."""
+    """Return [ordinary model, split model]: elements copied by a forward and backward pass, for each number of tokens.
+    One product replaces the recurrences, and there are no softmax layers."""
     from allscan.integrations.transformers import sequence_parallel
     from allscan.integrations.transformers_layers import OPERATORS
 
@@ -680,7 +686,7 @@ def copies_case(group, family, layout, packed):
             for split in (False, True):
                 if split:
                     sequence_parallel(model, comm=comm, layout=layout)
-                for _ in range(2):  # the first call makes tables
+                for _ in range(2):  # the first call creates tables
                     with Copies() as copies:
                         model(input_ids=ids, labels=ids, use_cache=False, **(how if split else {})).loss.backward()
                 table[-1].append(copies.numbers)
@@ -703,15 +709,16 @@ COPIED = {
     ],
 )
 def test_what_a_split_copies(run, family, layout, packed, size=2):
-    """A few tokens at the cuts, of whatever length the sequence is, beside labels and positions: no row."""
+    """The split copies a few tokens at the ranks' boundaries, whatever the sequence's length, labels and positions, and
+    no whole row."""
     for (one, split), (one_of_more, split_of_more) in run(size, copies_case, family, layout, packed):
         added, added_of_more = split - one, split_of_more - one_of_more
-        assert added_of_more - added <= 64 * 8, (added, added_of_more)  # a row has 48 numbers a token, and more
+        assert added_of_more - added <= 64 * 8, (added, added_of_more)  # a row has at least 48 numbers a token
 
 
 def convolutions_case(group, activation, layout):
-    """Errors of a convolution's outputs and gradients, of an activation that keeps its result for backward or not, and
-    of x as a part of a wider tensor."""
+    """Return errors of a convolution's outputs and gradients, for activations that save their result for backward or
+    not, and for a slice x of a wider tensor."""
     from allscan.integrations.recurrent import convolved
     from allscan.tokens.packing import TokenRange
 
@@ -746,13 +753,14 @@ def convolutions_case(group, activation, layout):
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("activation", [torch.nn.functional.silu, torch.relu, torch.tanh, torch.nn.Identity()])
 def test_convolutions(run, activation, layout, size=3):
-    """Their first outputs are put in place: also where the activation keeps its result for backward."""
+    """The first outputs are replaced in place, also where the activation saves its result for backward."""
     for errors in run(size, convolutions_case, activation, layout):
         assert max(errors) < 2e-6, errors
 
 
 def masks_case(group):
-    """sdpa of the last T queries of S keys by the mask that keeps kernels without one in memory, beside a whole one."""
+    """Compare sdpa of the last T queries of S keys with the mask for kernels without a mask in memory and with a full
+    mask."""
     from torch.nn.attention.bias import causal_lower_right
 
     errors = []
@@ -771,7 +779,7 @@ def test_the_mask_of_sdpa(run):
 
 
 def fla_case(group, name):
-    """Errors of fla's own functions against the recurrence, forward: of those that Triton's interpreter takes."""
+    """Return forward errors, against the recurrence, of fla's own functions that Triton's interpreter runs."""
     import_fla()
     from fla.ops.gated_delta_rule import fused_recurrent_gated_delta_rule
     from fla.ops.kda import fused_recurrent_kda
@@ -799,7 +807,7 @@ def test_flas_functions(run, name, size=2):
 
 
 def prefill_case(group, family, layout):
-    """Relative errors of the logits that the ordinary model gives next, on every rank, from its cache."""
+    """Return relative errors of the ordinary model's next logits on every rank, from the rank's cache."""
     from allscan.integrations.transformers import sequence_parallel
 
     with allscan.Communicator(group) as comm, torch.no_grad():
@@ -827,13 +835,13 @@ def prefill_case(group, family, layout):
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("family", ["qwen3_next", "kimi_linear", "nemotron_h", "falcon_h1"])
 def test_every_ranks_cache(run, family, layout, size=4):
-    """One rank has as few tokens as may be."""
+    """One rank has the smallest allowed number of tokens."""
     assert max(run(size, prefill_case, family, layout)) < 1e-5
 
 
 def learned_case(group, family, trained, layout):
-    """A learned prompt, of which one rank has all, before a model that is frozen but for the parameters of a name, and
-    the loss of the other ranks' tokens: relative errors of the gradients' sums."""
+    """One rank has a learned prompt before a frozen model, except for parameters with ``trained`` in their name; the
+    loss is that of other ranks' tokens. Return relative errors of the summed gradients."""
     from allscan.integrations.transformers import sequence_parallel
 
     zigzag = layout == "zigzag"
@@ -876,7 +884,7 @@ def test_learned_tokens_of_one_rank(run, family, trained, layout, size=2):
 
 
 def training_case(group, family, how, layout):
-    """(losses of one rank, losses of the ranks together), ten steps each."""
+    """Return (losses of one rank, losses of all ranks) over ten steps each."""
     from allscan.integrations.transformers import sequence_parallel
 
     with allscan.Communicator(group) as comm:
@@ -921,12 +929,12 @@ def training_case(group, family, how, layout):
 )
 def test_ten_steps_of_training(run, family, how, layout, size=2):
     for alone, split in run(size, training_case, family, how, layout):
-        assert alone[-1] < alone[0] - 1  # it learns
+        assert alone[-1] < alone[0] - 1  # the loss falls
         assert max(abs(a - b) for a, b in zip(alone, split, strict=True)) < 1e-4, (alone, split)
 
 
 def flash(query, key, value, attention_mask, query_length, is_causal, softmax_scale, attn_implementation, **options):
-    """transformers' call of FlashAttention: [B, T, H, D], the last query at the last key, groups of heads."""
+    """FlashAttention as transformers calls it: [B, T, H, D], the last query at the last key, groups of heads."""
     assert attention_mask is None and is_causal and attn_implementation == "flash_attention_2"
     assert query_length == query.shape[1] and "position_ids" not in options
     key, value = (t.repeat_interleave(query.shape[2] // t.shape[2], 2) for t in (key, value))
@@ -937,7 +945,7 @@ def flash(query, key, value, attention_mask, query_length, is_causal, softmax_sc
 
 
 def options_case(group):
-    """FlashAttention, by a stand-in; a given number of labels; what is rejected, and that calls go on after that."""
+    """Check FlashAttention (a stand-in), a given number of labels, rejected calls and valid calls after them."""
     from transformers.integrations import flash_attention
 
     from allscan.integrations.transformers import sequence_parallel
@@ -1000,7 +1008,7 @@ def options_case(group):
 
 
 def zigzag_case(group):
-    """FlashAttention, by a stand-in, and offset positions; what is rejected in the zigzag layout."""
+    """Check FlashAttention (a stand-in), offset positions, and rejected calls in the zigzag layout."""
     from transformers.integrations import flash_attention
 
     from allscan.integrations.transformers import sequence_parallel
@@ -1015,7 +1023,7 @@ def zigzag_case(group):
         sequence_parallel(model, comm=comm, layout="zigzag")
         ordinary = model.model.forward
         model.model.forward = functools.partial(ordinary.func, *ordinary.args[:-1], "flash_attention_2")
-        shifted = mine[None] + 5  # which RoPE does not see
+        shifted = mine[None] + 5  # RoPE is invariant to it
         errors = [relative(model(input_ids=part, **how).logits, want) for how in ({}, dict(position_ids=shifted))]
         model.model.forward, last = ordinary, comm.rank == comm.size - 1
         contiguous = torch.arange(12)[None] + 12 * comm.rank
@@ -1042,8 +1050,8 @@ def zigzag_case(group):
 
 
 def configs_case(group):
-    """(relative errors of models that are made with one config object, before and after one is split, {what must be
-    said: what is})."""
+    """Return (relative errors of models created with one config object, before and after one is split, {expected text:
+    error})."""
     from transformers import AutoModelForCausalLM
 
     from allscan.integrations.transformers import sequence_parallel

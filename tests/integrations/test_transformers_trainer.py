@@ -1,4 +1,4 @@
-"""SequenceParallelTrainer against transformers' own Trainer, which has the ordinary model in one process."""
+"""SequenceParallelTrainer against transformers' own Trainer with the ordinary model in one process."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ pytest.importorskip("transformers", minversion="5.23", reason="needs transformer
 pytest.importorskip("accelerate", reason="needs accelerate")
 
 PRELOAD = ["allscan.integrations.transformers_trainer", "transformers.models.qwen3_5.modeling_qwen3_5"]
-SHAPES = {1: (1, 1), 2: (1, 2), 3: (1, 3), 4: (2, 2)}  # processes -> groups, ranks of each
+SHAPES = {1: (1, 1), 2: (1, 2), 3: (1, 3), 4: (2, 2)}  # processes: (groups, ranks of each)
 LENGTH = 24
 
 
 def rows(count, labelled, seed=0):
-    """Rows of which each has another number of labels that count."""
+    """Return rows that differ in the number of labels that count."""
     generator = torch.Generator().manual_seed(seed)
     found = [dict(input_ids=torch.randint(1, VOCABULARY, (LENGTH,), generator=generator)) for _ in range(count)]
     for i, row in enumerate(found if labelled else ()):
@@ -38,7 +38,7 @@ def rows(count, labelled, seed=0):
 
 
 def begin(groups):
-    """What torchrun sets, as for processes that have not met accelerate yet."""
+    """Set torchrun's variables; reset accelerate's state."""
     import transformers
     from accelerate.state import AcceleratorState, GradientState
 
@@ -76,7 +76,7 @@ def arguments(folder, batch, **options):
 
 
 class _Seen:
-    """compute_metrics that keeps what it was given."""
+    """compute_metrics that records its argument."""
 
     def __call__(self, prediction):
         self.given = prediction
@@ -94,7 +94,7 @@ def trainer_of(kind, model, **options):
 
 
 def training(make, **options):
-    """Losses and norms of gradients of each step, and what train() returns."""
+    """Return losses and norms of gradients of each step, and train()'s result."""
     trainer = make(train_dataset=rows(11, True), **options)
     result = trainer.train()
     history = [entry for entry in trainer.state.log_history if "loss" in entry]
@@ -133,7 +133,7 @@ class Stream(torch.utils.data.IterableDataset):
 
 
 def streams(make):
-    """Data sets without a length; metrics batch by batch."""
+    """Use data sets without a length, and metrics batch by batch."""
     sums = []
 
     def metrics(prediction, compute_result):
@@ -154,7 +154,7 @@ def streams(make):
 
 
 def checkpoints(make):
-    """Evaluated and saved within training, with checkpointed activations; gone on with; loaded as an ordinary model."""
+    """Evaluate and save within training, with activation checkpointing; resume; load as an ordinary model."""
     options = dict(
         eval_strategy="steps",
         eval_steps=1,
@@ -198,7 +198,7 @@ CASES = {
 
 
 def results(folder, kind, groups, layout, names, batch=2):
-    """Of every case, with a model of the same weights."""
+    """Return the results of every case, with a model of equal weights."""
     from allscan.integrations.transformers import sequence_parallel
 
     mesh = begin(groups)
@@ -231,7 +231,7 @@ def reference(tmp_path_factory):
 
 
 def different(found, expected, most=2e-5):
-    """The results that differ by more than rounding."""
+    """Yield the results that differ by more than rounding."""
     for name, want in expected.items():
         have = found[name]
         if want is None or have is None:
@@ -256,16 +256,16 @@ SOME = ["accumulation", "evaluation", "evaluation without labels"]
     ],
 )
 def test_as_the_ordinary_trainer(reference, fresh, tmp_path, size, layout, names):
-    """Kind: what is a mean, a sum or a choice of rows over processes, each of which has a part of every row. Four
-    ranks are two groups of two; batches have 4 rows, of which the last have 3 and 1."""
+    """Means, sums and choices of rows are right over processes that each have a part of every row. Four ranks are two
+    groups of two; batches have 4 rows, the last ones 3 and 1."""
     for found in fresh(size).run(results, str(tmp_path), "ours", SHAPES[size][0], layout, names):
         for case in names:
             assert not list(different(found[case], reference[case])), (case, *different(found[case], reference[case]))
 
 
 def packed_case(folder):
-    """Relative errors of the logits that evaluation returns in the order of the row, and of its loss, of rows that are
-    packed, cut as rows and each document: to the ordinary model, document by document."""
+    """Evaluate packed rows, split as rows and by document, against the ordinary model document by document. Return
+    relative errors of the loss and of the logits, which are in the row's order."""
     from allscan.integrations.transformers import sequence_parallel
 
     errors = []
@@ -303,7 +303,7 @@ def test_packed_rows_in_zigzag(fresh, tmp_path, size=2):
 
 @pytest.mark.gpu
 def test_as_the_ordinary_trainer_on_gpus(fresh, tmp_path, size=2):
-    """With NCCL, where other kernels round otherwise."""
+    """With NCCL and other kernels, which round differently."""
     names = ["training", *SOME]
     (expected,) = fresh(1).run(results, str(tmp_path / "stock"), "stock", 1, None, names)
     for found in fresh(size).run(results, str(tmp_path), "ours", 1, "contiguous", names):
@@ -312,7 +312,7 @@ def test_as_the_ordinary_trainer_on_gpus(fresh, tmp_path, size=2):
 
 
 def rejected_case(folder):
-    """{what must be said: what is} of this rank, for what SequenceParallelTrainer rejects."""
+    """Return this rank's {expected text: error} for options that SequenceParallelTrainer rejects."""
     from allscan.integrations.transformers import SequenceParallelTrainer, sequence_parallel
 
     mesh, rank, answers = begin(1), dist.get_rank(), {}
@@ -374,7 +374,7 @@ def rejected_case(folder):
 
 @pytest.mark.cpu
 def test_what_is_rejected(fresh, tmp_path, size=2):
-    """Kind: what would give other numbers than the ordinary Trainer, or other ones on each rank."""
+    """Options are rejected whose results would differ from the ordinary Trainer's or between ranks."""
     for answers in fresh(size).run(rejected_case, str(tmp_path)):
         for text, answer in answers.items():
             text = text[0] if isinstance(text, tuple) else text
@@ -382,7 +382,7 @@ def test_what_is_rejected(fresh, tmp_path, size=2):
 
 
 def loop_case(whole):
-    """The loss of each step of the documentation's program, or of the ordinary model where ``whole``."""
+    """Return the loss of each step of the documentation's program; with ``whole``, of the ordinary model."""
     page = os.path.join(ROOT, "docs", "integrations", "transformers.md")
     with open(page, encoding="utf-8") as text:
         (program,) = (
@@ -413,7 +413,7 @@ def test_the_documented_loop(fresh):
 
 
 def cut_case(group, layout):
-    """(relative errors of the loss, what is left of whole batches, {what must be said: what is})."""
+    """Return ([relative errors of the loss, number of wrong tokens in the joined parts], {expected text: error})."""
     from allscan.integrations.transformers import cut_batch, sequence_parallel
 
     zigzag = layout == "zigzag"
@@ -439,7 +439,7 @@ def cut_case(group, layout):
         part = cut(position_ids=torch.arange(T)[None])
         positions = [torch.empty(1, T // size + (r < T % size), dtype=torch.long) for r in range(size)]
         parts = [torch.empty(2, p.shape[1], dtype=torch.long) for p in positions]
-        for r in range(size):  # gloo's all_gather wants equal sizes
+        for r in range(size):  # gloo's all_gather requires equal sizes
             for found, of_rank in ((positions, part["position_ids"]), (parts, part["input_ids"])):
                 if r == rank:
                     found[r].copy_(of_rank)
@@ -493,8 +493,8 @@ def cut_case(group, layout):
 @pytest.mark.cpu
 @pytest.mark.parametrize("size, layout", [(1, "zigzag"), (2, "contiguous"), (3, "contiguous"), (3, "zigzag")])
 def test_cut_batches(run, size, layout):
-    """Kind: a split model that is given something else than the parts of one batch, by cut_batch's stamp, and without
-    one where the numbers of rows differ or, at the first batch and in debug mode, all ranks have the same tokens."""
+    """Without all parts of one batch from cut_batch, a split model raises: by cut_batch's stamp; without a stamp, if
+    the numbers of rows differ or, at the first batch and in debug mode, all ranks have the same tokens."""
     for errors, answers in run(size, cut_case, layout):
         assert max(errors) < 1e-5
         for text, answer in answers.items():
