@@ -1,4 +1,4 @@
-"""A kernel of whose products ptxas makes wrong code is compiled in another way, before its first launch."""
+"""A kernel whose products ptxas compiles wrongly is compiled with other options before its first launch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.cpu
 
 
 class Kernel:
-    """value_grad_kernel with 16 columns, compiled for sm_90 instead of for a GPU of this machine."""
+    """value_grad_kernel with 16 columns, compiled for sm_90 instead of this machine's GPU."""
 
     __name__ = "value_grad_kernel"
 
@@ -52,10 +52,10 @@ def test_stages_are_chosen_whose_code_is_right(monkeypatch):
     assert chosen(kernel, BV=32, num_stages=3) == 3
     assert chosen(kernel, BV=16, num_stages=3) == 2
     assert kernel.stages == [3, 3, 2]
-    assert chosen(kernel, BV=16, num_stages=3) == 2 and kernel.stages == [3, 3, 2]  # which this process knows
+    assert chosen(kernel, BV=16, num_stages=3) == 2 and kernel.stages == [3, 3, 2]  # cached in this process
     monkeypatch.setattr(machine_code, "disassembled", lambda cubin: pytest.fail("this code has been looked at"))
     monkeypatch.setattr(machine_code, "_right", {})
-    assert chosen(kernel, BV=16, num_stages=3) == 2  # which this machine knows
+    assert chosen(kernel, BV=16, num_stages=3) == 2  # cached on this machine
 
 
 def test_a_kernel_without_right_code_is_rejected(monkeypatch):
@@ -66,13 +66,13 @@ def test_a_kernel_without_right_code_is_rejected(monkeypatch):
 
 
 def test_a_disassembly_counts_as_a_compilation(monkeypatch):
-    """Ranks whose cache is warm wait meanwhile."""
+    """Ranks with a warm cache wait for it."""
     told = []
     monkeypatch.setattr(triton_compat, "_told", [(lambda: told.append("begin"), lambda: told.append("end"))])
     monkeypatch.setattr(machine_code, "disassembled", lambda cubin: told.append("disassembled") or [])
     compiled = types.SimpleNamespace(asm=dict(ptx="wgmma.mma_async", cubin=b"code"))
     assert not machine_code.reads_unset_registers(compiled) and told == ["begin", "disassembled", "end"]
-    assert not machine_code.reads_unset_registers(compiled) and len(told) == 3  # which this machine knows
+    assert not machine_code.reads_unset_registers(compiled) and len(told) == 3  # cached on this machine
 
 
 CODE = """
@@ -91,7 +91,7 @@ CODE = """
 
 
 def test_every_way_from_the_beginning_is_followed():
-    """UR5 of the descriptor of four is set nowhere; UR9 on one of the ways; what is behind EXIT is not reached."""
+    """UR5, of the descriptor UR4, is set nowhere; UR9 on one path only; code after EXIT is unreachable."""
     [found] = machine_code.unset_registers(CODE.splitlines())
     assert "gdesc[UR4]" in found
     found = machine_code.unset_registers(CODE.replace("UMOV UR4, 0x1", "ULDC.64 UR4, c[0x0][0x210]").splitlines())

@@ -1,4 +1,4 @@
-"""Plans: what is recorded once is run for each call's tensors (on GPUs: tests/gpu/test_plans.py)."""
+"""Plans: a recorded launch sequence runs with each call's tensors (on GPUs: tests/gpu/test_plans.py)."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def sum_of(plan, x, y, out, scale):
 
 
 def launches_in_order(group):
-    """x + 2 y + 3 table, by way of memory of a run and of an output; twice, with other tensors."""
+    """Compute x + 2 y + 3 table through scratch and output memory; twice, with other tensors."""
     table, plan = torch.ones(8), Plan()
     x, y = plan.input(table), plan.input(torch.zeros(2, 8))
     out, same = plan.output_like(x), plan.output(8)
@@ -84,7 +84,7 @@ def test_places_follow_one_another_and_are_aligned():
 
 
 def test_places_in_outputs():
-    """The first of the outputs that has room; else the run's own memory."""
+    """Scratch is placed in the first output with enough space, else in the run's own memory."""
     plan = Plan()
     small, large = plan.output(33, dtype=torch.bfloat16), plan.output(100)
     first, *others = (plan.scratch(15, before=[small, large]) for _ in range(4))
@@ -94,7 +94,7 @@ def test_places_in_outputs():
 
 
 def lent_as_another_dtype(group):
-    """In an output of another dtype, with an odd number of elements."""
+    """Scratch may lie in an output of another dtype with an odd number of elements."""
     plan = Plan()
     x, out = plan.input(torch.zeros(8)), plan.output(145, dtype=torch.bfloat16)
     plan.scratch(3, dtype=torch.int8, before=[out])
@@ -114,7 +114,7 @@ def lent_as_another_dtype(group):
 
 
 def test_a_layout_goes_with_what_is_derived_of_it():
-    """Without Python's collector, which some trainers switch off."""
+    """Reference counts free both: some trainers disable Python's garbage collector."""
     gc.disable()
     try:
         layout = Layout([TokenRange(0, 10, 0, 0, 3)], 1, 64, "cpu")
@@ -229,7 +229,7 @@ def test_all_are_joined_when_leaving_fails_too():
 
 
 def test_which_stream_waits_for_which(monkeypatch):
-    """The scan, on a stream in which there is another one, waits for nothing that is launched on that one."""
+    """A scan whose stream records another side stream does not wait for launches on that stream."""
     some, waits, current = streams.Streams(torch.device("cuda", 0)), [], ["caller"]
     names = {streams.SCANS: "scans", streams.LONG: "long"}
     monkeypatch.setattr(some, "own", names.get)
@@ -254,7 +254,7 @@ def as_sum(grid, x, y, out, scale, N):
 
 @contextlib.contextmanager
 def the_same_memory(monkeypatch):
-    """A run gets what the one before has had, as a GPU's allocator sees to: ``run(plan, ...)``."""
+    """Yield ``run(plan, ...)``, in which each run gets the previous run's memory, as from a GPU's allocator."""
     new_empty, known, taken = torch.Tensor.new_empty, [], []
 
     def again(self, *size, dtype=None):
@@ -276,7 +276,7 @@ def the_same_memory(monkeypatch):
 
 @contextlib.contextmanager
 def side_streams(monkeypatch):
-    """A communicator's, whose streams are names: of a GPU, without one."""
+    """Yield a communicator's streams of a mocked GPU; streams are names."""
     some = streams.Streams(torch.device("cuda", 0))
     for name, value in dict(own=str, current=lambda: "caller", put_behind=lambda later, earlier: None).items():
         monkeypatch.setattr(some, name, value)
@@ -286,7 +286,8 @@ def side_streams(monkeypatch):
 
 
 def a_plan_with_side_streams(made, some):
-    """A run's memory is filled on the caller's stream, and read on two others and there; with zeros, too."""
+    """Record a plan whose scratch is written on the caller's stream, and read there and on two others; with zeros,
+    too."""
     plan = Plan(made)
     x, out = plan.input(torch.zeros(8)), plan.output(8)
     a, b, c, d = (plan.scratch(8) for _ in range(4))
@@ -306,8 +307,8 @@ def a_plan_with_side_streams(made, some):
 
 
 def test_a_graph_is_built_of_nodes(monkeypatch):
-    """In whatever order its edges allow it gives what the launches do; each kernel has the priority of its stream, the
-    parameters that its machine code reads, and no stream captures."""
+    """In any order that its edges allow, a graph computes the launches' result. Each kernel has its stream's priority
+    and the parameters that its machine code reads, and no stream is captured."""
     made = graph_cache.Graphs()
     with (
         fake_gpu({"sum_kernel": as_sum}, with_graphs=True) as gpu,
@@ -319,13 +320,13 @@ def test_a_graph_is_built_of_nodes(monkeypatch):
             gpu.launches.clear()
             (out,) = run(plan, given)
             assert torch.allclose(out, 14 * given), i
-            assert gpu.launches == (["graph"] if i > 1 else ["sum_kernel"] * 7), i  # the first goes through Triton
+            assert gpu.launches == (["graph"] if i > 1 else ["sum_kernel"] * 7), i  # the first run goes through Triton
             out.fill_(float("nan"))
         nodes = [node for node in gpu.cuda.nodes.values() if node[0] == next(iter(gpu.cuda.nodes.values()))[0]]
         numbers = dict(zip(gpu.cuda.nodes, range(len(nodes))))
         behind = [sorted(numbers[n] for n in node[2]) for node in nodes]
         assert behind == [[], [0], [1], [2], [1], [3, 4], [0], [5, 6]]
-        assert [node[4] for node in nodes] == [0, -2, 0, -1, -2, -2, 0, 0]  # zeros have none
+        assert [node[4] for node in nodes] == [0, -2, 0, -1, -2, -2, 0, 0]  # memset nodes have no priority
         assert not [name for name in gpu.cuda.calls if "Capture" in name and "Exchange" not in name]
         assert gpu.cuda.mode == 0 and not gpu.cuda.graphs, "only what was instantiated is left"
         counts = made.counts()
@@ -338,7 +339,8 @@ def test_a_graph_is_built_of_nodes(monkeypatch):
 
 
 def test_a_scan_that_was_begun_before_a_capture_is_none_of_its_graph(monkeypatch):
-    """Dropped in it, the memory is kept until behind the capture; waited for in it, the capture goes on."""
+    """If the Work is dropped in a capture, its memory is kept until the capture has ended; if it is waited for, an
+    error is raised, and the capture goes on."""
     some, waits, now = streams.Streams(torch.device("cuda", 0)), [], dict(stream="caller", captured=set())
 
     class Stream(str):
@@ -375,7 +377,7 @@ def test_a_scan_that_was_begun_before_a_capture_is_none_of_its_graph(monkeypatch
         with pytest.raises(RuntimeError, match="waited for before it"):
             other.wait()
         del work
-        now.update(stream="third")  # which is not captured; another thread's, for one
+        now.update(stream="third")  # not captured; for example, another thread's
         kept, of_kept = begun()
         assert kept.wait() == "result" and of_kept() is None
         now.update(stream=captured)
@@ -384,7 +386,7 @@ def test_a_scan_that_was_begun_before_a_capture_is_none_of_its_graph(monkeypatch
         now["captured"].clear()
         now.update(stream="caller")
         waits.clear()
-        some.follow()  # with the next launch
+        some.follow()  # as the next launch does
         assert memory() is None and waits == ["caller"]
         assert other.wait() == "result" and waits == ["caller"] * 2
     monkeypatch.setattr(streams, "capturing", lambda: True)
@@ -395,7 +397,7 @@ def test_a_scan_that_was_begun_before_a_capture_is_none_of_its_graph(monkeypatch
 
 
 class Edges:
-    """In place of a graph: the nodes by the names of their kernels."""
+    """A stand-in for a graph; records nodes by the names of their kernels."""
 
     def __init__(self):
         self.names, self.behind, self.priorities = [], {}, {}
@@ -410,7 +412,7 @@ class Edges:
 
 
 class Middle:
-    """A StateCarrier of a rank that has others on both sides; or on one."""
+    """The StateCarrier of a rank with neighbours on both sides, or on one."""
 
     def __init__(self, some, before=True, behind=True):
         self.comm, self.stream, self.sides = types.SimpleNamespace(graphs=None), some.side, (before, behind)
@@ -432,7 +434,7 @@ def edges_of(plan, carrier):
 
 
 def test_what_a_graph_of_zeco_gla_runs_beside_the_scan(monkeypatch):
-    """The scan waits for this rank's segments only, and da_kernel and the states of the chunks for no scan."""
+    """The scan waits for this rank's segments only; da_kernel and the chunks' states wait for no scan."""
     monkeypatch.setattr(Launch, "node", lambda launch, _: launch.kernel.fn.__name__)
     layout, like = Layout([TokenRange(0, 256, 0, 0, 0)], 1, 64, "cpu"), torch.zeros(1, 256, 2, 64, dtype=torch.bfloat16)
     shape = gla_plans.shape_of(1, 256, 2, 64, 64, 1, torch.bfloat16, torch.float32, "cuda", False, 132, False)
@@ -469,7 +471,7 @@ NODE = graph_cache.NODE_BYTES
 
 
 def test_an_empty_buffer_is_no_node():
-    """Of a rank without tokens: the driver rejects zeros of no bytes."""
+    """A rank without tokens adds no memset node: the driver rejects zero bytes."""
     plan, found = Plan(), Edges()
     x = plan.input(torch.zeros(0, 8))
     plan.zero(x)
@@ -480,7 +482,7 @@ def test_an_empty_buffer_is_no_node():
 
 
 class Sequence:
-    """In place of a plan."""
+    """A stand-in for a plan."""
 
     num_nodes = 2
 
@@ -494,7 +496,7 @@ class Sequence:
 
 
 def runs(made, gpu, *keys, sequence=None):
-    """How the launches with these keys are made."""
+    """Return how the launches with these keys were made."""
     how, sequence = [], sequence or Sequence(1)
     for key in keys:
         gpu.launches.clear()
@@ -516,8 +518,8 @@ def test_what_came_twice_is_launched_as_a_graph(monkeypatch):
 
 
 def test_memory_of_graphs_is_bounded():
-    """Of three graphs that there is room for: more addresses in turn than that do not take each other's place, and are
-    counted; addresses that do not come any more make room."""
+    """The memory holds three graphs. Addresses beyond that, in turns, do not evict each other and are counted;
+    addresses that are no longer used are evicted."""
     made = graph_cache.Graphs(3 * 2 * NODE)
     with fake_gpu({}, with_graphs=True) as gpu:
         for i in range(5):
@@ -564,7 +566,8 @@ def test_a_plans_graphs_go_with_it(monkeypatch):
     "function", ["cuGraphCreate", "cuGraphAddMemsetNode", "cuGraphInstantiateWithFlags", "cuGraphLaunch"]
 )
 def test_a_graph_that_cannot_be_made_is_no_error(function):
-    """It is counted, with the driver's name for the error; after three of one plan in a row no other is tried."""
+    """The error is counted, with the driver's name for it; after three failures of one plan in a row no graph is
+    built."""
     made, sequence = graph_cache.Graphs(), Sequence(1)
     with fake_gpu({}, with_graphs=True) as gpu:
         gpu.cuda.fails[function] = 2
@@ -588,7 +591,7 @@ def test_a_graph_that_cannot_be_made_is_no_error(function):
 
 
 def test_a_kernel_that_takes_other_parameters_than_we_know_of_is_no_node(monkeypatch):
-    """Of another version of Triton: nothing is launched with what it does not read."""
+    """With another version of Triton no kernel is launched with parameters that it does not read."""
     with fake_gpu({"sum_kernel": as_sum}, with_graphs=True):
         launch, x = Launch(sum_kernel, (1,), scale=2.0, N=8), torch.randn(8)
         launch(x, x, torch.empty(8))
@@ -600,13 +603,13 @@ def test_a_kernel_that_takes_other_parameters_than_we_know_of_is_no_node(monkeyp
         launch(x, x, torch.empty(8))
         with pytest.raises(NotImplementedError, match="other parameters"):
             launch.node([x.data_ptr()] * 3)
-        monkeypatch.delitem(CUDA, "cuFuncGetParamInfo")  # of an older driver
+        monkeypatch.delitem(CUDA, "cuFuncGetParamInfo")  # as with an older driver
         with pytest.raises(RuntimeError, match="older than CUDA 12.4"):
             parameter_sizes(node.function)
 
 
 class Bare:
-    """A compiled kernel, with Triton's own launcher for GPUs, whose C function is ``handed``'s."""
+    """A compiled kernel with Triton's own GPU launcher, whose C function is ``handed``'s."""
 
     function, packed_metadata = 4096, (4, 1, 1024)
 
@@ -628,7 +631,7 @@ class Bare:
 
 
 def test_what_a_launch_hands_to_the_launcher_of_this_triton(monkeypatch):
-    """Its C function gets from us what it gets from Triton, wherever the addresses are among the arguments."""
+    """The C function gets equal arguments from our launch and from Triton's, with addresses in any position."""
     monkeypatch.setattr(triton_compat, "_held", set())
     assert triton_compat._ONE_BY_ONE + triton_compat._IN_A_TUPLE == 1, "a Triton that is not known"
     handed, arguments, grid = [], [4096, (16, 32, None), 8192, 2.5], (3, 2, 1)
@@ -644,8 +647,8 @@ def test_what_a_launch_hands_to_the_launcher_of_this_triton(monkeypatch):
 
 
 class Unloaded:
-    """A kernel as Triton compiles it, whose module goes with it, as it does from 3.8 on. ``loaded``: numbers of those
-    that are there; a new one gets the first that is free."""
+    """A kernel as compiled by Triton from 3.8 on, which unloads its module when freed. ``loaded``: handles in use; a
+    new kernel gets the first free one."""
 
     packed_metadata, asm = (4, 1, 0), {"ptx": "nvshmemi_device_state_d"}
 
@@ -663,7 +666,8 @@ class Unloaded:
 
 @pytest.mark.parametrize("kept", ["launcher", "carveout", "NVSHMEM's state"])
 def test_what_keeps_a_number_of_a_kernel_holds_it(kept, monkeypatch):
-    """Of its function or its module, which another one may have as soon as this one is unloaded."""
+    """Holders of the handle of a function or module also hold the kernel: after an unload another kernel may get the
+    handle."""
     loaded, told = [], []
     monkeypatch.setattr(compiled_kernel, "set_shared_memory_carveout", lambda function, percent: told.append(function))
     state = types.SimpleNamespace(cumodule_init=told.append)
@@ -674,7 +678,7 @@ def test_what_keeps_a_number_of_a_kernel_holds_it(kept, monkeypatch):
     for _ in range(2):
         kernel = Unloaded(loaded)
         for _ in range(2):
-            if kept == "launcher":  # a graph of a caller's has the number, and not even the launcher
+            if kept == "launcher":  # a caller's graph has the handle, without the launcher
                 triton_compat.launcher(kernel, (1, 1, 1), [None], [0], lambda device: 0, 0)([16])
             elif kept == "carveout":
                 compiled_kernel.prefer_shared_memory_carveout(kernel)
@@ -725,12 +729,12 @@ def test_structures_are_those_of_the_drivers_header(tmp_path):
     found = subprocess.run([program], capture_output=True, text=True, check=True).stdout.split()
     assert dict(zip(lines, map(int, found), strict=True)) == dict(zip(lines, wanted, strict=True))
     text = open(HEADER, encoding="utf-8").read()
-    assert "#define cuGraphAddKernelNode " in text and "cuGraphAddKernelNode_v2" in text  # which takes this structure
+    assert "#define cuGraphAddKernelNode " in text and "cuGraphAddKernelNode_v2" in text  # takes this structure
 
 
 def switches(group):
-    """Of CUDA graphs: an argument before a variable; a bad one is heard of by all. What AllScans and plans are made
-    with is fixed."""
+    """An argument overrides ALLSCAN_CUDA_GRAPHS; all ranks get an error for a bad value. Attributes used by AllScans
+    and plans are read-only."""
     name = "ALLSCAN_CUDA_GRAPHS"
     for values, options, wanted in (
         ({}, {}, 256 << 20),

@@ -1,5 +1,6 @@
-/* Stands for CUDA's driver (libcuda.so.1) and NVML in processes without GPUs, as far as UCX's cuda_copy and gpu_heap.c call
-   them: one GPU, whose memory is memory of the process that nobody reaches by its address on the GPU but these functions.
+/* A stand-in for CUDA's driver (libcuda.so.1) and NVML in processes without GPUs, with the functions called by UCX's
+   cuda_copy and gpu_heap.c. It has one GPU, whose memory is process memory. Only these functions can access that memory
+   by its GPU address.
 
    cc -shared -fPIC -Wl,-soname,libcuda.so.1 -o libcuda.so.1 fake_cuda.c
    cc -shared -fPIC -Wl,-soname,libnvidia-ml.so.1 -o libnvidia-ml.so.1 fake_cuda.c */
@@ -13,11 +14,11 @@ enum { POINTER_CONTEXT = 1, MEMORY_TYPE = 2, IS_MANAGED = 8, ORDINAL = 9 };
 
 static char *memory, *on_gpu;
 static uint64_t size, copies;
-static int thing; /* whatever a handle points to */
+static int thing; /* target of all handles */
 
-/* The address on the GPU of shared memory of this process; the first such is the GPU's memory */
+/* Make shared memory of this process the GPU's memory; return its GPU address */
 void *fake_gpu_memory(void *shared, uint64_t bytes) {
-  on_gpu = mremap(shared, 0, bytes, MREMAP_MAYMOVE); /* the same pages once more */
+  on_gpu = mremap(shared, 0, bytes, MREMAP_MAYMOVE); /* a second mapping of the same pages */
   if (on_gpu == MAP_FAILED || mprotect(on_gpu, bytes, PROT_NONE)) return NULL;
   memory = shared, size = bytes;
   return on_gpu;
@@ -62,7 +63,7 @@ int cuMemGetAddressRange_v2(uint64_t *base, size_t *bytes, uint64_t address) {
   return OK;
 }
 
-/* One device, one context, which is always current */
+/* One device, and one context, always current */
 static int number(int *to, int value) {
   *to = value;
   return OK;
@@ -108,7 +109,7 @@ int cuGetProcAddress_v2(const char *name, void **to, int version, uint64_t flags
   return (void)name, (void)version, (void)flags, *to = NULL, number(found, 1);
 }
 
-/* UCX's module does not load without these, and does not call them here */
+/* UCX's module needs these symbols to load, and does not call them here */
 #define LACKS(name) int name(void) { return NOT_SUPPORTED; }
 LACKS(cuIpcCloseMemHandle)
 LACKS(cuIpcGetMemHandle)

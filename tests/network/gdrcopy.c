@@ -1,6 +1,6 @@
-/* Stands for GDRCopy (libgdrapi.so.2), without which NVSHMEM's UCX transport has no signals. Where the symmetric heap lies
-   in host memory, its mapping on the CPU is the memory itself; where it lies in GPU memory, nothing is mapped, and
-   gpu_heap.c sees to it that nobody uses the mapping.
+/* A stand-in for GDRCopy (libgdrapi.so.2), which NVSHMEM's UCX transport needs for signals. If the symmetric heap is host
+   memory, its CPU mapping is the memory itself; if it is GPU memory, nothing is mapped, and gpu_heap.c prevents any use
+   of the mapping.
 
    cc -shared -fPIC -o libgdrapi.so.2 gdrcopy.c */
 #include <stdint.h>
@@ -9,7 +9,7 @@
 struct handle {
   unsigned long address;
 };
-struct info { /* of version 2's first kind, which the name without a suffix has */
+struct info { /* first layout in version 2, of the function without a suffix */
   uint64_t address, bytes;
   uint32_t page_bytes;
   uint64_t cycles;
@@ -46,14 +46,14 @@ int gdr_get_info(void *gdr, struct handle handle, struct info *info) {
   *info = (struct info){.address = handle.address, .page_bytes = 65536, .cycles_a_ms = 1, .is_mapped = 1};
   return 0;
 }
-/* NVSHMEM reads a word to have earlier writes arrive, and does not look at it: here they have */
+/* NVSHMEM reads a word only to complete earlier writes: here they are complete */
 int gdr_copy_from_mapping(struct handle handle, void *to, const void *from, size_t bytes) {
   (void)handle, (void)to, (void)from, (void)bytes;
   return 0;
 }
 int gdr_copy_to_mapping(struct handle handle, void *to, const void *from, size_t bytes) {
   (void)handle, (void)to, (void)from, (void)bytes;
-  return 1; /* NVSHMEM does not write so */
+  return 1; /* NVSHMEM does not call it */
 }
 void gdr_runtime_get_version(int *major, int *minor) { *major = 2, *minor = 4; }
 int gdr_driver_get_version(void *gdr, int *major, int *minor) {

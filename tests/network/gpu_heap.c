@@ -1,11 +1,11 @@
-/* A symmetric heap in GPU memory without GDRCopy: a library that is preloaded beside hostile.c.
+/* A symmetric heap in GPU memory without GDRCopy: a library preloaded together with hostile.c.
 
    cc -O1 -shared -fPIC -o libgpu_heap.so gpu_heap.c -ldl -lpthread
 
    A signal is an active message, which NVSHMEM's UCX transport applies by a load and a store of the CPU through GDRCopy's
-   mapping of the heap. Here the message never gets to NVSHMEM: the CUDA driver writes the word, on a stream of its own
-   beside the kernels that wait for it, and the sender has the answer that it counts. Data comes by UCX's cuda_copy, which
-   returns when a copy is complete, and so before the signal behind it. */
+   mapping of the heap. This library intercepts the message: the CUDA driver writes the word, on a separate stream that
+   runs concurrently with waiting kernels, and the sender gets the answer that it counts. UCX's cuda_copy copies data and
+   returns when the copy is complete, so the data arrives before its signal. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <pthread.h>
@@ -14,7 +14,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* The active message that NVSHMEM's transport makes of an atomic operation */
+/* The active message by which NVSHMEM's transport sends an atomic operation */
 struct message {
   void *ep;
   uint64_t bytes, value, compare, return_flag;
@@ -24,7 +24,7 @@ struct message {
 };
 enum { SEND = 0, ANSWER = 1, SET = 3, ADD = 4, SIGNAL = 8, SIGNAL_SET = 9, SIGNAL_ADD = 10 };
 
-/* Of UCX (ucp.h) */
+/* UCX's structures (ucp.h) */
 struct received {
   uint64_t has;
   void *reply_ep;
@@ -44,7 +44,7 @@ struct send_param {
 };
 enum { HAS_CALLBACK = 2, HAS_REPLY_EP = 1 };
 
-/* Of CUDA (cuda.h) */
+/* CUDA's constants and functions (cuda.h) */
 enum { DEVICE_ORDINAL = 9, NON_BLOCKING = 1, DEVICES = 64 };
 typedef void *handle;
 static int (*pointer_attribute)(void *, int, uint64_t), (*retain)(handle *, int), (*push)(handle), (*pop)(handle *),
@@ -81,13 +81,13 @@ static void load(void) {
   *(void **)&wait = function(cuda, "cuStreamSynchronize");
 }
 
-/* Make the device's context current, until pop */
+/* Push the device's context, and return its stream; the caller pops the context */
 static handle stream_of(uint64_t address) {
   int device = 0, lowest, highest;
   check(pointer_attribute(&device, DEVICE_ORDINAL, address) || device < 0 || device >= DEVICES, "cuPointerGetAttribute");
   if (!contexts[device]) check(retain(&contexts[device], device), "cuDevicePrimaryCtxRetain");
   check(push(contexts[device]), "cuCtxPushCurrent");
-  if (!streams[device]) { /* of high priority, so that it shares no queue of the hardware with kernels that wait */
+  if (!streams[device]) { /* high priority: no hardware queue shared with waiting kernels */
     check(priorities(&lowest, &highest), "cuCtxGetStreamPriorityRange");
     check(create_stream(&streams[device], NON_BLOCKING, highest), "cuStreamCreateWithPriority");
   }
@@ -114,7 +114,7 @@ static void apply(const struct message *message) {
 }
 
 static void *ucx(const char *name) {
-  static void *library; /* may be loaded in a local scope, where RTLD_NEXT does not look */
+  static void *library; /* may be loaded in a local scope, which RTLD_NEXT does not search */
   if (!library) library = dlopen("libucp.so.0", RTLD_LAZY | RTLD_NOLOAD);
   return function(library ? library : RTLD_NEXT, name);
 }
@@ -147,7 +147,7 @@ int ucp_worker_set_am_recv_handler(void *worker, const struct handler *handler) 
   return ((int (*)(void *, const struct handler *))ucx("ucp_worker_set_am_recv_handler"))(worker, &ours);
 }
 
-/* That the driver has written */
+/* Number of signals written by the driver */
 uint64_t gpu_heap_signals(void) {
   pthread_mutex_lock(&lock);
   uint64_t found = signals;

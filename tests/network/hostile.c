@@ -2,17 +2,17 @@
 
    cc -O1 -shared -fPIC -o libhostile.so hostile.c -ldl -lpthread;  LD_PRELOAD=.../libhostile.so
 
-   NVSHMEM's put with signal is here a ucp_put_nbx, a ucp_worker_fence and an active message with the signal
-   (ucp_am_send_nbx), all of its proxy thread. Blocks ask the proxy one by one, so the puts and signals of several may
-   interleave: put A, put B, signal A, signal B; nothing says which belong together. But when there have been as many
-   signals as puts, each of them has its own. The library holds such groups back, and ucp_worker_progress passes them on:
-   in any order between groups; within one first its puts, then its signals, both in any order. So no signal comes before
-   its own data. Groups end with a launch at the latest. The source of a put is read when it is passed on.
-   A signal without data passes at once, as does a put of one value; an explicit nvshmem_fence() orders no groups.
+   NVSHMEM's proxy thread sends a put with signal as a ucp_put_nbx, a ucp_worker_fence and an active message with the
+   signal (ucp_am_send_nbx). Blocks send requests to the proxy one by one, so puts and signals of several blocks may
+   interleave: put A, put B, signal A, signal B; no field pairs them. But once there are as many signals as puts, each
+   put has its signal. The library holds such groups back, and ucp_worker_progress passes them on: in any order between
+   groups; within a group first its puts, then its signals, both in any order. So no signal arrives before its own data.
+   A group ends with a launch at the latest. The source of a put is read when the put is passed on.
+   A signal without data passes at once, and so does a put of one value; an explicit nvshmem_fence() does not order groups.
 
-   Besides: the transports of UCX by ALLSCAN_UCX_TLS, since NVSHMEM chooses them by itself; a symmetric heap in host
-   memory is called that, unless ALLSCAN_GPU_HEAP is set; and a name of a node by ALLSCAN_NODE, which gethostname(), uname() and the names of shared
-   memory follow, so that processes of one host can be several nodes. */
+   Further functions: ALLSCAN_UCX_TLS sets UCX's transports, which NVSHMEM would choose itself. The symmetric heap is
+   declared to UCX as host memory, unless ALLSCAN_GPU_HEAP is set. ALLSCAN_NODE sets the node's name in gethostname(),
+   uname() and the names of shared memory, so that processes of one host can be several nodes. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <pthread.h>
@@ -24,7 +24,7 @@
 #include <sys/utsname.h>
 #include <time.h>
 
-/* The first fields of ucp_request_param_t, and the bits that say which are set (ucp.h) */
+/* The first fields of ucp_request_param_t, and its bits for fields that are set (ucp.h) */
 typedef void (*callback)(void *request, int status, void *user_data);
 struct param {
   uint32_t mask, flags;
@@ -37,7 +37,7 @@ struct param {
 };
 enum { HAS_FLAGS = 16, HAS_CALLBACK = 2, HAS_USER_DATA = 4, HAS_MEMORY_TYPE = 64, HOST_MEMORY = 0, GPU_MEMORY = 1 };
 
-/* The active message that NVSHMEM's transport makes of an atomic operation */
+/* The active message by which NVSHMEM's transport sends an atomic operation */
 struct message {
   void *ep;
   uint64_t size, value, compare, return_flag;
@@ -61,10 +61,10 @@ struct signal {
   size_t length;
   _Alignas(8) char message[MOST_BYTES];
 };
-struct group { /* of puts and signals to one endpoint */
+struct group { /* puts and signals to one endpoint */
   struct group *next;
   void *ep;
-  uint64_t oldest, bytes, num_puts, num_signals; /* the number of its first signal, which says its place, too */
+  uint64_t oldest, bytes, num_puts, num_signals; /* oldest: number of its first signal, also its place in the order */
   int64_t since, due;
   int loses;
   struct put *puts;
@@ -79,12 +79,12 @@ static pthread_mutex_t lock;
 static enum mode mode;
 static uint64_t argument, numbers, state = 88172645463325252u, counts[COUNTS];
 static int64_t last_due;
-static struct group *open_groups, *held_groups; /* the former have fewer signals than puts */
+static struct group *open_groups, *held_groups; /* open groups have fewer signals than puts */
 static __thread int inside;
 static int heap_memory = HOST_MEMORY;
 
 static void *real(const char *name) {
-  static void *ucp; /* may be loaded in a local scope, where RTLD_NEXT does not look */
+  static void *ucp; /* may be loaded in a local scope, which RTLD_NEXT does not search */
   if (!ucp) ucp = dlopen("libucp.so.0", RTLD_LAZY | RTLD_NOLOAD);
   void *found = dlsym(ucp ? ucp : RTLD_NEXT, name);
   if (!found) {
@@ -108,8 +108,8 @@ static uint64_t drawn(uint64_t below) {
   return below ? state % below : 0;
 }
 
-/* mode: see above; value: ns of delay at most, bytes a second, ns of stall from now on, or nothing. What is held comes
-   by what was said when it was posted. */
+/* mode: see above; value: largest delay in ns (REORDER), bytes a second (BANDWIDTH), ns of stall from now on (STALL),
+   else unused. A held group keeps the mode in which it was posted. */
 void network_set(int new_mode, uint64_t value) {
   pthread_mutex_lock(&lock);
   mode = new_mode, argument = value;
@@ -120,7 +120,7 @@ void network_set(int new_mode, uint64_t value) {
 void network_seed(uint64_t seed) { state = 88172645463325252u ^ (seed << 17 | seed); }
 
 uint64_t network_count(int what) {
-  fflush(NULL); /* UCX's log, too, which says over what it goes */
+  fflush(NULL); /* also UCX's log, which names transports */
   pthread_mutex_lock(&lock);
   uint64_t found = what >= 0 && what < COUNTS ? counts[what] : 0;
   pthread_mutex_unlock(&lock);
@@ -134,7 +134,7 @@ __attribute__((constructor)) static void begin(void) {
   pthread_mutexattr_settype(&kind, PTHREAD_MUTEX_RECURSIVE);
   pthread_mutex_init(&lock, &kind);
   if (getenv("ALLSCAN_GPU_HEAP")) heap_memory = GPU_MEMORY;
-  const char *given = getenv("ALLSCAN_NETWORK"); /* such as reorder:2000000 */
+  const char *given = getenv("ALLSCAN_NETWORK"); /* for example reorder:2000000 */
   for (int i = 0; given && i < 5; i++) {
     size_t length = strlen(names[i]);
     if (!strncmp(given, names[i], length) && (!given[length] || given[length] == ':'))
@@ -149,7 +149,7 @@ static int failed(void *request) {
   return 1;
 }
 
-/* Of a put or signal that was passed on: user_data, the signal, may go */
+/* Callback of a put or signal that was passed on; frees user_data, the signal */
 static void sent(void *request, int status, void *user_data) {
   REAL(void, "ucp_request_free", void *);
   if (status) failed((void *)(intptr_t)status);
@@ -165,7 +165,7 @@ static void pass_put(const struct group *group, const struct put *put) {
 
 static void pass_signal(const struct group *group, struct signal *signal) {
   REAL(void *, "ucp_am_send_nbx", void *, unsigned, const void *, size_t, const void *, size_t, const struct param *);
-  if (group->loses) { /* NVSHMEM counts the answers: the message is one without effect */
+  if (group->loses) { /* NVSHMEM counts the answers: send a message without effect */
     struct message *message = (struct message *)signal->message;
     message->operation = SIGNAL_ADD, message->value = 0;
   }
@@ -185,7 +185,7 @@ static void pass_puts(struct group *group) {
   group->puts = NULL;
 }
 
-/* No fence: over one lane of UCX signals stay behind what was put before */
+/* Without a fence: on one UCX lane signals stay after earlier puts */
 static void pass_on(struct group *group) {
   if (!group->loses) counts[BYTES] += group->bytes;
   group->bytes = 0;
@@ -209,7 +209,7 @@ static void hold(struct group *group) {
   if (counts[HELD] > counts[MOST_HELD]) counts[MOST_HELD] = counts[HELD];
 }
 
-/* Pass on what is due, the earliest first. With the lock. */
+/* Pass on due groups, the earliest first. The caller has the lock. */
 static void pass_due(void) {
   if (inside) return;
   inside = 1;
@@ -222,7 +222,7 @@ static void pass_due(void) {
     struct group *group = *first;
     *first = group->next;
     counts[HELD] -= group->num_signals;
-    uint64_t oldest = UINT64_MAX; /* of what stays behind */
+    uint64_t oldest = UINT64_MAX; /* of the groups still held */
     for (struct group *p = held_groups; p; p = p->next)
       if (p->ep == group->ep && p->oldest < oldest) oldest = p->oldest;
     for (struct signal *signal = group->signals; signal; signal = signal->next) {
@@ -235,20 +235,20 @@ static void pass_due(void) {
     pass_on(group);
     free(group);
   }
-  /* A put that has no signal, or several puts of one: what is there may go, and is still counted */
+  /* A put without a signal, or several puts with one: pass on the parts so far; the group stays open */
   for (struct group *group = open_groups; group; group = group->next)
     if (now() - group->since > OPEN_NS) pass_on(group);
   inside = 0;
 }
 
-/* Where the open group to an endpoint hangs, or is to hang */
+/* The link to the open group of an endpoint, or the end of the list */
 static struct group **open_to(void *ep) {
   struct group **p = &open_groups;
   while (*p && (*p)->ep != ep) p = &(*p)->next;
   return p;
 }
 
-/* NVSHMEM calls what lies in its heap memory of a GPU, and a single value the host's */
+/* NVSHMEM declares its heap as GPU memory, and a single value as host memory */
 static struct param of_heap(const struct param *param) {
   struct param own = *param;
   if (heap_memory == HOST_MEMORY) own.mask |= HAS_MEMORY_TYPE, own.memory_type = HOST_MEMORY;
@@ -257,7 +257,7 @@ static struct param of_heap(const struct param *param) {
 
 void *ucp_put_nbx(void *ep, const void *from, size_t bytes, uint64_t to, void *rkey, const struct param *param) {
   REAL(void *, "ucp_put_nbx", void *, const void *, size_t, uint64_t, void *, const struct param *);
-  if (inside || mode == PASS || (param->mask & HAS_USER_DATA)) { /* the latter: a single value, of a barrier */
+  if (inside || mode == PASS || (param->mask & HAS_USER_DATA)) { /* user data: a barrier's single value */
     struct param own = of_heap(param);
     return call(ep, from, bytes, to, rkey, &own);
   }
@@ -275,7 +275,7 @@ void *ucp_put_nbx(void *ep, const void *from, size_t bytes, uint64_t to, void *r
   *p = put;
   (*at)->num_puts++, (*at)->bytes += bytes;
   pthread_mutex_unlock(&lock);
-  return NULL; /* done, as NVSHMEM sees it: it asks by quiet only */
+  return NULL; /* complete for NVSHMEM, which polls in quiet only */
 }
 
 void *ucp_get_nbx(void *ep, void *to, size_t bytes, uint64_t from, void *rkey, const struct param *param) {
@@ -311,7 +311,7 @@ void *ucp_am_send_nbx(void *ep, unsigned id, const void *header, size_t header_l
   return held ? NULL : call(ep, id, header, header_length, data, length, param);
 }
 
-/* Of what is held there is nothing to order yet */
+/* Held messages need no fence yet */
 int ucp_worker_fence(void *worker) {
   REAL(int, "ucp_worker_fence", void *);
   pthread_mutex_lock(&lock);
@@ -322,7 +322,7 @@ int ucp_worker_fence(void *worker) {
 
 unsigned ucp_worker_progress(void *worker) {
   REAL(unsigned, "ucp_worker_progress", void *);
-  /* not: wait for the lock; UCX may call this itself, with a lock that a thread wants which has ours */
+  /* trylock, since UCX may call this with a lock of its own, for which the owner of our lock waits */
   if (!inside && !pthread_mutex_trylock(&lock)) {
     pass_due();
     pthread_mutex_unlock(&lock);
@@ -330,7 +330,7 @@ unsigned ucp_worker_progress(void *worker) {
   return call(worker);
 }
 
-/* quiet: all that was held arrives first, when it is due, and the puts of what is open. */
+/* quiet: first passes on all held groups, when they are due, and the puts of open ones */
 void *ucp_worker_flush_nbx(void *worker, const struct param *param) {
   REAL(void *, "ucp_worker_flush_nbx", void *, const struct param *);
   for (int holds = 1; holds;) {
@@ -352,7 +352,7 @@ int ucp_config_modify(void *config, const char *name, const char *value) {
   return call(config, name, transports && !strcmp(name, "TLS") ? transports : value);
 }
 
-/* Nodes */
+/* Names of nodes */
 
 int gethostname(char *name, size_t size) {
   struct utsname found;
@@ -370,7 +370,7 @@ int uname(struct utsname *found) {
   return result;
 }
 
-/* /name is /node-name: NVSHMEM gives a heap in host memory one fixed name */
+/* /name becomes /node-name: NVSHMEM's name of a heap in host memory is fixed */
 static const char *of_node(const char *name, char *made, size_t size) {
   const char *node = getenv("ALLSCAN_NODE");
   if (!node) return name;

@@ -1,9 +1,9 @@
-/* NVSHMEM's proxy for ranks without GPUs: puts with signals over UCX, as its UCX transport makes them (hostile.c says how).
+/* NVSHMEM's proxy for ranks without GPUs: sends puts with signals over UCX like NVSHMEM's UCX transport (see hostile.c).
 
    cc -shared -fPIC -I.../libucx/include -o libproxy.so proxy.c .../libucp.so.0 .../libucs.so.0 -lpthread
 
-   A rank asks by proxy_put_signal. Requests of up to SIDE_BY_SIDE such calls interleave, as those of a GPU's blocks do.
-   One thread makes them, and progress; it also applies the signals that arrive. */
+   A rank calls proxy_put_signal. Requests of up to SIDE_BY_SIDE such calls interleave, like those of a GPU's blocks.
+   One thread sends the requests, makes progress, and applies arriving signals. */
 #include <pthread.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -21,7 +21,7 @@ struct message {
   int operation;
   _Alignas(8) char flags[4];
 };
-struct place { /* of a rank, for the others */
+struct place { /* a rank's addresses, for its peers */
   uint64_t base, address_bytes, key_bytes;
   char address[ADDRESS], key[KEY];
 };
@@ -79,12 +79,12 @@ static ucs_status_t answer_came(void *argument, const void *header, size_t heade
 
 static void put(struct call *call) {
   ucp_request_param_t param = {.op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_MEMORY_TYPE, .cb.send = sent,
-                               .memory_type = UCS_MEMORY_TYPE_CUDA}; /* as NVSHMEM says */
+                               .memory_type = UCS_MEMORY_TYPE_CUDA}; /* as declared by NVSHMEM */
   check_request(ucp_put_nbx(endpoints[call->peer], call->from, call->bytes, bases[call->peer] + call->to, keys[call->peer],
                             &param));
 }
 static void send_signal(struct call *call) {
-  struct message *message = malloc(sizeof *message); /* NVSHMEM takes it of a pool */
+  struct message *message = malloc(sizeof *message); /* NVSHMEM has a pool */
   *message = (struct message){.size = 8, .value = call->value, .operation = SIGNAL_SET};
   message->address = (void *)(bases[call->peer] + call->signal);
   ucp_request_param_t param = {.op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_FLAGS, .cb.send = sent,
@@ -92,7 +92,7 @@ static void send_signal(struct call *call) {
   ucs_status_ptr_t request = ucp_am_send_nbx(endpoints[call->peer], SEND, NULL, 0, message, sizeof *message, &param);
   check_request(request);
   answers_awaited++;
-  if (!request) free(message); /* else it is lost: a test's */
+  if (!request) free(message); /* else leaked: tests are short */
 }
 
 static void step(void) {
@@ -139,7 +139,7 @@ static void *run(void *nothing) {
   return nothing;
 }
 
-/* What others need of this rank, whose memory this is */
+/* Register this rank's memory; fill place for its peers */
 void proxy_open(void *memory, uint64_t bytes, unsigned number, struct place *place) {
   ucp_config_t *config;
   check(ucp_config_read(NULL, NULL, &config), "config");
@@ -180,7 +180,7 @@ void proxy_connect(const struct place *places, int size) {
   check(pthread_create(&thread, NULL, run, NULL), "thread");
 }
 
-/* to, signal: where they lie in the peer's memory */
+/* to, signal: offsets in the peer's memory */
 void proxy_put_signal(uint64_t to, const void *from, uint64_t bytes, uint64_t signal, uint64_t value, int peer) {
   struct call *call = calloc(1, sizeof *call);
   *call = (struct call){.from = from, .bytes = bytes, .to = to, .signal = signal, .value = value, .peer = peer};

@@ -1,4 +1,4 @@
-/* Stands for UCX in tests of hostile.c: one process that sends to itself, at once, and keeps a list of what came.
+/* A stand-in for UCX in tests of hostile.c: one process sends to itself, immediately, and records the events.
    cc -shared -fPIC -Wl,-soname,libucp.so.0 -o libucp.so.0 stub_ucp.c */
 #include <stdint.h>
 #include <stdlib.h>
@@ -14,7 +14,7 @@ static char transports[64];
 
 static void *happens(uint64_t kind, uint64_t address, uint64_t value) {
   if (number < MOST) events[number++] = (struct event){kind, address, value};
-  return NULL; /* done at once */
+  return NULL; /* complete */
 }
 
 uint64_t stub_events(struct event *to) {
@@ -28,7 +28,7 @@ const char *stub_transports(void) { return transports; }
 void *ucp_put_nbx(void *ep, const void *from, size_t bytes, uint64_t to, void *rkey, const void *param) {
   (void)ep, (void)rkey;
   memcpy((void *)to, from, bytes);
-  return happens(PUT, to, *(const int *)((const char *)param + 48)); /* the type of memory */
+  return happens(PUT, to, *(const int *)((const char *)param + 48)); /* memory type */
 }
 void *ucp_get_nbx(void *ep, void *to, size_t bytes, uint64_t from, void *rkey, const void *param) {
   (void)ep, (void)rkey, (void)param;

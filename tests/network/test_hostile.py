@@ -1,4 +1,5 @@
-"""The hostile network's own logic, without UCX and without GPUs: what it holds back, in which order it passes it on."""
+"""The hostile network's logic, without UCX and without GPUs: which messages it holds back, and in which order it
+delivers."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ class Event(ctypes.Structure):
 
 
 class Wire:
-    """What NVSHMEM's transport would call, of one process that sends to itself."""
+    """Calls libhostile.so as NVSHMEM's transport does; one process sends to itself."""
 
     TILES, WORDS, DEPTH = 16, 8, 3
 
@@ -80,12 +81,12 @@ class Wire:
         )
 
     def post(self, tile, epoch, word=None):
-        """As NVSHMEM's proxy does a put with signal."""
+        """Send a put with signal, as NVSHMEM's proxy does."""
         self.post_together([(tile, epoch, word)])
 
     def post_together(self, posts, chance=None):
-        """The same of several blocks, whose requests come one by one, in an order that is drawn: a block's put, its
-        fence, its signal."""
+        """Send puts with signals of several blocks, whose requests come in a random order; each block sends its put,
+        fence, signal."""
         waiting = [[0, *post] for post in posts]
         while waiting:
             at = chance.randrange(len(waiting)) if chance else 0
@@ -108,19 +109,19 @@ class Wire:
         self.hostile.ucp_worker_flush_nbx(ctypes.c_void_p(WORKER), None)
 
     def events(self):
-        """What has come, and is forgotten then."""
+        """Return the events since the last call."""
         found = (Event * (1 << 16))()
         return [tuple(event) for event in found[: self.ucp.stub_events(found)]]
 
     def holds(self, tile, epoch):
-        """Whether the inbox has this tile of this epoch, wholly."""
+        """Return whether the inbox has the complete tile of this epoch."""
         at = self.slot(tile, epoch) * self.WORDS
         return set(self.inbox[at : at + self.WORDS]) == {epoch * 1000 + tile}
 
 
 @pytest.fixture(scope="session")
 def wires(tmp_path_factory):
-    """One of this process: a second library that asks for libucp.so.0 is given the first stub."""
+    """The only Wire of this process: a second library that loads libucp.so.0 would get the first stub."""
     return Wire(tmp_path_factory.mktemp("hostile"))
 
 
@@ -135,16 +136,16 @@ def wire(wires):
 
 
 def receive(wire, epochs, taken, word):
-    """Epochs of all tiles, as over a channel: depth slots, a credit by what was taken. How many tiles were wrong, or
-    never taken.
+    """Receive all epochs of all tiles as over a channel: depth slots, and a credit for each tile taken. Return the
+    number of tiles that were wrong, or never taken.
 
-    taken(seen, epoch): whether the receiver takes the tile; word(tile, epoch): where its arrival word lies.
+    taken(seen, epoch): whether the receiver takes the tile; word(tile, epoch): index of its arrival word.
     """
     wrong, next_sent, expected = 0, [1] * wire.TILES, [1] * wire.TILES
     before, chance = None, random.Random(0)
     while min(expected) <= epochs and not (wire.count("held") == 0 and before == expected):
         before = list(expected)
-        # launch by launch, whose blocks run at once, and each of which waits for the credit of its tile
+        # in order of launches; a launch's blocks run concurrently, and each waits for the credit of its tile
         ready = [t for t in range(wire.TILES) if next_sent[t] <= min(epochs, expected[t] + wire.DEPTH - 1)]
         wire.post_together([(t, next_sent[t], word(t, next_sent[t])) for t in ready], chance)
         next_sent = [epoch + (tile in ready) for tile, epoch in enumerate(next_sent)]
@@ -178,7 +179,8 @@ def test_pairs_overtake_each_other_and_no_signal_its_data(wire):
 
 
 def test_a_receiver_that_takes_a_later_epoch_fails_there(wire):
-    """The control: one arrival word a tile, and any epoch that is at least the expected one. In order it is right."""
+    """The control takes any epoch that is at least the expected one, with one arrival word a tile: right in order
+    only."""
 
     def word(tile, epoch):
         return tile
@@ -194,11 +196,11 @@ def test_a_receiver_that_takes_a_later_epoch_fails_there(wire):
         ctypes.memset(wire.arrived, 0, ctypes.sizeof(wire.arrived))
         return receive(wire, 60, later, word)
 
-    assert any(wrong() for _ in range(20))  # a machine that is busy may deliver 60 launches in order, not all of these
+    assert any(wrong() for _ in range(20))  # on a busy machine 60 launches may arrive in order, but not 20 times
 
 
 def test_requests_of_several_blocks(wire):
-    """Two puts, then their signals the other way round: neither passes before both puts have."""
+    """Two puts precede their signals, which come in reverse order: neither signal passes before both puts."""
     wire.set("stall", 20_000_000)
     for tile in (1, 2):
         wire.fill(tile, 1)
@@ -213,7 +215,7 @@ def test_requests_of_several_blocks(wire):
 
 
 def test_a_put_without_a_signal_arrives(wire):
-    """And its endpoint goes on, without being held back longer than a moment."""
+    """Its endpoint delivers later messages after a short delay."""
     wire.set("reorder", 1000)
     wire.fill(0, 1)
     wire.put(0, 1)
@@ -222,7 +224,7 @@ def test_a_put_without_a_signal_arrives(wire):
     while not wire.arrived[wire.slot(1, 1)] and time.monotonic() < deadline:
         wire.progress()
     assert wire.holds(0, 1) and wire.holds(1, 1)
-    wire.signal(ctypes.addressof(wire.arrived), 1)  # for the tests behind this one
+    wire.signal(ctypes.addressof(wire.arrived), 1)  # reset for later tests
     wire.flush()
 
 
@@ -260,7 +262,7 @@ def test_a_stall_ends_and_quiet_waits_for_it(wire):
 
 
 def test_never_delivered(wire):
-    """NVSHMEM still hears an answer to each of its messages, or its own end would wait for ever."""
+    """NVSHMEM still gets a completion for each of its messages; without it its own shutdown would wait for ever."""
     before = wire.count("lost")
     wire.set("never")
     wire.post(1, 1)
@@ -282,7 +284,7 @@ def test_what_is_no_pair_passes_at_once(wire):
     assert [kind for kind, _, _ in wire.events()] == [MESSAGE] and wire.count("held") == 0
     wire.flush()
     assert [kind for kind, _, _ in wire.events()] == [PUT, FLUSH]
-    wire.signal(ctypes.addressof(wire.arrived), 7)  # late, but as it has to be
+    wire.signal(ctypes.addressof(wire.arrived), 7)  # late, in the required order
     wire.flush()
     assert [kind for kind, _, _ in wire.events()] == [SIGNAL, FLUSH] and wire.arrived[0] == 7
 

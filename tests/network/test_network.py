@@ -1,5 +1,5 @@
-"""What goes over NVSHMEM's remote transport: UCX over TCP on the loopback of one host, with a hostile network between.
-``make test-network``. Right and bounded is what these tests look at: time over a loopback says nothing."""
+"""NVSHMEM's remote transport: UCX over TCP on one host's loopback, through a hostile network. ``make test-network``.
+These tests check results and bounded waits: times over a loopback mean nothing."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from support.scans import ScanCase, gradient_case, scan_case
 from support.values import error, inputs, late
 
 pytestmark = pytest.mark.network
-REORDER = "reorder", 200_000  # ns that a put is late, at most
+REORDER = "reorder", 200_000  # a put's largest delay in ns
 IN_ORDER = "bandwidth", 1 << 40
-TWO_NODES = {"NVSHMEM_DISABLE_P2P": "1"}  # of one GPU each, as NVSHMEM is to see it
+TWO_NODES = {"NVSHMEM_DISABLE_P2P": "1"}  # NVSHMEM then sees nodes of one GPU each
 
 
 class Network:
-    """Ranks on two GPUs whose NVSHMEM reaches others by UCX only. names: of the node of each rank; None: of one host,
-    whose GPUs do not map each other. heap: in which memory NVSHMEM's lies, "host" or "gpu"."""
+    """Ranks on two GPUs whose NVSHMEM reaches other ranks by UCX only. names: each rank's node; None: one host, whose
+    GPUs do not map each other. heap: the memory of NVSHMEM's heap, "host" or "gpu"."""
 
     def __init__(self, folder, names=None, size=2, heap="host"):
         self.folder, self.size = str(folder), size
@@ -46,8 +46,8 @@ class Network:
             assert self.ranks.run(network.enter_node, names) == names
 
     def run(self, function, *arguments, behaves=REORDER, payload=0, timeout=100.0):
-        """function(group, *arguments) on all ranks, over a network that ``behaves`` so: (results by rank, what the
-        network has counted meanwhile). What it has passed on went through lo, ``payload`` bytes at least."""
+        """Return (results by rank, increases of the network's counters) of function(group, *arguments) on all ranks,
+        over a network with behaviour ``behaves``. At least ``payload`` bytes must go through lo."""
         before = self.ranks.run(network.behave, *behaves)
         start = network.loopback_bytes()
         found = self.ranks.run(on_first, self.size, function, *arguments, timeout=timeout)
@@ -72,7 +72,7 @@ def skip_without(heap):
 
 @pytest.fixture(scope="session")
 def two(tmp_path_factory):
-    """networks(heap): one of two ranks, which the tests share until one of them fails."""
+    """networks(heap): a network of two ranks, shared by tests until one fails."""
     made = {}
 
     def networks(heap="host"):
@@ -89,8 +89,8 @@ def two(tmp_path_factory):
 
 @pytest.fixture
 def over(two):
-    """over(function, *arguments, heap=..., behaves=...): Network.run of two ranks. After a failure others take their
-    place."""
+    """over(function, *arguments, heap=..., behaves=...): Network.run of two ranks. After a failure new ranks replace
+    them."""
 
     def run(*arguments, heap="host", **options):
         one = two(heap)
@@ -106,7 +106,7 @@ def over(two):
 
 @pytest.fixture
 def fresh_network(tmp_path):
-    """fresh_network(names, size, heap): ranks of their own."""
+    """fresh_network(names, size, heap): new ranks."""
     made = []
 
     def start(names=None, size=2, heap="host"):
@@ -129,7 +129,7 @@ def transport_case(group, epochs):
 
 @pytest.mark.parametrize("behaves", [("pass", 0), IN_ORDER, REORDER], ids=lambda x: x[0])
 def test_scans_over_tcp_alone(two, over, behaves):
-    """300 scans of which no rank maps another, and what UCX says that they went over."""
+    """No rank maps another in 300 scans; UCX's log names their transport."""
     scans = 2 * (50 if behaves[0] == "pass" else 150)
     found, counted = over(transport_case, scans // 2, behaves=behaves, payload=scans * 4 * 16 * 32 * 4)
     assert max(found) < 1e-6
@@ -163,7 +163,7 @@ def test_1000_epochs_of_zigzag(over):
 
 
 def many_tiles_case(group, rounds):
-    """1 MiB states, back to back in both directions: several epochs of hundreds of tiles are under way at once."""
+    """Scan 1 MiB states back to back in both directions: hundreds of tiles of several epochs are in flight."""
     with allscan.Communicator(group) as comm:
         scan, worst = allscan.AllScan(comm, (16, 128, 128), depth=3), 0.0
         generator = torch.Generator(comm.device).manual_seed(0)
@@ -240,13 +240,13 @@ def test_what_is_never_delivered_is_a_time_out(over):
 
 @pytest.mark.parametrize("behaves", [IN_ORDER, ("reorder", 3_000_000)], ids=lambda x: x[0])
 def test_the_control(fresh_network, behaves):
-    """A receiver that takes any later epoch is right over this network in order, and wrong where puts overtake."""
+    """A receiver that takes any later epoch is right with delivery in order, and wrong where puts overtake."""
     right, _ = fresh_network().run(control_case, 60, behaves=behaves)
     assert all(right) == (behaves == IN_ORDER)
 
 
 def nodes_case(group, wanted, algorithm, epochs):
-    """The largest error over nodes that are found by their names. What the links of this rank are."""
+    """Return the largest error over nodes found by their names; check the types of this rank's links."""
     with allscan.Communicator(group, timeout=60) as comm:
         assert comm.nodes == wanted, comm.nodes
         scan = allscan.AllScan(comm, (2, 8, 16), algorithm=algorithm, tile=(8, 16), max_ctas=8)
@@ -265,7 +265,7 @@ def nodes_case(group, wanted, algorithm, epochs):
 @pytest.mark.parametrize("algorithm", ["chain", "rails", "recursive_doubling"])
 @pytest.mark.parametrize("nodes", [(1, 1), (1, 1, 1, 1), (2, 2), (4, 4), (2, 2, 2, 2)], ids=str)
 def test_nodes_by_their_names(fresh_network, nodes, algorithm):
-    """Ranks share GPUs where there are fewer: contexts are then time-sliced, and a hop takes milliseconds."""
+    """With fewer GPUs ranks share them: contexts are then time-sliced, and a hop takes milliseconds."""
     names = [f"node{n}-{os.getpid()}" for n, members in enumerate(nodes) for _ in range(members)]
     found, _ = fresh_network(names, len(names)).run(nodes_case, nodes, algorithm, 100, timeout=200)
     assert max(found) < 1e-6
@@ -281,7 +281,7 @@ def test_memory_of_the_heap(over, heap):
 
 @pytest.mark.parametrize("behaves", [IN_ORDER, REORDER], ids=lambda x: x[0])
 def test_gpu_heap_scans(two, over, behaves):
-    """300 scans whose states UCX copies out of and into GPU memory, and whose signals the driver writes."""
+    """UCX copies the states of 300 scans out of and into GPU memory; the driver writes their signals."""
     signals = sum(two("gpu").ranks.run(network.gpu_heap_signals))
     found, counted = over(transport_case, 150, heap="gpu", behaves=behaves, payload=300 * 4 * 16 * 32 * 4)
     assert max(found) < 1e-6
@@ -304,7 +304,7 @@ def test_gpu_heap_with_a_straggler(over, kind, waits):
 
 
 def test_gpu_heap_of_nodes_of_two(fresh_network):
-    """Inside of a node a rank then stores to the memory of the other GPU, by NVLink where that connects them."""
+    """Inside of a node a rank stores to the other GPU's memory, by NVLink if that connects them."""
     names = [f"node{n}-{os.getpid()}" for n in (0, 0, 1, 1)]
     network_of_four = fresh_network(names, 4, "gpu")
     found, _ = network_of_four.run(memory_of_heaps_case, behaves=("pass", 0))

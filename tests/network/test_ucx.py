@@ -1,5 +1,5 @@
-"""Kernels in Triton's interpreter whose puts go over UCX and TCP, with the hostile network between: without GPUs, but
-with the wheel libucx-cu13."""
+"""Kernels in Triton's interpreter with puts over UCX and TCP, through the hostile network: without GPUs, but with the
+wheel libucx-cu13."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ pytestmark = [
     pytest.mark.skipif(not network.compiler(), reason="needs a C compiler, cc"),
     pytest.mark.skipif(not network.ucx_folder(), reason="needs UCX: pip install libucx-cu13 (or -cu12)"),
 ]
-REORDER = "reorder", 3_000_000  # ns that a put is late, at most
+REORDER = "reorder", 3_000_000  # a put's largest delay in ns
 IN_ORDER = "bandwidth", 1 << 40
 
 
 class Network:
-    """Ranks of several nodes. [node]: how many it has; heap: "host", or "gpu", of a GPU that is made up."""
+    """Ranks of several nodes. nodes: ranks of each; heap: "host", or "gpu" for a mocked GPU's."""
 
     def __init__(self, folder, nodes, heap="host"):
         self.nodes, self.folder = nodes, str(folder)
@@ -37,7 +37,7 @@ class Network:
         assert all(self.ranks.run(ucx_network.enter, numbers, ucx_network.variables(self.folder, heap)))
 
     def run(self, function, *arguments, behaves=REORDER, timeout=120.0):
-        """(Results by rank, what the network has counted meanwhile), which went through lo."""
+        """Return (results by rank, increases of the network's counters); all traffic went through lo."""
         before = self.ranks.run(network.behave, *behaves)
         start = network.loopback_bytes()
         found = self.ranks.run(on_first, sum(self.nodes), function, *arguments, timeout=timeout)
@@ -52,7 +52,7 @@ class Network:
 
 @pytest.fixture
 def over(tmp_path):
-    """over(nodes, heap): a Network of them."""
+    """over(nodes, heap): a Network."""
     made = []
 
     def start(nodes, heap="host"):
@@ -66,7 +66,7 @@ def over(tmp_path):
 
 
 def nodes_case(group, nodes, algorithm, epochs, depth=3):
-    """The largest error; in every other epoch in the other direction, and with stragglers."""
+    """Return the largest error; directions alternate between epochs, with stragglers."""
     with allscan.Communicator(group, nodes=nodes, timeout=60) as comm:
         scan = allscan.AllScan(comm, (4, 8, 16), depth=depth, algorithm=algorithm, tile=(2, 16))
         worst = 0.0
@@ -84,7 +84,7 @@ def nodes_case(group, nodes, algorithm, epochs, depth=3):
 def test_nodes(over, nodes, algorithm):
     found, counted = over(nodes).run(nodes_case, nodes, algorithm, 12, behaves=("reorder", 20_000_000))
     assert max(found) < 1e-6
-    # of four owners each has a part so small that little of it is under way at once
+    # each of four owners has a small part, with few puts in flight
     assert counted["overtakings"] > 12 or (nodes, algorithm) == ((4, 4), "rails"), counted
 
 
@@ -96,7 +96,7 @@ def test_depths(over, depth):
 
 
 def back_to_back_case(group, rounds):
-    """Many tiles of several epochs under way at once; sums of whole numbers, which are exact."""
+    """Keep many tiles of several epochs in flight; sums of integers are exact."""
     with allscan.Communicator(group, timeout=60) as comm:
         scan, wrong = allscan.AllScan(comm, (8, 8, 16), depth=3, tile=(8, 16), protocol="put"), 0
         pattern = torch.arange(scan.shape[0] * 128.0).view(scan.shape)
@@ -114,12 +114,12 @@ def test_a_thousand_overtakings(over):
 
 @pytest.mark.parametrize("behaves, right", [(IN_ORDER, True), (("reorder", 100_000_000), False)], ids=str)
 def test_a_receiver_that_takes_any_later_epoch(over, behaves, right):
-    """The control, which is wrong where puts overtake each other."""
+    """The control is wrong where puts overtake each other."""
     assert all(over((1, 1)).run(control_case, 30, behaves=behaves)[0]) == right
 
 
 def transition_case(group, epochs):
-    """Dense transitions; the largest error."""
+    """Return the largest error with dense transitions."""
     with allscan.Communicator(group) as comm:
         worst = 0.0
         for epoch in range(epochs):
@@ -133,7 +133,7 @@ def transition_case(group, epochs):
 
 
 def zigzag_case(group, epochs):
-    """Two states a rank; the largest error."""
+    """Return the largest error with two states a rank."""
     with allscan.Communicator(group) as comm:
         places, worst = (comm.rank, 2 * comm.size - 1 - comm.rank), 0.0
         for epoch in range(epochs):
@@ -146,7 +146,7 @@ def zigzag_case(group, epochs):
 
 
 def test_operators_and_faults(over):
-    """One after the other, on the same ranks."""
+    """In sequence, on the same ranks."""
     one = over((1, 1))
     for reverse in (False, True):
         case = ScanCase((3, 5, 7), (3, 5), reverse, initial=True, epochs=8, special=True, most_ms=2)
@@ -170,7 +170,7 @@ def test_operators_and_faults(over):
 
 
 def test_a_stall_and_what_is_lost(over):
-    """close() returns after delivery; what never comes is a time-out that names who sends."""
+    """close() returns after delivery; for a lost message the time-out names its sender."""
     one = over((1, 1))
     for seconds, held, right in one.run(stall_case, 2.0, behaves=IN_ORDER)[0]:
         assert 1.5 < seconds < 20 and held == 0 and right
@@ -181,7 +181,7 @@ def test_a_stall_and_what_is_lost(over):
 @pytest.mark.skipif(bool(network.missing_for_gpu_heap()), reason=str(network.missing_for_gpu_heap()))
 @pytest.mark.parametrize("nodes", [(1, 1), (2, 2)], ids=str)
 def test_gpu_heap(over, nodes):
-    """The CPU does not reach the heap: UCX's cuda_copy and gpu_heap.c bring everything, by the driver."""
+    """The CPU cannot access the heap: UCX's cuda_copy and gpu_heap.c copy everything through the driver."""
     one = over(nodes, "gpu")
     for algorithm in ("chain", "rails"):
         found, counted = one.run(nodes_case, nodes, algorithm, 12, behaves=("reorder", 20_000_000))
