@@ -1,4 +1,5 @@
-"""Arguments that all ranks must have alike, and gates that kernels cannot take: named on every rank before a launch."""
+"""Arguments that must be equal on all ranks, and gates outside of the kernels' range: every rank raises before a
+launch."""
 
 from __future__ import annotations
 
@@ -68,7 +69,7 @@ def neighbours(comm, x, g, n=2, **options):
 
 
 def kinds(comm, x, g, kind):
-    """As many words a token in all, of other types and widths."""
+    """Return calls with equally many words a token, in other dtypes and widths."""
     words = x.flatten(2)
     wide, narrow = words[..., :20], words[..., 20:].contiguous()
     return {
@@ -128,8 +129,8 @@ def no_communicators():
 @pytest.mark.parametrize("kind", ["ProcessGroup", "DeviceMesh", "None", "type", "int"])
 @pytest.mark.parametrize("name", TAKE_A_COMMUNICATOR)
 def test_something_else_in_place_of_a_communicator(no_communicators, name, kind):
-    """A process group, a mesh, None, the class: a TypeError that says what to make of it. None makes a model of an
-    integration an ordinary one again."""
+    """A process group, a mesh, None or the class raises a TypeError that names the right call. None turns a model of an
+    integration back into an ordinary one."""
     if kind == "None" and name in ("fla", "transformers", "megatron"):
         return
     with pytest.raises(TypeError, match=rf"comm must be a Communicator, got (a )?{kind}.*allscan.Communicator\("):
@@ -150,8 +151,8 @@ def test_all_functions_that_take_a_communicator_are_looked_at():
 A = torch.zeros(H)
 RAW = dict(use_gate_in_kernel=True, A_log=A)
 PACKED = dict(cu_seqlens=[0, 3, 2 * T])
-# (the call, what the argument is called, options of the others, options of the last rank): results of all ranks would
-# be wrong, and no tensor's shape or type shows it
+# (call, name of the argument, options of other ranks, options of the last rank). These differences would make results
+# of all ranks wrong, and change no tensor's shape or dtype.
 DIFFER = [
     (gla, "scale", {}, dict(scale=0.5)),
     (gla, "scale", dict(scale=0.5, **PACKED), dict(scale=0.25, **PACKED)),
@@ -210,12 +211,12 @@ def differ_case(group, i):
 
 
 def host(*values):
-    """A case that shows what the host does, alike on GPUs, where other cases of the test run."""
+    """Mark a case of the host's behaviour as CPU-only; GPUs run other cases of the test."""
     return pytest.param(*values, marks=pytest.mark.cpu)
 
 
 def first_of_each_call(i):
-    """Whether the case is the first of its call, or of a tensor on the device."""
+    """Return whether the case is the first of its call, or has a tensor on the device."""
     call, name, *_ = DIFFER[i]
     return call not in [case[0] for case in DIFFER[:i]] or name == "use_gate_in_kernel"
 
@@ -226,8 +227,8 @@ def first_of_each_call(i):
     ids=[f"{call.__name__}-{name}" for call, name, *_ in DIFFER],
 )
 def test_what_must_be_alike(run, i):
-    """An argument that one rank has otherwise: named, with its values and who has them, on every rank, and nothing is
-    launched; then both ways of calling work."""
+    """If an argument differs between ranks, every rank names it with the values of each rank, and nothing is launched;
+    afterwards both variants of the call work."""
     name = DIFFER[i][1]
     for found, launched in run(2, differ_case, i):
         assert not launched and found is not None and found[0] == "ValueError", (found, launched)
@@ -235,7 +236,7 @@ def test_what_must_be_alike(run, i):
 
 
 def may_differ_case(group):
-    """What a rank may choose for itself changes nothing on the others."""
+    """Arguments that may differ between ranks have no effect on other ranks."""
     import_fla(models=False)
     with allscan.Communicator(group, timeout=5.0) as comm:
         x, g = tensors(comm)
@@ -266,7 +267,7 @@ def test_what_a_rank_may_choose(run):
 
 
 def later_case(group, call, debug):
-    """At a later call one rank has another scale: nobody waits, and no rank goes on as if nothing were."""
+    """At a later call one rank has another scale: no rank waits for ever or continues with wrong results."""
     with allscan.Communicator(group, timeout=5.0, debug=debug) as comm:
         x, g = tensors(comm)
         for _ in range(2):
@@ -289,7 +290,7 @@ def test_another_scale_at_a_later_call(run, debug):
 
 
 def many_scales_case(group):
-    """More different scales than a communicator keeps: forgotten on all ranks at the same call."""
+    """Use more scales than a communicator caches: all ranks evict them at the same call."""
     with allscan.Communicator(group, timeout=5.0) as comm:
         x, g = tensors(comm, 2)
         expected, _ = gla(comm, x, g, scale=1.0)
@@ -343,7 +344,7 @@ ON_GPUS_TOO = (
 
 
 def gates_case(group, call, value, how, debug):
-    """What the ranks hear where the last alone has such a gate: at a first call; in debug mode at a later one, too."""
+    """Return errors where only the last rank has such a gate: at a first call; in debug mode at a later one, too."""
     if call in (kda, gdn):
         import_fla(models=False)
     with allscan.Communicator(group, timeout=5.0, debug=debug) as comm:
@@ -351,7 +352,7 @@ def gates_case(group, call, value, how, debug):
         bad = g.clone()
         if comm.rank == comm.size - 1:
             bad[:, 0 if call is ssd else 5] = value
-        if call is ssd:  # its gates are A, positive ones too
+        if call is ssd:  # its gates are A, which may be positive
 
             def call(comm, x, g, **options):
                 return allscan.zeco_ssd(x, x[..., 0].abs(), g[0, 0, :, 0], x, x, 4, comm=comm, **options)
@@ -374,8 +375,8 @@ def gates_case(group, call, value, how, debug):
     ],
 )
 def test_gates_that_are_rejected(run, name, call, how, debug):
-    """Gates that kernels make NaN or noise of, in every operator that has any; zeco_gla and chunk
-    kernels of our own are exact for strong ones."""
+    """Gates for which kernels return NaN or noise are rejected by every operator with gates; zeco_gla and our own chunk
+    kernels are exact for strong ones."""
     value, words = BAD[name]
     if call in (gla, own_kda, own_gdn) and name[0] == "-":
         for found in run(2, gates_case, call, value, how, debug):
@@ -387,7 +388,7 @@ def test_gates_that_are_rejected(run, name, call, how, debug):
 
 
 def made_gates_case(group):
-    """Gates that the operator makes itself: of raw ones, and dt * A."""
+    """Return errors for gates that the operator computes: from raw ones, and dt * A."""
     import_fla(models=False)
     with allscan.Communicator(group, timeout=5.0) as comm:
         x, g = tensors(comm)
@@ -406,8 +407,8 @@ def test_gates_that_operators_make(run):
 
 
 def nan_case(group, call):
-    """What debug mode says of NaN in results and gradients, on the rank that has it and on the others; other calls
-    go on."""
+    """Return debug mode's errors for NaN in results and gradients on the rank that has them and on the others; other
+    calls go on."""
     if call in (kda, gdn):
         import_fla(models=False)
     with allscan.Communicator(group, timeout=5.0, debug=True) as comm:
@@ -439,7 +440,7 @@ def test_debug_mode_looks_for_nan(run, call):
 
 
 def documented(title):
-    """The rows of a table of docs/delta.md, by what stands in its head."""
+    """Return the rows of a table of docs/delta.md, found by its header."""
     with open(os.path.join(ROOT, "docs", "delta.md"), encoding="utf-8") as file:
         (table,) = (part for part in file.read().split("\n\n") if part.startswith(f"| {title} |"))
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
@@ -460,16 +461,16 @@ def strong_case(group, rule, strength):
 @pytest.mark.parametrize("rule", ["kda", "gated_delta_rule"])
 @pytest.mark.parametrize("strength", ["-1e2", "-1e3", "-1e4", "-1e5"])
 def test_the_errors_of_strong_gates_are_documented(run, rule, strength):
-    """Largest errors of results and gradients, over the largest value: no more than the documentation says, which says
-    no more than three times as much."""
+    """The largest errors of results and gradients, relative to the largest value, are at most the documented ones and
+    at least a third of these."""
     figure = documented("gates of")[strength][rule != "kda"]
     [errors] = run(1, strong_case, rule, float(strength))
     assert figure / 3 < max(errors.values()) <= figure, errors
 
 
 def large_state_case(group, rule):
-    """(largest state, largest output, whether all outputs are finite) of float16 inputs, with a state that float16
-    holds, and with one that it does not."""
+    """Return (largest state, largest output, whether all outputs are finite) for float16 inputs, with a state inside
+    and one outside of float16's range."""
     import_fla(models=False)
     with allscan.Communicator(group) as comm:
         answers = []
@@ -485,7 +486,8 @@ def large_state_case(group, rule):
 @pytest.mark.cpu
 @pytest.mark.parametrize("rule", ["kda", "gated_delta_rule"])
 def test_large_states_of_float16_inputs(run, rule):
-    """As documented: what inputs and outputs are is finite in float16, and results are not once the state is not."""
+    """As documented: inputs and outputs are within float16's range, and results are not finite if the state exceeds
+    it."""
     [(small, large)] = run(1, large_state_case, rule)
     assert small[0] < 65504 < large[0] and max(small[1], large[1]) < 65504
     assert small[2] and not large[2]
@@ -495,7 +497,7 @@ def test_large_states_of_float16_inputs(run, rule):
 
 
 def moved_case(group, which):
-    """Calls of to_zigzag that differ: at a first call all raise; at a later one all end within the bounded time."""
+    """Differing calls of to_zigzag: at a first call all ranks raise; at a later one all return within the time-out."""
     with allscan.Communicator(group, timeout=3.0) as comm:
         odd = comm.rank == comm.size - 1
         x = torch.arange(2.0 * 3 * T, device=comm.device).view(2, T, 3) + comm.rank
@@ -536,7 +538,8 @@ def later_move_case():
 
 @pytest.mark.cpu
 def test_a_later_move_that_differs(fresh):
-    """With other tokens on one rank than before: no rank returns, and none waits longer than the time-out."""
+    """With another number of tokens on one rank than before, no rank returns a result or waits longer than the
+    time-out."""
     known, new = fresh(2).run(later_move_case, timeout=60.0)
     assert known[0] == "AllScanOutOfStep" and "waited 2 s" in known[1], known
     assert new[0] == "AllScanRejected" and "rank 0 has rejected this call" in new[1], new
@@ -559,8 +562,8 @@ def test_compiled_moves(run, size):
 
 
 def captured_case(group):
-    """Gates are not looked at in a capture, in which nobody may wait for the GPU: a first call there says so, and in
-    debug mode a captured call is right."""
+    """A capture does not check gates, since the host must not wait for the GPU: a first call in it raises, and in debug
+    mode a captured call is right."""
     with allscan.Communicator(group, timeout=5.0) as comm:
         x, g = tensors(comm)
         graph = torch.cuda.CUDAGraph()
@@ -584,7 +587,8 @@ def test_gates_in_a_capture(run, size=2):
 
 
 def alone_case(group):
-    """What arguments that go with others raise without these, behind a right call with which nothing else differs."""
+    """Return errors of arguments without the arguments that they need, after a right call that differs in nothing
+    else."""
     with allscan.Communicator(group) as comm:
         x = torch.ones(1, 4, 1, 16, device=comm.device)
         beta = torch.ones(1, 4, 1, device=comm.device)
@@ -608,7 +612,7 @@ def alone_case(group):
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_arguments_that_go_with_others(run, size):
-    """A ValueError that says what is missing, in place of an argument without an effect."""
+    """A missing argument raises a ValueError that names it; otherwise the given argument would have no effect."""
     for found in run(size, alone_case):
         said = dict.fromkeys(("zeco_gla", "halo", "zeco_ssd", "zeco_kda"), "first_token needs cu_seqlens")
         said |= dict(lower_bound="use_gate_in_kernel=True", Communicator="pass comm.group", ring="algorithm must be")

@@ -1,4 +1,4 @@
-"""torch.compile leaves out, merges, moves and repeats no call: the other ranks count them."""
+"""torch.compile drops, merges, reorders and repeats no call, since other ranks count calls."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CASES = [  # operator, layout
 
 
 def call(comm, name, layout, x):
-    """Of [1, 8, 1, 16] the same."""
+    """Return a result of shape [1, 8, 1, 16] of the operator."""
     if name == "allscan":
         return allscan.allscan(x, 0.5, comm=comm)
     if name == "halo":
@@ -46,8 +46,8 @@ def call(comm, name, layout, x):
 
 
 def operator_case(group, name, layout, backend):
-    """For programs of which rank 0 ignores results, makes equal calls, and repeats calls in backward: (error of results
-    and gradients of the compiled program, its forward and backward calls, those expected)."""
+    """On rank 0 programs ignore results, make equal calls, and repeat calls in backward. Return (error of results and
+    gradients of the compiled program, its forward and backward calls, expected calls)."""
     if name in ("zeco_kda", "zeco_gated_delta_rule"):
         import_fla(False)
     answers = []
@@ -97,26 +97,26 @@ def operator_case(group, name, layout, backend):
 
 @pytest.mark.parametrize("name, layout", CASES)
 def test_every_call_is_made_once(run, name, layout):
-    """Kind: calls whose results a rank does not use, that are equal on a rank, or that lie in a region which is to be
-    computed again (torch.utils.checkpoint, memory budgets), forward and backward."""
+    """Covers calls whose results a rank does not use, equal calls on a rank, and calls in a recomputed region
+    (torch.utils.checkpoint, memory budgets), forward and backward."""
     backend = backend_of_gpus()
-    # fla multiplies float32 as TF32 for KDA on GPUs: an input whose last bit differs, as that of inductor's sine, may
-    # change results by some of its steps of 2**-11. A call in the place of another changes them by about 1
+    # fla multiplies float32 as TF32 for KDA on GPUs: an input with another last bit, as from inductor's sine, may
+    # change results by some steps of 2**-11. Another call's result would differ by about 1
     limit = 1e-2 if name == "zeco_kda" and torch.cuda.is_available() else 1e-5
     for of_rank in run(2, operator_case, name, layout, backend):
         for worst, made, expected in of_rank:
             assert worst < limit and made == expected, of_rank
 
 
-# Of an operator that writes its calls down, in one process
+# An operator that logs its calls, in one process
 
 
 LOG: list[int] = []
 
 
 def final_case(group, layout):
-    """Largest difference between gradients of a compiled function and of the same as it is. Rank 1 does not use the
-    final state that all have."""
+    """Return the largest difference between gradients of a compiled function and of the eager one. All ranks get the
+    final state; rank 1 does not use it."""
     with allscan.Communicator(group) as comm:
         given = [torch.randn(1, 8, 2, 16) for _ in range(3)]
         given.append(-given[0].abs())
@@ -138,7 +138,7 @@ def test_final_states_on_every_rank(run, layout, size=2):
 
 
 def toy_forward(x: torch.Tensor, number: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of an operator that doubles x: the number of each call comes into LOG, minus the number of a backward."""
+    """Double x; append the call's number to LOG (backward appends it with a minus sign)."""
     LOG.append(number)
     return 2 * x, x.new_zeros(1, dtype=torch.int64)
 
@@ -199,7 +199,7 @@ def pair(x):
     return (toy(x.sin(), 1).cos() + toy(x.exp(), 2).sin()).tanh()
 
 
-def pairs(x):  # whose backward calls inductor orders by the memory that they need, if it may
+def pairs(x):  # inductor would order backward calls by their memory use
     for _ in range(2):
         x = checkpoint(pair, x, use_reentrant=False)
     return toy(x, 7).sum()
@@ -251,7 +251,7 @@ def value_and_gradient(function, gradients):
     "backend, budget", [("aot_eager", 1.0), ("aot_eager", 0.5), ("aot_eager", 0.0), ("inductor", 1.0)]
 )
 def test_order(backend, budget, gradients):
-    """Kind: calls that share no data, which a compiler may put in another order."""
+    """A compiler keeps the order of calls that share no data."""
     for program, expected in TOYS if backend == "aot_eager" else [TOYS[gradients]]:
         torch._dynamo.reset()
         wanted = value_and_gradient(program, gradients)
@@ -284,7 +284,7 @@ def test_what_torch_does_not_order_is_rejected(function):
 
 
 def cached_case(older):
-    """The calls of a compiled function without gradients; ``older``: by an operator without an effect."""
+    """Return the calls of a compiled function without gradients; ``older``: of an operator without an effect."""
     function = toy
     if older:
         library_operator = torch.library.custom_op(
@@ -295,7 +295,7 @@ def cached_case(older):
 
     def program(x):
         function(x, 1)
-        return function(x, 2)  # no kernel of inductor's own, which a C++ compiler would take long for
+        return function(x, 2)  # needs no kernel of inductor's own: a C++ compiler is slow
 
     torch.compile(program, fullgraph=True)(torch.ones(4))
     return LOG
@@ -303,7 +303,8 @@ def cached_case(older):
 
 @pytest.mark.cpu
 def test_graphs_of_an_older_version_in_the_cache(tmp_path):
-    """Kind: what torch has kept on disk of operators with the same name, and other effects, arguments or results."""
+    """torch's cache on disk has operators of the same name with other effects, arguments or results: they are not
+    used."""
     for older, expected in ((True, [2]), (False, [1, 2]), (False, [1, 2])):
         with mock.patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=str(tmp_path)):
             with multiprocessing.get_context("spawn").Pool(1) as pool:

@@ -1,4 +1,4 @@
-"""Ranks with few tokens or none at a later batch, which no other rank knows of, in every operator."""
+"""Ranks with few tokens or none at a later batch, unknown to the other ranks, in every operator."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ REFERENCES = {
     "zeco_gated_delta_rule": delta_reference,
     "zeco_ssd": ssd_reference,
 }
-# Tokens of each rank at one batch after the other, and where packed sequences have a boundary
+# For each batch: tokens of each rank, and a boundary of packed sequences
 BATCHES = [
     ((8, 8, 8, 8), 5),
     ((8, 2, 8, 1), 9),
@@ -35,7 +35,7 @@ BATCHES = [
 ]
 IN_ZIGZAG = [((8,) * 4, 5), ((0,) * 4, 0), ((2,) * 4, 1)]
 DOCUMENTS = [((), (0, 0, 5, 7, 12)), ((), (0, 0, 0, 0, 0)), ((), (0, 1, 1, 2, 3))]  # cu_seqlens over 2P
-SHARED = "A", "D", "initial_state", "initial_states"  # arguments that are not of tokens
+SHARED = "A", "D", "initial_state", "initial_states"  # arguments without a dimension of tokens
 
 
 def drawn(name, batch, total, sequences):
@@ -76,8 +76,8 @@ def called(name, given, final, **where):
 
 
 def few_case(group, name, batches, packed, layout):
-    """Largest error at each batch, of outputs, states and gradients. In turns without states, with them, and with them
-    on every rank, of which every second uses them."""
+    """Return the largest error of outputs, states and gradients for each batch: in turns without states, with final
+    states, and with them on every rank, where every second rank uses them."""
     if name in ("zeco_kda", "zeco_gated_delta_rule"):
         import_fla(models=False)
     with allscan.Communicator(group, timeout=60) as comm:
@@ -152,12 +152,12 @@ def test_zigzag(run, name, packed, size=2):
 @pytest.mark.cpu
 @pytest.mark.parametrize("name, size", [*zip(REFERENCES, (3, 2, 1, 4))])
 def test_cut_documents(run, name, size):
-    """Documents that are cut each, of no tokens, of one for each piece, and none at all; with states and without."""
+    """Sharded documents, with no tokens, with one a piece, and no documents; with states and without."""
     check(run(size, few_case, name, DOCUMENTS, True, "documents"))
 
 
 def halo_case(group, n, batches, reverse, packed, layout):
-    """halo() of a tuple, of what integers and floats with special values there are: as they are; and its gradient."""
+    """halo() of a tuple of floats and integers of any bits sends them unchanged; its gradient is right."""
     zigzag = layout == "zigzag"
     with allscan.Communicator(group, timeout=60) as comm:
         for tokens, boundary in batches:
@@ -176,7 +176,7 @@ def halo_case(group, n, batches, reverse, packed, layout):
                 at = range(end, end + n) if reverse else range(begin - n, begin)
                 here = end - 1 if reverse and begin < end else begin
                 cuts = list(zip(lengths, lengths[1:])) if packed else [(0, total)]
-                least = here if begin < end else begin - 1  # without tokens: a sequence on both sides of the cut
+                least = here if begin < end else begin - 1  # without tokens: the sequence has tokens on both sides
                 own = [(a, b) for a, b in cuts if a <= least and here < b] if packed else cuts
                 first, last = own[0] if own else (0, 0)
                 for t in at:
@@ -223,8 +223,8 @@ def test_halo_in_zigzag(run, size, reverse, packed):
 
 
 def tiles_case(group, depth, protocol, reverse):
-    """Rows that pass a rank with few tokens, of tiles of part of the rows and columns, and where all others send ahead;
-    more scans than the next rank's inbox holds. Every rank differs in how many tokens it has."""
+    """Send rows past ranks with few tokens, with tiles of part of the rows and columns; other ranks send ahead; more
+    scans than the next rank's inbox holds. Every rank has a different number of tokens."""
     with allscan.Communicator(group, timeout=60) as comm:
         n, words = 7, 9
         scan = allscan.AllScan(comm, (2, n, words), tile=(2, 4), depth=depth, protocol=protocol)
@@ -261,7 +261,7 @@ def test_shifted_rows(run, size, depth, protocol, reverse):
 
 
 def compiled_case(group):
-    """halo(), and an operator, in a function that torch.compile takes whole."""
+    """Compile halo() and an operator in one full graph."""
     with allscan.Communicator(group, timeout=60) as comm:
 
         def layer(x):
@@ -291,7 +291,8 @@ def test_compiled(run, size=3):
 
 
 def gather_case(group):
-    """What softmax layers ask of the back end, labels over the cuts, and moves to the zigzag layout."""
+    """Check gathers of softmax layers by the back end, labels across rank boundaries, and moves to the zigzag
+    layout."""
     with allscan.Communicator(group, timeout=60) as comm:
         for tokens, _ in SHORT:
             tokens = tokens[: comm.size]

@@ -1,4 +1,4 @@
-"""halo() as short convolutions, token shifts and labels use it, against the unsplit sequence."""
+"""halo() for short convolutions, token shifts and labels, against the unsplit sequence."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def convolution_case(group, tokens, n, packed, dtype):
         lengths = torch.tensor(cuts) if packed else None
         before = allscan.halo(own, n, comm=comm, cu_seqlens=lengths)
         assert before.dtype == dtype
-        pieces, at = [], mine.start  # a packed convolution of one rank, with what is before its first token
+        pieces, at = [], mine.start  # one rank's packed convolution, with the tokens before its first one
         for a, b in zip(cuts, cuts[1:]):
             a, b = max(a, mine.start), min(b, mine.stop)
             if b > a:
@@ -61,11 +61,11 @@ def test_convolutions(run, size, packed):
         for errors in run(size, convolution_case, TOKENS[size], n, packed, torch.float32):
             assert max(errors) < 1e-5
     for error, _ in run(size, convolution_case, TOKENS[size], 3, packed, torch.bfloat16):
-        assert error < 1e-5  # what is sent is exact
+        assert error < 1e-5  # the transfer is exact
 
 
 def label_case(group, tokens):
-    """Labels and shifted tokens of several texts, more than a neighbour may be ahead."""
+    """Check labels and shifted tokens of several texts, more texts than a neighbour may be ahead."""
     with allscan.Communicator(group) as comm:
         for seed in range(5):
             text = torch.randint(2**24, (2, sum(tokens)), generator=torch.Generator().manual_seed(seed)).to(comm.device)
@@ -84,7 +84,7 @@ def test_labels(run, size):
 
 
 def integer_case(group):
-    """Every multiple of 2 ** 31 among them, whose halves look like the words that mean nothing has come."""
+    """Send integers including multiples of 2 ** 31, whose halves look like sentinels."""
     with allscan.Communicator(group) as comm:
         special = [k << 31 for k in range(-4, 5)] + [
             -(2**63),
@@ -116,7 +116,7 @@ def test_integers_arrive_as_they_are(run, size):
 
 
 def several_case(group, tokens):
-    """Tensors of other widths and dtypes, which are sent together; with gradients, again and again."""
+    """Send tensors of different widths and dtypes together; with gradients; several times."""
     with allscan.Communicator(group) as comm:
         mine = place(comm, tokens)
         for seed in range(5):
@@ -147,7 +147,7 @@ def test_several_tensors(run, size):
 
 
 def straggler_case(group, key):
-    """The first rank sends when the last one has its halo: nobody waits for more than the neighbour."""
+    """The first rank launches after the last one has its halo: a rank waits for its neighbour only."""
     store = dist.distributed_c10d._get_default_store()
     with allscan.Communicator(group, timeout=20) as comm:
         x = torch.full((1, 4, 8), 1.0 + comm.rank, device=comm.device)
@@ -168,7 +168,7 @@ def test_a_rank_waits_for_its_neighbour_only(run, size):
 
 
 def border_case(group):
-    """What another sequence has next to the cut does not get through, whatever it is; neither does its gradient."""
+    """Neither values of another sequence nor their gradients cross the boundary, even NaN."""
     with allscan.Communicator(group) as comm:
         x = torch.full((1, 4, 2), float("nan"), device=comm.device, requires_grad=True)
         before = allscan.halo(x, 1, comm=comm, cu_seqlens=[0, 4, 8])
@@ -183,13 +183,13 @@ def test_nan_at_a_border_of_sequences(run):
 
 def wrong_case(group):
     with allscan.Communicator(group) as comm:
-        with pytest.raises(ValueError, match="n must be at least 1"):  # on one rank: all hear of it
+        with pytest.raises(ValueError, match="n must be at least 1"):  # on one rank: all ranks raise
             allscan.halo(torch.zeros(1, 4, 2, device=comm.device), 3 * comm.rank, comm=comm)
         x = torch.zeros(1, 4, 2, device=comm.device)
         with pytest.raises(TypeError, match="at most 32 bits"):
             allscan.halo(x.double(), 1, comm=comm)
         assert allscan.halo(x, 1, comm=comm).shape == (1, 1, 2)
-        for n in (True, 1.0, "1"):  # also after a call with such tensors and 1
+        for n in (True, 1.0, "1"):  # also after a call with such tensors and n=1
             with pytest.raises(TypeError, match="n must be an integer"):
                 allscan.halo(x, n, comm=comm)
         with pytest.raises(ValueError, match="layout must be"):

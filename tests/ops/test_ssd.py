@@ -1,4 +1,4 @@
-"""zeco_ssd against the recurrence, token by token in float64, of the whole sequence."""
+"""zeco_ssd against the token-by-token recurrence in float64 over the global sequence."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from support.values import error, place, raised
 
 TOKENS = {1: [47], 2: [33, 18], 3: [21, 10, 15]}  # of each rank
 EVEN = {1: [48], 2: [34, 18], 3: [22, 10, 16]}  # for the zigzag layout
-CUTS = [0, 0, 5, 6, 21, 21, 30, 33, 45]  # empty ones, one at a cut, and up to the end
+CUTS = [0, 0, 5, 6, 21, 21, 30, 33, 45]  # empty ones, one at a rank's boundary, and one to the end
 H, G, P, N, CHUNK = 4, 2, 6, 10, 8
 OPTIONS = dict(dt_softplus=True, dt_limit=(0.0, 1.5))
 NAMES = ("x", "dt", "A", "B", "C", "D", "z", "dt_bias", "initial_states")
 
 
 def drawn(tokens, batch, sequences, strong=False):
-    """All arguments, and what outputs and final states are multiplied by."""
+    """Return all arguments, and the gradients of outputs and final states."""
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape):
@@ -43,7 +43,7 @@ def drawn(tokens, batch, sequences, strong=False):
 
 
 def case(group, tokens, cuts, layout, strong, scan):
-    """Errors of y, final states and each gradient."""
+    """Return errors of y, final states and each gradient."""
     with allscan.Communicator(group) as comm:
         total, errors = sum(tokens), {}
         lengths = None if cuts is None else [*(c for c in CUTS if c < total), total]
@@ -111,7 +111,8 @@ def test_decays_that_leave_nothing(run, size=2):
 
 
 def of_initial_states_case(group, tokens, layout):
-    """Their gradient alone, which no rank but the one with the first token needs the scan for."""
+    """Return the difference of the initial states' gradient, computed alone, to that with the other gradients. Only the
+    first token's rank needs the scan for it."""
     with allscan.Communicator(group, timeout=5) as comm:
         given, *_ = drawn(sum(tokens), 2, 2)
         mine = place(comm, tokens, layout == "zigzag")
@@ -129,7 +130,7 @@ def test_the_gradient_of_initial_states_alone(run, layout, size=2):
 
 
 def token_by_token(x, dt, A, B, C, chunk_size, D, seq_idx, return_final_states):
-    """A chunk_scan of other make, called as mamba_ssm's is: one sequence after the other."""
+    """A simple chunk_scan with mamba_ssm's arguments: one sequence after the other."""
     assert dt.dtype == torch.float32 and chunk_size == CHUNK and return_final_states
     if seq_idx is None:
         return ssd_reference(x, dt, A, B, C, D)
@@ -147,7 +148,7 @@ def test_another_chunk_scan(run, size=2):
 @pytest.mark.parametrize("chunk", [1, 7, 64])
 @pytest.mark.kernels
 def test_chunks(chunk):
-    """The scan in torch's operators, of one rank, with D for each channel."""
+    """The chunk scan in torch's operators is right on one rank, with D for each channel."""
     given, *_ = drawn(40, 1, 1)
     lengths, d = [0, 3, 7, 8, 29, 40], given["dt"].abs()
     D, tensors = torch.randn(H, P), [given[name] for name in ("A", "B", "C")]
@@ -198,11 +199,11 @@ WRONG = {
 
 
 def wrong_case(group):
-    """What the ranks hear where the last one alone has an argument that is wrong, at a first call."""
+    """Return errors where only the last rank has a wrong argument, at a first call."""
     found, given = {}, {"chunk_size": CHUNK, **drawn(4, 1, 1)[0]}
     for text, wrong in WRONG.items():
         with allscan.Communicator(group, timeout=5) as comm:
-            # packed ones differ between ranks, and are compared with all
+            # cu_seqlens may differ between ranks, and all ranks compare it
             own = {**given, **(wrong if comm.rank == comm.size - 1 or "cu_seqlens" in wrong else {})}
             found[text] = raised(allscan.zeco_ssd, comm=comm, **own)
     return found

@@ -1,4 +1,4 @@
-"""zeco_ssd with invariant=: the same bits for every number of ranks and every cut at multiples of it."""
+"""zeco_ssd with invariant=: the same bits for every number of ranks and every split at multiples of it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ def drawn(tokens, batch, sequences, dtype):
 
 
 def case(group, tokens, packed, zigzag, dtype=torch.float32, invariant=S):
-    """(this rank's tokens, {name: what it has found of them}, {name: states or the gradient of initial ones})."""
+    """Return (indices of this rank's tokens, {name: result of them}, {name: states or the gradient of initial
+    ones})."""
     with allscan.Communicator(group) as comm:
         total = sum(tokens)
         lengths = [*(c for c in CUTS if c < total), total] if packed else None
@@ -102,7 +103,7 @@ def test_zigzag(run, packed, size):
 
 
 def _rejected(group):
-    """What is raised where rank 0 alone is wrong."""
+    """Return errors where rank 0 alone is wrong."""
     with allscan.Communicator(group) as comm:
 
         def call(T, **options):

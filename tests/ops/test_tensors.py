@@ -1,5 +1,5 @@
-"""What tensors are beside their shape, dtype and device, and what torch is set to, over all operators and layouts:
-negative views, what saved_tensors_hooks give back, forward-mode derivatives, autocast, results that are views."""
+"""Properties of tensors beyond shape, dtype and device, and torch's settings, for all operators and layouts: negative
+views, tensors from saved_tensors_hooks, forward-mode derivatives, autocast, results that are views."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import allscan
 from support.tensors import as_tuple, calls, drawn, ssd, with_gradients, worst
 from support.values import raised
 
-ONE = pytest.param(1, marks=pytest.mark.cpu)  # rank: on GPUs two show it, which launch the same kernels and more
-EXACT = 1e-6  # the same numbers, by kernels for other addresses
+ONE = pytest.param(1, marks=pytest.mark.cpu)  # rank: on GPUs two ranks cover it, with the same kernels and more
+EXACT = 1e-6  # equal values, computed by kernels for other alignments
 
 
 def negated(x):
@@ -22,17 +22,17 @@ def negated(x):
 
 
 def turned(x):
-    """The same numbers with other strides."""
+    """Return equal values with other strides."""
     return x.mT.contiguous().mT if x.ndim > 1 else torch.stack([x, x], -1)[..., 0]
 
 
 def moved(x):
-    """The same numbers in the middle of other memory."""
+    """Return equal values at an offset in new memory."""
     return torch.cat([x.flatten()[:1], x.flatten()])[1:].view(x.shape) if x.numel() else x
 
 
 def of_memory(x, dt, A, B, C, chunk_size, **options):
-    """A chunk scan whose kernels see the memory of their arguments alone, and in backward that of the gradients."""
+    """A chunk scan whose kernels read only the memory of their arguments and, in backward, of the gradients."""
     from allscan.ops.ssd import torch_chunk_scan
 
     seen = [Memory.apply(t) for t in (x, dt, A, B, C, options.pop("D"))]
@@ -51,7 +51,7 @@ class Memory(torch.autograd.Function):
 
 
 def negatives_case(group):
-    """Kind: a property of tensors, as arguments and as gradients, that a kernel does not see."""
+    """Pass arguments and gradients with properties that a kernel does not read: negative bit, strides."""
     found = {}
     with allscan.Communicator(group) as comm:
         all_calls = calls()
@@ -67,7 +67,7 @@ def negatives_case(group):
             expected = with_gradients(comm, function, tensors)
             for change in (negated, turned):
                 answer = with_gradients(comm, function, tensors, change, change)
-                # torch's functions add up in another order where strides are others
+                # with other strides torch's functions add in another order
                 bound = 2e-4 if change is turned and "zeco_ssd" in name else EXACT
                 found[f"{name}, {change.__name__}"] = worst(answer, expected) / bound
     return found
@@ -84,7 +84,7 @@ def rounded(x):
 
 
 def quantized(x):
-    """256 values between the least and the largest, as compressors of activations keep them."""
+    """Round to 256 values between the least and the largest, as compressors of activations do."""
     if not x.is_floating_point() or not x.numel():
         return x
     scale = x.abs().amax().clamp_min(1e-20)
@@ -92,8 +92,8 @@ def quantized(x):
 
 
 def hooks_case(group):
-    """Kind: what backward takes from forward comes back from a hook of the caller's with other strides, another sign
-    bit, in other memory, or rounded; memory that forward has not written holds NaN."""
+    """A saved-tensor hook returns tensors with other strides, another negative bit, in other memory, or rounded; memory
+    not written by forward holds NaN."""
     found = {}
     with allscan.Communicator(group) as comm:
         for name, (function, shapes) in calls().items():
@@ -107,7 +107,7 @@ def hooks_case(group):
                 (quantized, lambda x: x, 1.0),
             ):
                 before = torch.are_deterministic_algorithms_enabled()
-                torch.use_deterministic_algorithms(True, warn_only=True)  # torch.empty() is full of NaN then
+                torch.use_deterministic_algorithms(True, warn_only=True)  # fills torch.empty() with NaN
                 with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
                     answer = with_gradients(comm, function, tensors)
                 torch.use_deterministic_algorithms(before)
@@ -132,8 +132,8 @@ OTHERS = dict(
 
 
 def rejected_saved_case(group, kinds, only, names):
-    """What a rank says of a hook that gives back tensors of another dtype, shape or device on rank ``only``, or on all
-    if it is None; and whether the calls behind are right."""
+    """A hook returns tensors of another dtype, shape or device on rank ``only``, or on all if it is None. Return the
+    errors; later calls must be right."""
     found = {}
     with allscan.Communicator(group, timeout=60 if only is None else 2) as comm:
         for name, (function, shapes) in calls().items():
@@ -143,7 +143,7 @@ def rejected_saved_case(group, kinds, only, names):
             expected = with_gradients(comm, function, tensors)
             here = only in (None, comm.rank)
             for kind in kinds:
-                if kind == "integers" and name.startswith("allscan"):  # which saves none
+                if kind == "integers" and name.startswith("allscan"):  # it saves no integers
                     continue
                 leaves = [x.clone().requires_grad_() for x in tensors]
                 with torch.autograd.graph.saved_tensors_hooks(lambda x: x, OTHERS[kind] if here else lambda x: x):
@@ -156,7 +156,7 @@ def rejected_saved_case(group, kinds, only, names):
     return found
 
 
-OPERATORS = "allscan", "zeco_gla", "zeco_kda", "zeco_gated"  # halo saves nothing, zeco_ssd what torch's functions do
+OPERATORS = "allscan", "zeco_gla", "zeco_kda", "zeco_gated"  # halo saves nothing, zeco_ssd through torch's functions
 
 
 @pytest.mark.cpu
@@ -168,7 +168,7 @@ def test_saved_tensors_that_are_others(run, size=2):
             assert error_name == "RuntimeError" and "saved_tensors_hook" in why, (name, error_name, why)
 
 
-@pytest.mark.cpu  # where a wait that ends is found in the call itself
+@pytest.mark.cpu  # on CPUs the call itself ends with the time-out
 def test_all_ranks_hear_of_saved_tensors_that_are_others(run):
     waits, rejects = run(
         2, rejected_saved_case, ["half"], 1, ("zeco_gla, contiguous", "zeco_kda, contig", "allscan, dec")
@@ -180,7 +180,7 @@ def test_all_ranks_hear_of_saved_tensors_that_are_others(run):
 
 
 def compiled_hooks_case(group):
-    """The same where torch.compile makes the backward: (largest error, what others are rejected by)."""
+    """The same with backward compiled by torch.compile. Return (largest error, errors for other tensors)."""
     worst_error, rejections = 0.0, {}
     with allscan.Communicator(group) as comm:
         for name, (function, shapes) in calls().items():
@@ -190,7 +190,7 @@ def compiled_hooks_case(group):
             expected = with_gradients(comm, function, tensors)
             torch._dynamo.reset()
             compiled = torch.compile(lambda *x, function=function: function(comm, *x), backend="aot_eager")
-            for change in (turned, moved):  # inductor asks for strides, and effects take no negative views
+            for change in (turned, moved):  # inductor requires the strides, and effects take no negative views
                 with torch.autograd.graph.saved_tensors_hooks(lambda x: x, change):
                     answer = with_gradients(comm, lambda _, *x, compiled=compiled: compiled(*x), tensors)
                 worst_error = max(worst_error, worst(answer, expected))
@@ -203,14 +203,14 @@ def compiled_hooks_case(group):
 
 def test_saved_tensors_of_compiled_functions(run, size=2):
     for worst_error, rejections in run(size, compiled_hooks_case):
-        assert worst_error < 1e-5 and len(rejections) >= 6  # compiled, torch's own functions are others
+        assert worst_error < 1e-5 and len(rejections) >= 6  # compiled, torch's own functions round differently
         for name, (error_name, why) in rejections.items():
             assert error_name == "RuntimeError" and "saved_tensors_hook" in why, (name, why)
 
 
 def tangents_case(group, only):
-    """Kind: a property of tensors that decides whether a result is right, in each argument of each operator. With
-    ``only`` one rank has a tangent, at a first call, of which the others hear."""
+    """Pass a tangent in each argument of each operator. With ``only`` one rank has a tangent, at a first call; the
+    others must get an error."""
     found, right = {}, {}
     with allscan.Communicator(group, timeout=5) as comm:
         here = only in (None, comm.rank)
@@ -240,7 +240,7 @@ def tangents_case(group, only):
                         found[name, i] = raised(torch.no_grad()(function), comm, *given)
                 tensors = [x.detach().requires_grad_(False) for x in tensors]
             if only is None and "AllScan" not in name:
-                with forward_ad.dual_level():  # without a tangent all is as ever
+                with forward_ad.dual_level():  # without a tangent calls work
                     right[name] = raised(function, comm, *tensors)
     return found, right
 
@@ -262,11 +262,11 @@ def test_all_ranks_hear_of_forward_mode_derivatives(run, size=2):
 
 
 def tangents_of_gradients_case(group):
-    """The same of a gradient that a backward is given."""
+    """Pass a tangent in a gradient to backward."""
     found = {}
     with allscan.Communicator(group) as comm:
         for name, (function, shapes) in calls().items():
-            if name.startswith("a delta rule"):  # whose first rank is given no gradient of its result
+            if name.startswith("a delta rule"):  # its first rank gets no gradient of its result
                 continue
             leaves = [x.requires_grad_() for x in drawn(comm, shapes)]
             results = as_tuple(function(comm, *leaves))
@@ -280,7 +280,7 @@ def tangents_of_gradients_case(group):
 def test_forward_mode_derivatives_of_gradients_are_rejected(run, size=2):
     for found in run(size, tangents_of_gradients_case):
         for name, answer in found.items():
-            word = "forward AD" if "ssd" in name else "forward-mode"  # torch rejects silu's before ours is reached
+            word = "forward AD" if "ssd" in name else "forward-mode"  # torch rejects silu's before our check
             assert answer and answer[0] == "NotImplementedError" and word in answer[1], (name, answer)
 
 
@@ -295,7 +295,7 @@ def precision(name):
 
 
 def settings_case(group):
-    """Kind: what torch is set to, around forward, backward or both, changes no product of ours."""
+    """torch's settings around forward, backward or both change none of our products."""
     found = {}
     with allscan.Communicator(group) as comm:
         device = comm.device.type
@@ -307,7 +307,7 @@ def settings_case(group):
                 (lambda: autocast, True, True),
                 (lambda: autocast, True, False),
                 (lambda: autocast, False, True),
-                (lambda: precision("medium"), True, True),  # which no pass keeps for the other
+                (lambda: precision("medium"), True, True),  # no pass saves this setting for the other
                 (lambda: precision("high"), True, True),
             ):
                 leaves = [x.clone().requires_grad_() for x in tensors]
@@ -327,8 +327,7 @@ def test_settings_of_torch(run, size):
 
 
 def results_case(group):
-    """Kind: results own their memory: a caller writes to one, and no other result, no input and no gradient is another
-    for it; with gradients, too."""
+    """Results own their memory: writing to one changes no other result, input or gradient; also with gradients."""
     with allscan.Communicator(group) as comm:
         for name, (function, shapes) in calls().items():
             tensors = drawn(comm, shapes)
@@ -348,7 +347,7 @@ def results_case(group):
                 grads = [1.5 + y.sin() for y in expected]
                 try:
                     found = torch.autograd.grad(results, given, grads)
-                except RuntimeError as error:  # torch's own, of what a gradient needs: of a decay's, of silu's
+                except RuntimeError as error:  # torch's own, for a saved result: of a decay, of silu
                     assert "modified by an inplace operation" in str(error), (name, error)
                     assert "decay" in name or "transition" in name or "zigzag" in name, name
                     comm.resync()
@@ -363,7 +362,7 @@ def test_results_own_their_memory(run, size):
 
 
 def free_types_case(group):
-    """Kind: an argument whose type is free, as its docstring says; all such of a call at once."""
+    """Pass all arguments whose dtype is free, by their docstring, in other dtypes at once."""
     errors = {}
     with allscan.Communicator(group) as comm:
         all_calls = calls()
@@ -371,7 +370,7 @@ def free_types_case(group):
             for kind, free in (("contiguous", [4]), ("zigzag", [4]), ("raw", [3, 4, 6, 7])):
                 function, shapes = all_calls[f"{rule}, {kind}"]
                 tensors = drawn(comm, shapes)
-                for dtype in (torch.float64, torch.float16):  # the interpreter takes no bfloat16
+                for dtype in (torch.float64, torch.float16):  # the interpreter does not support bfloat16
                     typed = [x.to(dtype) if i in free else x for i, x in enumerate(tensors)]
                     expected = with_gradients(comm, function, [x.float() for x in typed])
                     answer = with_gradients(comm, function, typed)

@@ -1,6 +1,6 @@
-"""How far a warm call walks through the package: its Python calls, the files that they are in, and how often a call
-comes back to a file that it had left. On the path of a GPU's host, without one: kernels count as compiled and a
-repeated plan as one CUDA graph, and launches do nothing. Rank 0 of 2."""
+"""Number of Python calls of the package in a warm call, the files of these functions, and returns to a file. The path
+is that of a host with a GPU, simulated without one: kernels count as compiled, a repeated plan as one CUDA graph, and
+launches do nothing. Rank 0 of 2."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ FOLDERS = tuple(os.path.realpath(os.path.join(ROOT, name)) + os.sep for name in 
 
 
 class Steps:
-    """The package's functions that are called inside of ``with``, in order. Comprehensions do not count."""
+    """Records the package's functions called inside of ``with``, in order. Comprehensions do not count."""
 
     def __init__(self):
         self.files, self.names = [], []
@@ -62,14 +62,14 @@ class Steps:
 
 
 class Always(dict):
-    """Every plan has its graph."""
+    """Returns a graph for every plan."""
 
     def pop(self, key, default=None):
         return self.kept
 
 
 def as_on_a_gpu(comm):
-    """From here on this rank launches nothing."""
+    """Disable all later launches of this rank."""
 
     def nothing(*_):
         return None
@@ -78,7 +78,7 @@ def as_on_a_gpu(comm):
         if issubclass(type(found), compiled_kernel.Launch):
             found.ready, found.at = True, nothing
         elif issubclass(type(found), packing.Tables):
-            found._streams = {0}  # has been read there
+            found._streams = {0}  # marked as read on that stream
     for module in (launcher, graph_cache, streams, compiled_kernel, packing):
         for name, value in {"capturing": False, "current_stream_of": 0, "current_device": -1}.items():
             if hasattr(module, name):
@@ -89,7 +89,7 @@ def as_on_a_gpu(comm):
 
 
 def calls_of(comm):
-    """{name: a call that returns what backward begins with, or None}."""
+    """Return {name: call}; a call returns the inputs of backward, or None."""
     state, decay = torch.randn(2, 16, 16), torch.rand(2, 16)
     q = torch.randn(1, 64, 2, 16)
     g = F.logsigmoid(torch.randn(1, 64, 2, 16))
@@ -154,7 +154,7 @@ def test_warm_calls(fresh, call, with_gradients):
 
 
 def first_case():
-    """(functions that the first call went through, its exchanges, its milliseconds) of this rank."""
+    """Return (functions called in the first call, exchanges, milliseconds) on this rank."""
     comm, exchanges = allscan.Communicator(), []
     exchange = comm.order.store_exchange.exchange
     comm.order.store_exchange.exchange = lambda *args, **how: exchanges.append(args) or exchange(*args, **how)

@@ -1,4 +1,4 @@
-"""Delta rules with invariant= and chunk="allscan": the same bits for every number of ranks and every cut."""
+"""Delta rules with invariant= and chunk="allscan": the same bits for every number of ranks and every split."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from support.values import late, place, raised
 
 S = 128
 ALL = [*NAMES]
-_of_one_rank = {}  # str of a case -> what one rank finds: the same for each cut that is compared with it
+_of_one_rank = {}  # results of one rank by case, for comparison with each split
 CALLS = {"kda": allscan.zeco_kda, "gated_delta_rule": allscan.zeco_gated_delta_rule}
 
 
 class How(NamedTuple):
-    """How the operators are called. of_comm: the communicator has ``invariant``, the call says nothing. raw: norms,
-    gate and beta are made of raw arguments. batch: so many entries of the case's. most_ms: how late a rank may be, in
-    three calls."""
+    """How the operators are called. of_comm: the communicator has ``invariant``, the call has no such argument. raw:
+    norms, gate and beta are computed from raw arguments. batch: number of the case's batch entries. most_ms: largest
+    delay of a rank, in three calls."""
 
     invariant: int = S
     of_comm: bool = False
@@ -32,7 +32,7 @@ class How(NamedTuple):
 
 
 def case_of(group, case, how):
-    """(which tokens this rank has, NAMES of them)."""
+    """Return (indices of this rank's tokens, NAMES of them)."""
     invariant, of_comm, raw, batch, most_ms = how
     with allscan.Communicator(group, invariant=invariant if of_comm else 0) as comm:
         whole, mine = Whole(case, comm.device), place(comm, case.tokens, case.zigzag)
@@ -108,7 +108,7 @@ def test_contiguous(run, rule, kind, dtype, B, HV, size, tokens):
 @pytest.mark.parametrize("rule", CALLS)
 @pytest.mark.parametrize("size, tokens", [(4, [2, 0, 3, 2]), (8, [1, 0, 2, 1, 0, 1, 1, 1])])
 def test_many_ranks(run, rule, tokens, size):
-    """With late ones, in calls whose plans run again."""
+    """With stragglers, in calls with repeated plans."""
     case = DeltaCase(rule, [7 * S], gates="mixed")
     cut = case._replace(tokens=[n * S for n in tokens])
     assert same(found_by_one(run, case), found(run, cut, most_ms=5)) == ALL

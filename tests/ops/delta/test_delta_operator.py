@@ -1,4 +1,4 @@
-"""KDA and Gated DeltaNet on the ranks against the token-by-token recurrence in float64 over the whole sequence."""
+"""KDA and Gated DeltaNet over the ranks against the token-by-token recurrence in float64 over the global sequence."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_packed_kda(run, size=2):
 
 
 def modes_case(group):
-    """Compiled, recomputed by activation checkpointing, and without anything that is optional."""
+    """Check compiled calls, activation checkpointing, and calls without optional arguments."""
     import_fla()
     with allscan.Communicator(group) as comm:
         tokens = [30, 45]
@@ -126,8 +126,8 @@ def test_compiled_checkpointed_and_options(run):
 
 
 def raw_case(group, rule):
-    """Raw gates and beta, norms and states with V first, as fla's layers give them: errors of o, the final state and
-    each gradient, those of the parameters added up."""
+    """Pass raw gates and beta, norms and states with V first, as fla's layers do. Return errors of o, the final state
+    and each gradient; gradients of parameters are summed."""
     import_fla()
     with allscan.Communicator(group) as comm:
         tokens, HV, K = [9, 15], 2, 16
@@ -261,7 +261,8 @@ def test_what_the_benchmark_checks(pool):
 
 
 def part_of_tokens(group):
-    """What tokens 0 to 64 leave, of ranks with more and fewer tokens, as fla's context parallelism asks for it."""
+    """Return the local state of tokens 0 to 64 for several numbers of tokens, as fla's context parallelism requests
+    it."""
     with allscan.Communicator(group) as comm:
         layout = Layout([TokenRange(0, 64, 0, 0, 0)], 1, 128, comm.device)
         passes = StatePass(comm, layout, DeltaShape(1, 1, 1, 16, 16, F32, True))

@@ -1,4 +1,4 @@
-"""Each point of what the delta rules take, by chunk kernels of our own, forward and backward, against float64."""
+"""Every argument of the delta rules, with our own chunk kernels, forward and backward, against float64."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ pytestmark = pytest.mark.cpu
 LIMIT = {F32: 3e-5, F16: 2e-3, BF16: 1.2e-2}
 INF = float("inf")
 RULES = {"kda": allscan.zeco_kda, "gated_delta_rule": allscan.zeco_gated_delta_rule}
-PACKED = [0, 0, 20, 20, 20, 70, 104, 130, 130]  # empty sequences where a rank's tokens begin and end, too
+PACKED = [0, 0, 20, 20, 20, 70, 104, 130, 130]  # with empty sequences, also at the first and last token of a rank
 
 
 class Point(NamedTuple):
-    """case: what is not a DeltaCase's default. gate, beta: the dtype of g and beta. A_log, dt_bias: whether there are
-    any. closed: the share of gates of -inf. None for the first state: there is none."""
+    """case: changes of DeltaCase's defaults. gate, beta: dtypes of g and beta. A_log, dt_bias: whether they exist.
+    closed: the share of gates of -inf. first_state: whether there is one."""
 
     case: dict[str, Any] = {}
     options: dict[str, Any] = {}
@@ -36,7 +36,7 @@ class Point(NamedTuple):
     dt_bias: bool = False
     closed: float = 0.0
     first_state: bool = True
-    size: float = 1.0  # of q and k, which are normalized otherwise
+    size: float = 1.0  # factor of q and k where they are normalized
 
 
 RAW = dict(use_gate_in_kernel=True)
@@ -88,7 +88,7 @@ POINTS += [("kda", name, point) for name, point in OF_KDA.items()]
 
 
 def whole_of(rule, point, device):
-    """(the whole sequence; A_log and dt_bias, or None)."""
+    """Return (the global sequence; A_log and dt_bias, or None)."""
     case = DeltaCase(**dict(rule=rule, tokens=[70, 60]) | point.case)
     whole, generator = Whole(case, device), torch.Generator().manual_seed(7)
     if point.options.get("use_gate_in_kernel"):
@@ -102,7 +102,7 @@ def whole_of(rule, point, device):
 
 
 def applied(leaves, parameters, options):
-    """What the rule is given, of raw arguments in float64."""
+    """Return the rule's inputs, computed from raw arguments in float64."""
     (q, k, v, g, beta), (A_log, dt_bias) = leaves, parameters
     if options.get("use_qk_l2norm_in_kernel"):
         q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
@@ -117,7 +117,7 @@ def applied(leaves, parameters, options):
 
 
 def point_case(group, rule, point):
-    """Errors of results and gradients, those of A_log and dt_bias added up over the ranks."""
+    """Return errors of results and gradients; those of A_log and dt_bias are summed over the ranks."""
     with mock.patch.dict(sys.modules, {"fla": None}), allscan.Communicator(group) as comm:
         case, whole, parameters = whole_of(rule, point, comm.device)
         options, v_first = dict(point.options), point.options.get("state_v_first", False)
@@ -167,13 +167,13 @@ def point_case(group, rule, point):
 def test_a_point_of_the_interface(run, rule, name, size=2):
     point = OF_KDA.get(name) or BOTH[name]
     most = LIMIT[point.case.get("dtype", F32)]
-    limits = {"dg": max(most, LIMIT[point.gate]), "dbeta": max(most, LIMIT.get(point.beta, 0))}  # which are rounded
+    limits = {"dg": max(most, LIMIT[point.gate]), "dbeta": max(most, LIMIT.get(point.beta, 0))}  # rounded
     for errors in run(size, point_case, rule, point):
         assert not {name: x for name, x in errors.items() if not x < limits.get(name, most)}, errors
 
 
 def promise_case(group):
-    """What is raised where rank 0 alone gives safe_gate a lower_bound that is no promise of it."""
+    """Return errors where rank 0 alone passes safe_gate with an invalid lower_bound."""
     with allscan.Communicator(group) as comm:
         whole, mine = Whole(DeltaCase("kda", [20, 20]), comm.device), place(comm, [20, 20])
         inputs = [x[:, mine] for x in whole.tensors()]

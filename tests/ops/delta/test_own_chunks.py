@@ -1,4 +1,4 @@
-"""KDA and Gated DeltaNet by chunk kernels of our own, against the token-by-token recurrence in float64."""
+"""KDA and Gated DeltaNet with our own chunk kernels, against the token-by-token recurrence in float64."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LIMIT = {F32: 3e-5, BF16: 1e-2, torch.float16: 1.5e-3}
 @pytest.mark.parametrize("rule", ["kda", "gated_delta_rule"])
 @pytest.mark.parametrize("kind", ["zero", "mixed", "strong"])
 def test_the_chunked_form(rule, kind):
-    """The law of the kernels, and its gradients, in float64."""
+    """The formulas of the kernels, and their gradients, are right in float64."""
     whole = Whole(DeltaCase(rule, [150], HV=2, K=24, gates=kind, dtype=torch.float64), torch.device("cpu"))
     tensors = [x[0].double() for x in (*whole.tensors(), whole.do, whole.initial, whole.dfinal)]
     wanted = [x[0] for x in whole.reference()]
@@ -50,7 +50,7 @@ def test_operators(run, rule, case):
 
 
 def strong_case(group, rule, strength):
-    """Errors where one gate of twenty is ``strength``, the others are near 0."""
+    """Return errors where one gate of twenty is ``strength`` and the others are near 0."""
     with allscan.Communicator(group) as comm:
         whole = Whole(DeltaCase(rule, [100, 60], HV=2, K=32), comm.device)
         whole.g[torch.rand(whole.g.shape, generator=torch.Generator().manual_seed(1)) < 0.05] = strength
@@ -62,17 +62,17 @@ def strong_case(group, rule, strength):
 @pytest.mark.parametrize("rule", ["kda", "gated_delta_rule"])
 @pytest.mark.parametrize("strength", [-1e5, -float("inf")])
 def test_strong_gates(run, rule, strength):
-    """Values where fla's chunk kernels lose digits (docs/delta.md), or are NaN: as exact as others."""
+    """These gates, for which fla's chunk kernels lose digits (docs/delta.md) or return NaN, are as exact as others."""
     for errors in run(2, strong_case, rule, strength):
         assert max(errors.values()) < 2e-6, errors
 
 
 def large_case(group, case):
-    """Errors of float16 inputs whose states are above what float16 holds, and whose results are not."""
+    """Return errors of float16 inputs whose states exceed float16's range, and whose results do not."""
     with allscan.Communicator(group) as comm:
         whole = Whole(case, comm.device)
         whole.q, whole.initial = whole.q / 16, torch.full_like(whole.initial, 1e5)
-        whole.do, whole.dfinal = whole.do / 100, torch.zeros_like(whole.dfinal)  # or gradients are too large, too
+        whole.do, whole.dfinal = whole.do / 100, torch.zeros_like(whole.dfinal)  # keeps gradients in range, too
         wanted = of_rank(whole.reference(), comm, case.tokens, None, 1)
         return relative_all(NAMES, whole.ours(comm, place(comm, case.tokens), chunk="allscan"), wanted)
 
@@ -85,7 +85,7 @@ def test_large_states_of_float16_inputs(run, rule):
 
 
 def alone_case(group, case):
-    """Errors of what CPU ranks take by default, where fla cannot be imported; states are [.., V, K]."""
+    """Return errors of the default on CPU ranks without fla; states are [.., V, K]."""
     with mock.patch.dict(sys.modules, {"fla": None}), allscan.Communicator(group) as comm:
         whole = Whole(case, comm.device)
         wanted = of_rank(whole.reference(), comm, case.tokens, None, case.B)
@@ -103,7 +103,7 @@ def test_without_fla(run, rule, dtype, K, V):
 
 
 def prefix_case(group):
-    """Whether o and its gradients of the first tokens are the same bits whatever comes after; raw gates."""
+    """Return whether o and the gradients of the first tokens have the same bits whatever follows; raw gates."""
     with allscan.Communicator(group) as comm:
         cut, tokens, same = 41, [64 + 30, 20], []
         first, other = (Whole(DeltaCase("kda", tokens, gates="mixed", seed=i), comm.device) for i in range(2))
@@ -137,7 +137,8 @@ def test_a_prefix_does_not_depend_on_what_follows(run):
 
 
 def gates_at_the_limit(tokens):
-    """Of a channel whose sum is not below what kernels take for strong, while that of 16 bits of each gate is."""
+    """Return gates of a channel whose sum is above the kernels' limit of strong gates, while the sum of their first 16
+    bits is below it."""
     generator, sums = torch.Generator().manual_seed(0), (0.0, 0.0)
     while not sums[0] >= -STEEP > sums[1] + 1e-4:
         g = -4.0 - torch.rand(tokens, generator=generator)
@@ -150,8 +151,8 @@ def gates_at_the_limit(tokens):
 
 
 def weak_prefix_case(group, rule, dtype, later=-5.0, at_limit=False):
-    """Whether o and its gradients of the first tokens of a chunk are the same bits whether its ``later`` gates are
-    strong, so that another kernel makes them, or not."""
+    """Return whether o and the gradients of a chunk's first tokens have the same bits if its ``later`` gates are
+    strong, so that another kernel computes them."""
     with allscan.Communicator(group) as comm:
         cut, tokens, same = 20 if at_limit else 41, [64 + 30], []
         for strength in (0.0 if at_limit else None, later):
@@ -182,7 +183,8 @@ def test_a_prefix_at_the_limit_of_strong_gates(run, dtype):
 
 
 def scaled_case(group, dtype, gate, scale):
-    """Errors against float64, and differences from gradients at scale 1, of gradients at another scale over that."""
+    """Return errors against float64 of gradients at another scale, divided by it, and differences from gradients at
+    scale 1."""
     with allscan.Communicator(group) as comm:
         tokens, found = [64 + 30], []
         whole = Whole(DeltaCase("kda", tokens, K=32, V=32, dtype=dtype), comm.device)
@@ -199,14 +201,14 @@ def scaled_case(group, dtype, gate, scale):
 @pytest.mark.parametrize("gate", [-1.0, -1.5, -4.6], ids=["weak", "strong", "strong within 16 tokens"])
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_small_and_large_gradients(run, dtype, gate, scale):
-    """A gradient times e^G_t alone or e^-G_s alone, which are far from 1, is within the range of float32, too."""
+    """A gradient times e^G_t alone or e^-G_s alone, which are far from 1, also stays within float32's range."""
     [(errors, differences)] = run(1, scaled_case, dtype, gate, scale)
     assert max(errors.values()) < LIMIT[dtype] and max(differences.values()) < 1e-5, (errors, differences)
 
 
 def prepared_case(group):
-    """What calls raise that are like those before but for one argument that is wrong; whether ones that are like them
-    but for one that is right have results of their own, as a communicator has that knows no calls."""
+    """Return errors of calls that differ from earlier ones in one wrong argument; whether calls that differ in one
+    valid argument get the results that a new communicator computes."""
     generator = torch.Generator().manual_seed(0)
     q, k, v, g = (torch.randn(1, 70, 2, 16, generator=generator) / 4 for _ in "qkvg")
     given = dict(q=q, k=k, v=v, g=g, beta=g[..., 0].sigmoid(), use_gate_in_kernel=True, A_log=torch.zeros(2), scale=1.0)
@@ -248,10 +250,10 @@ def prepared_case(group):
 
 
 def test_calls_that_are_known(run):
-    """A call finds what an equal one has prepared, and nothing else."""
+    """A call reuses what an equal call has prepared, and nothing else."""
     answers = run(2, prepared_case)
     for problems, own, _, same in answers:
         assert all(found and found[0] == "ValueError" for found in problems.values()), problems
         assert all(own.values()) and same, own
-    _, _, others, _ = answers[0]  # where a sequence begins: an initial state has decayed on the next rank
+    _, _, others, _ = answers[0]  # rank 0 has the first tokens; on the next rank an initial state has decayed
     assert all(others.values()), others

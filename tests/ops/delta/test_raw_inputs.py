@@ -1,4 +1,4 @@
-"""Norms of q and k, gates and beta of raw arguments, and their gradients, against float64."""
+"""Norms of q and k, gates and beta from raw arguments, and their gradients, against float64."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def drawn(comm, *shape):
 
 
 def gate_case(group, shape, dtype, of_parameters, bound):
-    """Errors of a gate and its gradients, the largest one of a single value among them. of_parameters: dtype, shape of
-    dt_bias, None without one."""
+    """Return errors of a gate and its gradients, including the largest error of a single value. of_parameters: (dtype,
+    shape of dt_bias or None)."""
     kind, bias_shape = of_parameters
     with mock.patch.dict(sys.modules, {"fla": None}), allscan.Communicator(group) as comm:
         x = (6 * drawn(comm, *shape)).to(dtype)
@@ -69,7 +69,7 @@ def test_gates(run, size, shape, dtype, of_parameters, bound):
 
 
 def infinite_case(group):
-    """Gradients where a gate is -inf, as one of +inf is made, and nothing depends on it."""
+    """Return gradients where a gate is -inf, from a raw gate of +inf, and no loss depends on it."""
     with allscan.Communicator(group) as comm:
         x, A_log = drawn(comm, 1, 8, 2, 16), drawn(comm, 2)
         x[0, 3, 1, 2] = float("inf")
@@ -84,7 +84,7 @@ def test_gates_of_minus_infinity(run, size=1):
 
 
 def norm_case(group, shape, dtype, large):
-    """Errors of both and of their gradients."""
+    """Return errors of q's and k's norms and of their gradients."""
     with mock.patch.dict(sys.modules, {"fla": None}), allscan.Communicator(group) as comm:
         pair = [(large * drawn(comm, *shape, n)[..., 0]).to(dtype).requires_grad_() for n in (1, 2)]
         dy = [drawn(comm, *shape).to(dtype), drawn(comm, *shape).to(dtype).neg()]
@@ -102,7 +102,7 @@ def norm_case(group, shape, dtype, large):
     "shape, dtype, large",
     [
         ((1, 300, 4, 128), BF16, 10.0),
-        ((2, 75, 3, 24), F32, 1e-3),  # the square is as small as what is added to it
+        ((2, 75, 3, 24), F32, 1e-3),  # the square is as small as the added epsilon
         ((1, 130, 2, 200), F16, 1.0),
         ((3, 1, 1, 256), BF16, 1e-3),
     ],

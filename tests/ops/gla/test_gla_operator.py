@@ -1,4 +1,4 @@
-"""zeco_gla on the ranks against the token-by-token recurrence in float64 over the whole sequence."""
+"""zeco_gla over the ranks against the token-by-token recurrence in float64 over the global sequence."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ def rounded(group):
     words = [0x7FFFFFFF, 0x7FC00000, 0x7F800000, -0x800000, 0x3F800FFF, 0x3F801000, -0x407FF000, 0]
     x = torch.tensor(words, dtype=torch.int32).to("cuda" if torch.cuda.is_available() else "cpu").view(F32)
     round_kernel[(1,)](x, len(words), num_warps=1)
-    return (x.view(torch.int32) & -0x2000).view(F32).tolist()  # the bits of which a product takes note
+    return (x.view(torch.int32) & -0x2000).view(F32).tolist()  # the bits that a product uses
 
 
 def test_rounding_to_tf32(run):
     first, second, *others = run(1, rounded)[0]
-    assert first != first and second != second  # NaN, also as GPUs make it
+    assert first != first and second != second  # NaN, also in GPUs' encoding
     assert others == [float("inf"), float("-inf"), 1.0, 1 + 2**-10, -1 - 2**-10, 0.0]
 
 
@@ -76,7 +76,8 @@ def test_what_overflows_and_is_not_used_does_so_in_silence(run):
 
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_states_that_last_with_many_rows(run, dtype, size=2):
-    """Above 128 rows dg has what passes from state to state from another kernel; with mild gates that is nothing."""
+    """Above 128 rows another kernel computes dg's term from states at chunk boundaries; with mild gates that term
+    vanishes."""
     check(run(size, gla_case, GLACase([100, 72], K=200, V=20, dtype=dtype)), dtype)
 
 
@@ -95,7 +96,7 @@ def test_16_bit_inputs(run, kind, dtype, gate_dtype, size=2):
     check(run(size, gla_case, GLACase([40, 150], K=32, V=32, gates=kind, dtype=dtype, gate_dtype=gate_dtype)), dtype)
 
 
-# Tokens of each rank, and packed sequences over all of them
+# Tokens of each rank, and boundaries of packed sequences over all of them
 PACKED = {
     "one": ([64], [0, 64]),
     "several on one rank": ([200], [0, 3, 3, 70, 135, 199, 200]),
@@ -135,8 +136,8 @@ def test_operands_that_are_kept(run, size, kind, lengths, zigzag, dtype):
 
 
 def kept_case(group, dtype):
-    """Of calls that keep operands for backward, make them again, and have no backward: the kernels of each pass, words
-    between the passes, and results."""
+    """Call with saved operands, with recomputed operands, and without backward. Return the kernels of each pass, the
+    number of saved words, and results."""
     launched, made, answers = [], [], []
     with allscan.Communicator(group) as comm, pytest.MonkeyPatch.context() as patch:
         call_launch, make = Launch.__call__, gla_operator.Prepared.forward
@@ -173,28 +174,28 @@ def test_what_is_kept(run, size, dtype):
         (again, of_again), (kept, of_kept), *without_gradients = answers
         operands = {"operands_kernel", "strong_decay_kernel"}
         assert operands <= set(again[0]) and again[0] == kept[0] and again[0].count("operands_kernel") == 1
-        # beside the scan, if there is one that takes longer than the rest
+        # overlaps with the scan, if there is one that takes longer than the rest
         behind = again[0].index("operands_kernel") > again[0].index("carry_kernel")
-        if size > 1:  # the last rank has nothing to send that it would have to go through its segments for
+        if size > 1:  # the last rank sends nothing, so its scan does not wait for its segments
             assert (again[0].index("scan_kernel") < again[0].index("carry_kernel")) == (rank == size - 1)
             assert of_again[0].index("scan_kernel") > of_again[0].index("carry_kernel")
         assert behind == (size > 1) and again[0][0] == ("keys_kernel" if behind else "operands_kernel")
         assert operands <= set(of_again[0]) and of_again[0].count("operands_kernel") == 1
         assert of_kept[0][0] == "state_kernel" and of_kept[0] == [x for x in of_again[0] if x not in operands]
         words = 2 * [40, 30][rank] * 2 * ((16 + 16) * dtype.itemsize + 64 * 4) // 4
-        words += 2 * 2 * (16 + 1)  # gates of chunks, and which are strong
+        words += 2 * 2 * (16 + 1)  # gates of chunks, and marks of strong ones
         assert 0 <= kept[1] - again[1] - words < 5 * 64
-        first = 0 if dtype == F32 else 1  # of bfloat16 inputs, o is more exact with the A that is kept
+        first = 0 if dtype == F32 else 1  # of bfloat16 inputs, o is more exact with the saved A
         same = [(a, b) for a, b in zip(of_again[2][first:], of_kept[2][first:], strict=True) if not torch.equal(a, b)]
-        # k_out is keys_kernel's when it is kept, and operands_kernel's when it is made again
+        # keys_kernel computes the saved k_out, and operands_kernel the recomputed one
         assert all(relative(a, b) < (1e-6 if dtype == F32 else 2e-3) for a, b in same) and (not same or size > 1)
         for names, words in without_gradients:
             assert words < again[1] and not {"da_kernel", "grad_kernel"} & set(names)
 
 
 def unwritten_case(group, recompute):
-    """How many words of what is saved for backward differ behind it from before: autograd, and torch.compile of the
-    custom operator, take it that none does."""
+    """Return how many words of saved tensors backward has changed. Autograd, and torch.compile of the custom operator,
+    require none."""
     saved = []
     with allscan.Communicator(group) as comm:
         whole = Whole(GLACase([300], gates="mild"), comm.device)
@@ -211,7 +212,7 @@ def test_backward_writes_to_nothing_that_is_saved(run, recompute, size=2):
 
 
 def first_token_case(group, debug):
-    """New cu_seqlens, and new partitions of them, without an exchange where the caller says where the tokens begin."""
+    """Use new cu_seqlens and new splits of them; with first_token there is no host exchange."""
     with allscan.Communicator(group, debug=debug) as comm:
         for i, cuts in enumerate(([20, 50], [30, 50], [31, 50])):
             edges = [0, *cuts[: comm.size - 1], 64]
@@ -230,7 +231,7 @@ def first_token_case(group, debug):
             if i and not debug:
                 assert host_exchange._exchanges == before
         wrong = [dict(first_token=-1), dict(first_token=1.0)]
-        if debug:  # which a rank in the middle cannot see by itself
+        if debug:  # a middle rank cannot detect it by itself
             wrong.append(dict(first_token=mine.start + (comm.rank == 1)))
         messages = [raised(allscan.halo, whole.v[:, mine], 3, comm=comm, cu_seqlens=whole.lengths, **w) for w in wrong]
         return messages
@@ -244,7 +245,7 @@ def test_first_token(run, size, debug):
 
 
 def unsplit_case(group, tokens):
-    """This rank's part of the outputs and gradients for the whole; all of it where the group is one rank."""
+    """Return this rank's part of the outputs and gradients; in a group of one rank, all of it."""
     with allscan.Communicator(group) as comm:
         whole = Whole(GLACase(tokens, H=2, K=32, V=32), comm.device)
         mine = place(comm, tokens) if comm.size > 1 else slice(None)
@@ -275,7 +276,7 @@ class Layer(torch.nn.Module):
 
 
 def pipeline_case(group, tokens):
-    """Three micro-batches in the order of a pipeline stage: backward of the first before forward of the last."""
+    """Run three micro-batches in a pipeline stage's order: backward of the first before forward of the last."""
     with allscan.Communicator(group, debug=True) as comm:
         wholes = [Whole(GLACase(tokens, H=2, V=24, gates="mild", seed=seed), comm.device) for seed in range(3)]
         mine, results = place(comm, tokens), []
@@ -295,7 +296,7 @@ def test_interleaved_micro_batches(run, size=2):
 
 
 def compiled_case(group, packed, recompute):
-    """Gradients of a layer taken as it is, compiled as one graph, and under activation checkpointing."""
+    """Return gradients of a layer that is eager, compiled as one graph, and under activation checkpointing."""
     from torch.utils.checkpoint import checkpoint
 
     with allscan.Communicator(group) as comm:
@@ -332,7 +333,7 @@ def test_compiled_and_checkpointed(run, size, packed, recompute):
 
 
 def operator_case(group):
-    """torch's own checks of the custom operators: schema, fake kernels, autograd registration."""
+    """Run torch's own checks of the custom operators: schema, fake kernels, autograd registration."""
     with allscan.Communicator(group) as comm:
         whole = Whole(GLACase([100], H=2, gates="mild", lengths=[0, 30, 100]), comm.device)
         packed = torch.tensor([0, 30, 100])
@@ -349,8 +350,7 @@ def test_custom_operators(run):
 
 
 def watched_case(group):
-    """Under a mode that looks at operators zeco_gla is one; and a second derivative is rejected where all hear of
-    it."""
+    """Under a dispatch mode zeco_gla is one operator. A second derivative is rejected, and all ranks get an error."""
     with allscan.Communicator(group, timeout=4) as comm:
         x = torch.rand(1, 70, 2, 16, device=comm.device)
         with FakeTensorMode() as mode:
@@ -374,7 +374,7 @@ def test_modes_and_second_derivatives(run):
 
 
 def in_place_case(group):
-    """What zeco_gla returns may be changed in place, as any result: the gradients are those of the changed one."""
+    """Results of zeco_gla may be changed in place like any others: gradients are those of the changed result."""
     with allscan.Communicator(group) as comm:
         x = torch.rand(1, 70, 2, 16, device=comm.device).requires_grad_()
 
@@ -455,12 +455,13 @@ def test_bad_input_is_rejected_on_every_rank(run, size=2):
     for answers in run(size, bad_input_case):
         for answer, (kinds, pattern) in zip(answers, expected, strict=True):
             assert answer is not None, pattern
-            # a rank that was right itself raises ValueError with what the other one says
+            # a rank with right arguments raises ValueError with the other rank's message
             assert re.search(kinds + "|ValueError", answer[0]) and re.search(pattern, answer[1]), (answer, pattern)
 
 
 def calls_that_are_known_case(group):
-    """After calls with tensors of a kind, which are checked once: the same in other memory, and what is wrong."""
+    """Repeat calls with known signatures, which skip checks: equal results in other memory, and errors for wrong
+    arguments."""
     with allscan.Communicator(group, timeout=10) as comm:
         generator = torch.Generator().manual_seed(comm.rank)
         *tensors, g, do = (torch.randn(1, 70, 2, 16, generator=generator).to(comm.device) for _ in range(5))
@@ -491,22 +492,22 @@ def calls_that_are_known_case(group):
             assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True)), i
         for other in (scaled, begun):
             assert not torch.equal(plain[0], other[0])
-        assert known == 4  # whether a final state is wanted makes no other kind
+        assert known == 4  # a final state needs no signature of its own
         wrong = (
             dict(g=tensors[3].to_sparse()),
             dict(g=tensors[3].cpu().numpy()),
             dict(scale=[0.25]),
             dict(scale=float("nan")),
             dict(layout=["contiguous"]),
-            dict(first_token=3),  # which is for cu_seqlens only
-            dict(scale=Decimal(1)),  # is no number of Python's, although it equals 1
+            dict(first_token=3),  # valid with cu_seqlens only
+            dict(scale=Decimal(1)),  # no Python number, although it equals 1
         )
         names = dict(zip("qkvg", tensors, strict=True))
         rejected = [raised(allscan.zeco_gla, comm=comm, **names | change) for change in wrong]
         with torch.autograd.forward_ad.dual_level():
             dual = torch.autograd.forward_ad.make_dual(tensors[0], tensors[0])
             rejected.append(raised(allscan.zeco_gla, comm=comm, **names | dict(q=dual)))
-        with FakeTensorMode() as mode:  # neither takes what is kept, nor is kept
+        with FakeTensorMode() as mode:  # neither uses cached calls, nor is cached
             allscan.zeco_gla(*map(mode.from_tensor, tensors), comm=comm)
         assert all(torch.equal(a, b) for a, b in zip(plain, call(), strict=True))
         return [name for name, _ in rejected]
@@ -519,7 +520,7 @@ def test_calls_that_are_known(run, size):
 
 
 class Filled:
-    """A StateCarrier that brings each rank a state of one value."""
+    """A StateCarrier whose incoming state on each rank is a constant."""
 
     def __init__(self, comm, value, waits=True):
         self.comm, self.handle, self.value, self.waits = comm, register(self), value, waits
@@ -547,7 +548,7 @@ class Filled:
 
 
 def carriers_case(group, recompute):
-    """Outputs and gradients of calls by several carriers of one kind, in turns, and what they are to be."""
+    """Return errors of outputs and gradients for several equal carriers in turns."""
     answers = []
     with allscan.Communicator(group) as comm, allscan.Communicator(group) as middle:
         middle.rank, middle.size = 1, 3  # the first rank's sequences begin with zeros
@@ -570,14 +571,13 @@ def carriers_case(group, recompute):
 
 @pytest.mark.parametrize("recompute", [True, False])
 def test_carriers_of_one_kind(run, recompute):
-    """Each call is by the carrier that it was given."""
+    """Each call uses its own carrier."""
     (errors,) = run(1, carriers_case, recompute)
     assert max(errors) < 1e-5, errors
 
 
 def lives_case(group):
-    """What a call leaves for the next ones goes with its communicator, and a graph has the tables whose addresses are
-    in it."""
+    """Cached state of a call is freed with its communicator; a captured graph holds its tables."""
     comm = allscan.Communicator(group)
     x = torch.rand(1, 8, 1, 16, device=comm.device)
     leaf = x.clone().requires_grad_()

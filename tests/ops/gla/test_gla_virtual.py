@@ -1,4 +1,4 @@
-"""zeco_gla over ranks that share one GPU, in one process: first, middle and last ranks where there are fewer GPUs."""
+"""zeco_gla over ranks that share one GPU, in one process: tests first, middle and last ranks with few GPUs."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from support.values import place
 
 
 class Seat:
-    """A StateCarrier: one of several virtual ranks, with a communicator that takes itself for one of theirs."""
+    """The StateCarrier of one virtual rank; its communicator has that rank's number."""
 
     def __init__(self, group, ranks: VirtualRanks, rank: int, scan_us: float) -> None:
         self.comm, self.handle = allscan.Communicator(group), register(self)
         self.comm.rank, self.comm.size = rank, ranks.size
         self._ranks, self._scan_us = ranks, scan_us
         self.stream = self.comm.streams.side
-        self.queue = ranks.ranks[rank].stream  # of this rank's calls
+        self.queue = ranks.ranks[rank].stream  # stream of this rank's calls
 
     def prepare(self, shape, agree=None, problem=None, *, at_first=False):
         assert problem is None
@@ -74,7 +74,7 @@ class Seat:
 
 
 def virtual_case(group, case, scan_us, rounds):
-    """Relative errors of each rank, and how many tensors of later rounds differ from those of the first."""
+    """Return relative errors of each rank, and how many tensors of later rounds differ from the first round's."""
     tokens, chance = case.tokens, random.Random(0)
     size = len(tokens)
     ranks = VirtualRanks(size, (case.H, case.K, case.V), programs=8)
@@ -116,7 +116,7 @@ def virtual_case(group, case, scan_us, rounds):
 
 
 @pytest.mark.parametrize("recompute", [True, False])
-@pytest.mark.parametrize("scan_us", [0.0, 1e6])  # beside which forward leaves nothing, or q_in and A
+@pytest.mark.parametrize("scan_us", [0.0, 1e6])  # overlaps: forward saves nothing, or q_in and A
 @pytest.mark.parametrize(
     "case",
     [

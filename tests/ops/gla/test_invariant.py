@@ -1,4 +1,4 @@
-"""zeco_gla with invariant=: the same bits for every number of ranks and every cut at multiples of it."""
+"""zeco_gla with invariant=: the same bits for every number of ranks and every split at multiples of it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from support.values import raised
 
 S = 128
 ALL = [*NAMES]
-_of_one_rank = {}  # str of a case -> what one rank finds: the same for each cut that is compared with it
+_of_one_rank = {}  # results of one rank by case, for comparison with each split
 
 
 def found(run, case, calls=None):
@@ -85,7 +85,7 @@ def test_packed(run, kind, tokens, size):
 
 
 def _documents(group, before, length):
-    """(o, final state) of a document behind ``before`` tokens of another one."""
+    """Return (o, final state) of a document after ``before`` tokens of another one."""
     with allscan.Communicator(group) as comm:
         generator = torch.Generator().manual_seed(3)
         own = [torch.randn(1, length, 2, 16, generator=generator) for _ in range(4)]
@@ -100,7 +100,7 @@ def _documents(group, before, length):
 
 
 def test_a_document_has_its_bits_wherever_it_lies(run):
-    """If it begins at a multiple of S; and beside whatever others."""
+    """They do not depend on the position, if it is a multiple of S, nor on the other documents."""
     alone = run(1, _documents, 0, 300)[0]
     for before in (S, 3 * S):
         for a, b in zip(alone, run(1, _documents, before, 300)[0], strict=True):
@@ -128,7 +128,7 @@ def test_of_the_communicator_and_compiled(run, size=2):
 
 @pytest.mark.parametrize("size, tokens", [(2, [S, 3 * S]), (3, [S, 2 * S, S])])
 def test_stragglers(run, tokens, size):
-    """Plans that run again, on ranks that are late in turn."""
+    """Repeated plans, with each rank as straggler in turn."""
     case = GLACase(tokens, gates="mixed")
     one = found_by_one(run, case._replace(tokens=[4 * S]))
     assert same(one, found(run, case, Calls(most_ms=10, times=12))) == ALL
@@ -152,14 +152,14 @@ def _rejected(group):
 
         one = comm.rank == 0
         texts = [
-            call(S + 64 if one else S, invariant=S),  # the boundary of rank 0
+            call(S + 64 if one else S, invariant=S),  # rank 0's boundary
             call(S, invariant=S if one else 0),
             call(S, invariant=100),
             call(S, invariant=-64),
             call(S, invariant=S, layout="zigzag"),
             call(2 * S, invariant=S, layout="zigzag", per_document=True, cu_seqlens=[0, 4 * S]),
         ]
-        fine = call(S if one else S + 64, invariant=S)  # the last rank may end anywhere
+        fine = call(S if one else S + 64, invariant=S)  # the last rank may end at any token
         comm.barrier()
     return texts, fine
 
