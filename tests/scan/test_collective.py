@@ -58,7 +58,7 @@ def test_depths_and_protocols(run, pool, depth, protocol):
 
 @pytest.mark.parametrize("V", [1, 2, 3, 126, 127])
 def test_rows_that_do_not_fill_their_words(run, pool, V):
-    """Ranks in the middle pass words by fours, and store nothing beside ``out``."""
+    """Middle ranks forward words by fours, and store nothing outside of ``out``."""
     assert max(run(min(3, pool.size), scan_case, ScanCase((2, 3, V), (2, 3), protocol="sentinel", epochs=3))) < 1e-6
 
 
@@ -84,7 +84,8 @@ def test_gradients(run, size, decay_shape):
 
 
 def hop_case(group, reverse):
-    """The number 0 as decay, on some ranks or all: values and gradients of several calls, all different."""
+    """Use the number 0 as decay, on some ranks or all. Return errors of values and gradients of several different
+    calls."""
     with allscan.Communicator(group) as comm:
         errors = []
         for epoch in range(6):
@@ -123,7 +124,7 @@ def test_neighbour_shift(run, size):
 
 
 def autograd_case(group):
-    """What autograd does beside a first gradient: it is told of writes, autocast is kept out, more is rejected."""
+    """Check autograd beyond a first gradient: it detects writes, autocast has no effect, other uses are rejected."""
     with allscan.Communicator(group) as comm:
         x = torch.ones(1, 2, 2, device=comm.device, requires_grad=True)
         decay = torch.full((1, 2), 0.5, device=comm.device, requires_grad=True)
@@ -158,7 +159,7 @@ def test_beside_first_gradients(run):
 
 
 class WithoutMemory(torch.Tensor):
-    """As a DTensor is."""
+    """A tensor without memory, like a DTensor."""
 
     def __new__(cls, x):
         return torch.Tensor._make_wrapper_subclass(cls, x.shape, dtype=x.dtype, device=x.device)
@@ -169,7 +170,7 @@ class WithoutMemory(torch.Tensor):
 
 
 def negatives_case(group):
-    """Tensors that stand for the negative of their memory, as z.conj().imag does, and gradients that do."""
+    """Pass tensors with the negative bit, like z.conj().imag, and such gradients."""
     with allscan.Communicator(group) as comm:
         generator = torch.Generator().manual_seed(comm.rank)
         shapes = [(2, 3, 4), (2, 3), (2, 3, 4), (2, 16, 16), (2, 16, 16), (1, 5, 3), *[(1, 70, 2, 16)] * 3]
@@ -198,13 +199,13 @@ def test_views_of_negatives_and_tensors_without_memory(run):
 
 
 def compiled_case(group, backend, packed):
-    """torch.compile takes allscan() and halo() whole."""
+    """Compile allscan() and halo() in one full graph."""
 
     def layer(x, decay):
         cuts = torch.tensor([0, x.shape[1] + 1, 2 * x.shape[1]]) if packed else None
         before, _ = allscan.halo((x, x.square()), 1, comm=comm, cu_seqlens=cuts)
         after = allscan.halo(x.half(), 2, comm=comm, reverse=True, cu_seqlens=cuts)
-        small = after.float().mean(1, keepdim=True) / 64  # the compiler may round to 16 bits elsewhere: below 1e-5 so
+        small = after.float().mean(1, keepdim=True) / 64  # below 1e-5, as the compiler may round to 16 bits elsewhere
         state = (x[:, -2:] + before + small).sin()
         dense = torch.stack([decay, state[:, 0, :2]], 1)
         prev = allscan.allscan(state, decay.sigmoid(), comm=comm)
@@ -234,7 +235,7 @@ def test_in_compiled_functions(run, packed):
 
 
 def effects_case(group, backend):
-    """Compiled functions make every call, as often and in the order that they say."""
+    """Compiled functions make every call, with the given number and order."""
     with allscan.Communicator(group) as comm:
 
         def unused(state):
@@ -267,15 +268,15 @@ def test_compiled_functions_make_every_call(run):
 
 
 def asynchronous_case(group):
-    """Scans that are waited for later, in another order, or not at all, between others that are not asynchronous."""
+    """Wait for scans later, in another order, or not at all, between synchronous scans."""
     with allscan.Communicator(group) as comm:
         behind, first = comm.size - 1 - comm.rank, comm.rank == 0
         ones, found = torch.ones(2, 5, 6, device=comm.device), []
         scan = allscan.AllScan(comm, ones.shape)
         for i in range(1, 4):
-            early = scan.scan(ones * i, async_op=True)  # what it reads belongs to nobody else
+            early = scan.scan(ones * i, async_op=True)  # nothing else refers to its input
             late = allscan.allscan(ones * 2 * i, 0.5, comm=comm, async_op=True)
-            scan.scan(ones, async_op=True)  # nobody waits for it
+            scan.scan(ones, async_op=True)  # never waited for
             found.append(allscan.allscan(ones * 3 * i, comm=comm))
             assert torch.equal(late.wait(), late.wait())
             found += [late.wait() / (2 - 2.0 * 0.5**comm.rank if comm.rank else 1.0), early.wait()]
@@ -298,7 +299,7 @@ def test_asynchronous(run, size):
 
 
 def failing_case(group):
-    """The first rank makes no call; the others hear of it when they wait, or at the next call."""
+    """The first rank makes no call; the others get an error in wait() or at the next call."""
     comm = allscan.Communicator(group, timeout=2)
     state = torch.ones(1, 8, device=comm.device)
     allscan.allscan(state, comm=comm)
@@ -325,7 +326,7 @@ def test_an_asynchronous_scan_that_fails(run):
 
 
 def transition_case(group, shape, reverse, from_zero):
-    """Errors of values and of all gradients, with a dense transition of the size of delta rules' (norm about 1)."""
+    """Return errors of values and of all gradients, with a dense transition like the delta rules' (norm about 1)."""
     with allscan.Communicator(group) as comm:
         generator = torch.Generator().manual_seed(3)
         *lead, K, V = shape
@@ -381,8 +382,8 @@ def test_dense_transitions(run, size, shape):
 
 
 def received_case(group, dense):
-    """Bytes of the last rank's memory that the others have changed, when they have made a scan and it has not; and how
-    many tiles the state has."""
+    """Return (bytes changed by others in the last rank's memory when they have made a scan and it has not; number of
+    tiles)."""
     with allscan.Communicator(group) as comm:
         shape, last = (3, 32, 64), comm.rank == comm.size - 1
         scan = allscan.AllScan(comm, shape, tile=transition_tile(32))
@@ -406,7 +407,7 @@ def received_case(group, dense):
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("dense", [False, True])
 def test_a_rank_receives_one_state(run, size, dense):
-    """And with each tile its arrival word, of which the low half changes from 0 to 1 here, and the tag stays 0."""
+    """Each tile has an arrival word, too: its low half changes from 0 to 1 here, and the tag stays 0."""
     received, tiles = run(size, received_case, dense)[-1]
     assert received == 4 * 3 * 32 * 64 + 4 * tiles
 
@@ -454,8 +455,8 @@ def test_arrays_of_other_libraries(run):
 
 
 def read_only_case(group):
-    """Arrays that must not be written are read, but rejected as ``out``, also where out is the state itself; and where
-    one rank alone rejects its first call, the others hear of it."""
+    """Read-only arrays are accepted as inputs and rejected as ``out``, also if out is the state itself. If one rank
+    alone rejects its first call, the others get an error."""
     with allscan.Communicator(group) as comm:
         state = np.ones((2, 4, 8), np.float32)
         frozen = state.copy()
@@ -482,7 +483,7 @@ def test_read_only_arrays(run):
 
 
 class Awaited(torch.Tensor):
-    """As what a functional collective returns is."""
+    """Like a functional collective's result."""
 
     __new__, __torch_dispatch__ = WithoutMemory.__new__, WithoutMemory.__torch_dispatch__
 
@@ -491,7 +492,7 @@ class Awaited(torch.Tensor):
 
 
 def subclasses_case(group):
-    """What a functional collective returns is rejected with the method that gives a tensor with memory."""
+    """Results of functional collectives are rejected; the error names the method that returns a tensor with memory."""
     import torch.distributed._functional_collectives as functional
 
     with allscan.Communicator(group) as comm:
@@ -506,8 +507,8 @@ def test_tensors_of_functional_collectives(run):
 
 
 def inference_case(group, operator):
-    """A gradient that torch cannot save for: in enable_grad inside of inference_mode, and of tensors made there. Each
-    operator rejects it before anything is launched, on one rank alone too; then all go on."""
+    """torch cannot save for these gradients: enable_grad inside of inference_mode, or tensors created there. Each
+    operator raises before a launch, also on one rank alone; then all go on."""
     if operator in ("zeco_kda", "zeco_gated_delta_rule"):
         import_fla(models=False)
     with allscan.Communicator(group, timeout=5.0) as comm:
@@ -565,7 +566,7 @@ def test_gradients_of_inference_tensors(run, operator):
 
 
 def memory_case(group):
-    """What an AllScan takes is what size_hint says, and comes back: by close(), by ``with``, and after a rejection."""
+    """An AllScan's memory equals size_hint, and is freed by close(), by ``with``, and after a rejection."""
     with allscan.Communicator(group) as comm:
         arena, shape = comm.memory.heap.arena, (3, 40, 24)
         free, buffers = arena.free_bytes, len(comm.memory._buffers)
@@ -586,7 +587,7 @@ def memory_case(group):
         mine = (4, 8, 8 + comm.rank)
         assert "different arguments" in raised(allscan.AllScan, comm, mine)[1]
         wrong = raised(allscan.AllScan, comm, (4, 8) if comm.rank else (8,))
-        assert wrong[0] == "ValueError" and ("must be [..., K, V]" in wrong[1]), wrong  # rank 1 hears of it
+        assert wrong[0] == "ValueError" and ("must be [..., K, V]" in wrong[1]), wrong  # also on rank 1
         assert arena.free_bytes == free and not comm.collectives
         kept = allscan.AllScan(comm, shape)
         if comm.rank == 0:
@@ -604,7 +605,7 @@ def test_memory_comes_back(run):
 
 
 def options_case(group):
-    """A number as decay, out= that is the state itself, non-contiguous input, tiles of one's own, a DeviceMesh."""
+    """Check a number as decay, out= that is the state itself, non-contiguous input, a custom tile, a DeviceMesh."""
     with allscan.Communicator(group) as comm:
         states, _ = inputs(comm, (3, 8, 16), None, 5)
         mine = states[comm.rank].to(comm.device)
@@ -626,7 +627,7 @@ def test_options(run):
 
 
 def channel_case(group):
-    """A scan takes its own channels of its own direction, on every rank."""
+    """A scan accepts only its own channels, in their direction, on every rank."""
     with (
         allscan.Communicator(group) as comm,
         allscan.AllScan(comm, (2, 8)) as scan,
@@ -653,7 +654,8 @@ def test_channels_of_others(run):
 
 
 def all_are_back(comm):
-    """All forward epochs of two blocks, once; on GPUs torch's backward thread may have a node a moment longer."""
+    """Return whether each forward epoch of two blocks is back; on GPUs torch's backward thread may hold a node slightly
+    longer."""
     deadline = time.monotonic() + 10
     while len(comm.fwd_epochs) < 2 * FWD_EPOCHS_AT_ONCE and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -661,7 +663,7 @@ def all_are_back(comm):
 
 
 def fwd_epochs_case(group):
-    """Calls that wait for their backward have forward epochs of their own, of which later calls have some again."""
+    """Calls with a pending backward have different forward epochs, which later calls reuse."""
     with allscan.Communicator(group) as comm:
         leaf = torch.ones(2, 8, device=comm.device, requires_grad=True)
         for _ in range(2):
@@ -676,7 +678,7 @@ def fwd_epochs_case(group):
             del kept, fwd_epochs, prev
         assert all_are_back(comm)
         prev = allscan.allscan(leaf, comm=comm)
-        for _ in range(2):  # a backward that may run again has its forward epoch
+        for _ in range(2):  # a backward that may run again retains its forward epoch
             torch.autograd.grad(prev, leaf, torch.ones_like(prev), retain_graph=True)
             assert prev.grad_fn.saved[2].data_ptr() not in [x.data_ptr() for x in comm.fwd_epochs]
         comm.resync()
@@ -688,9 +690,9 @@ def fwd_epochs_case(group):
         ):
             allscan.allscan(leaf, comm=comm)
         assert all_are_back(comm)
-        comm.resync()  # which forgets what the ranks have agreed upon: the next call is a first one
+        comm.resync()  # the ranks' agreements are dropped: the next call is a first one
         allscan.allscan(leaf.detach(), comm=comm)
-        with mock.patch.object(comm.streams, "capturing", lambda: True):  # replays use the forward epoch again
+        with mock.patch.object(comm.streams, "capturing", lambda: True):  # replays reuse the forward epoch
             prev = allscan.allscan(leaf, comm=comm)
         assert len(comm.fwd_epochs) == 2 * FWD_EPOCHS_AT_ONCE
         prev.sum().backward()
@@ -701,7 +703,7 @@ def test_fwd_epochs(run):
 
 
 def dispatch_modes_case(group):
-    """Forward epochs are lent forward and not in a recomputation, and the last of some only now and then."""
+    """The forward pass borrows forward epochs, recomputation does not. The pool is empty in some calls only."""
     save_products = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
     with allscan.Communicator(group, timeout=5.0) as comm:
         decay = torch.full((3,), 0.5, device=comm.device, requires_grad=True)
@@ -724,7 +726,7 @@ def dispatch_modes_case(group):
         if comm.device.type == "cuda":
             return
         comm.fwd_epochs.clear()
-        with FakeTensorMode(), pytest.raises((RuntimeError, TypeError)):  # whose tensors cannot be launched with
+        with FakeTensorMode(), pytest.raises((RuntimeError, TypeError)):  # fake tensors cannot be launched with
             allscan.allscan(torch.ones(3, 4, requires_grad=True), 0.5, comm=comm)
         comm.resync()
         leaf = torch.ones(3, 4, requires_grad=True)
@@ -737,7 +739,7 @@ def test_fwd_epochs_and_torchs_dispatch_modes(run):
 
 
 def evaluation_first_case(group):
-    """Communicator, workspaces and tables that were made in inference mode are good for training."""
+    """A communicator, its workspaces and tables, created in inference mode, work in training."""
     with torch.inference_mode():
         comm = allscan.Communicator(group, timeout=5.0)
     with comm:
@@ -767,7 +769,7 @@ def test_evaluation_first(run):
 
 
 def default_device_case(group):
-    """torch.set_default_device is for the caller's tensors; "meta" has no memory."""
+    """torch.set_default_device applies to the caller's tensors only; "meta" has no memory."""
     own = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     with torch.device("cuda" if own.type == "cuda" else "meta"), allscan.Communicator(group) as comm:
         T, K = 8, 16
@@ -786,7 +788,7 @@ def test_default_device(run):
 
 
 def one_gradient_case(group, dense):
-    """That of one input alone is the same as with those of the others."""
+    """A gradient computed alone equals that computed together with the others."""
     with allscan.Communicator(group) as comm:
         generator = torch.Generator().manual_seed(comm.rank)
 
@@ -815,7 +817,7 @@ def mesh_case(group):
     )
     with pytest.raises(ValueError, match="one dimension"):
         allscan.Communicator(mesh)
-    # sp is strided inside the world; all its groups scan at the same time, beside a communicator over everybody
+    # sp is strided inside the world; all its groups scan concurrently, with a communicator over all ranks
     with allscan.Communicator(mesh["sp"]) as comm, allscan.Communicator() as world:
         worst = 0.0
         for epoch in range(5):

@@ -1,4 +1,4 @@
-"""Rails: scans over the nodes of a communicator, against float64; what happens where a rank leaves the order."""
+"""Rails: scans over a communicator's nodes, against float64; errors where a rank makes other calls."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.cpu
 
 
 def values_case(group, nodes, algorithm, case: ScanCase):
-    """The largest error of both directions, with an initial state in every other epoch."""
+    """Return the largest error of both directions, with an initial state in every other epoch."""
     shape, decay_shape, _, depth, protocol, _, epochs, special, most_ms = case
     with allscan.Communicator(group, nodes=nodes) as comm:
         scan = allscan.AllScan(comm, shape, depth=depth, protocol=protocol, algorithm=algorithm, tile=(2, 8))
@@ -61,7 +61,7 @@ def sixteen():
 @pytest.mark.parametrize("algorithm", ["rails", "recursive_doubling"])
 @pytest.mark.parametrize("nodes", [(4, 4, 4, 4), (3, 5)])
 def test_values_of_16_ranks_and_of_uneven_nodes(request, nodes, algorithm):
-    """Over the network that delays puts and delivers them in any order."""
+    """Over a network that delays puts and delivers them in any order."""
     case = ScanCase((2, 5, 7), (2, 5), protocol="put", epochs=3, most_ms=3)
     if sum(nodes) == 16:
         errors = request.getfixturevalue("sixteen").run(values_case, None, nodes, algorithm, case)
@@ -73,7 +73,7 @@ def test_values_of_16_ranks_and_of_uneven_nodes(request, nodes, algorithm):
 @pytest.mark.parametrize("algorithm", ["rails", "recursive_doubling"])
 @pytest.mark.parametrize("protocol, depth", [("put", 1), ("put", 3), ("signal", 2)])
 def test_protocols_and_depths(run, algorithm, protocol, depth):
-    """Many calls, with stragglers, in which the others run ahead; decays of several shapes."""
+    """Many calls, with stragglers while other ranks run ahead; decays of several shapes."""
     case = ScanCase((2, 3, 10), (2, 3), depth=depth, protocol=protocol, epochs=8, most_ms=4)
     assert max(run(5, values_case, (2, 1, 2), algorithm, case)) < 1e-6
     for decay_shape in ((), (2,), None):
@@ -83,7 +83,7 @@ def test_protocols_and_depths(run, algorithm, protocol, depth):
 
 @pytest.mark.parametrize("algorithm", ["rails", "recursive_doubling"])
 def test_special_values(run, algorithm):
-    """A decay of 0 blocks Inf and NaN, and no other decay does; -0.0 is no sentinel."""
+    """A decay of 0 blocks Inf and NaN, and no other decay does; -0.0 is not taken for a sentinel."""
     case = ScanCase((2, 8, 20), (2, 8), depth=3, protocol="put", epochs=2, special=True)
     assert max(run(6, values_case, (2, 2, 2), algorithm, case)) < 1e-6
 
@@ -126,7 +126,7 @@ def test_validation_without_backward(run, nodes):
 def test_backwards_in_another_order(run):
     answers = run(4, other_backward_case, options("rails", (2, 2)))
     assert any("AllScanOutOfStep" in found and "backward of forward call" in found for found, _, _ in answers), answers
-    for found, nan, _ in answers[:2]:  # the other node needs nothing of these
+    for found, nan, _ in answers[:2]:  # the other node needs no value of these
         assert found != "nothing" and nan, answers
 
 
@@ -135,7 +135,7 @@ def test_resync_after_time_outs(run):
 
 
 def absent_case(group, nodes, absent, algorithm):
-    """What the ranks raise where one of them never calls, and that all come back."""
+    """Return the ranks' errors where one of them never calls, and whether all return."""
     comm = allscan.Communicator(group, timeout=1.0, nodes=nodes, algorithm=algorithm)
     scan = allscan.AllScan(comm, (4, 4, 8), tile=(4, 8))
     state, out = torch.ones(scan.shape), torch.zeros(scan.shape)
@@ -167,7 +167,7 @@ def test_a_rank_that_never_comes_is_named(run, absent, algorithm):
 
 
 def strided_case(group):
-    """Communicators over the even and over the odd ranks, at work at once, each in nodes of its own."""
+    """Run communicators over the even and over the odd ranks concurrently, each with its own nodes."""
     groups = [dist.new_group(list(range(first, dist.get_world_size(), 2))) for first in (0, 1)]
     worst = 0.0
     with allscan.Communicator(groups[dist.get_rank() % 2], nodes=(2, 2), algorithm="rails") as comm:
@@ -198,11 +198,11 @@ def arguments_case(group):
     with allscan.Communicator(group, nodes=(2, 2), algorithm="rails") as comm:
         answers.append(raised(allscan.AllScan, comm, (2, 4), algorithm="rails" if last else "chain"))
         answers.append(raised(allscan.AllScan, comm, (2, 4), algorithm="rings" if last else "rails"))
-        scan = allscan.AllScan(comm, (2, 4), max_ctas=1 + comm.rank)  # a launch has as many programs as fit on all
+        scan = allscan.AllScan(comm, (2, 4), max_ctas=1 + comm.rank)  # the number of programs that fits on all ranks
         answers.append(raised(scan.channel))
         answers.append(raised(scan.launch, None, (1,)))
         answers.append(raised(scan.scan, torch.ones(2, 4), transition=torch.ones(2, 2)))
-        answers.append(raised(scan.scan, torch.ones(2, 4).double()))  # which all reject
+        answers.append(raised(scan.scan, torch.ones(2, 4).double()))  # all ranks reject it
         decay = (None, 0.5, torch.tensor([1.0, 0.0]), 0)[comm.rank]
         given = [torch.ones(2), torch.full((2,), 0.5), torch.tensor([1.0, 0.0]), torch.zeros(2)]
         for reverse in (False, True):
@@ -246,7 +246,7 @@ def test_the_choice(monkeypatch):
 
     assert runs(["a", "a", "b"]) == (2, 1) and runs(["a", "b", "a"]) is None
     hosts = [str(rank // 8) for rank in range(8 * 64)]
-    assert {chosen(1 << 21, *hosts[: 8 * n]) for n in (1, 2, 64)} == {"chain"}  # nothing was measured between nodes
+    assert {chosen(1 << 21, *hosts[: 8 * n]) for n in (1, 2, 64)} == {"chain"}  # without measurements between nodes
     table = (12, 4 << 20, "recursive_doubling"), (4, 1 << 20, "recursive_doubling"), (2, ANY_SIZE, "rails")
     monkeypatch.setattr(topology, "MEASURED", table)
     for without in (["a", "b", "a"], hosts[:8], ["a", "b", "c"], [*hosts[:16], "c"]):
@@ -266,7 +266,7 @@ def test_the_choice(monkeypatch):
 
 
 def ahead_case(group, nodes, algorithm, protocol, depth, sleeper):
-    """All ranks but one make their scans at once."""
+    """All ranks but one launch all their scans at once."""
     with allscan.Communicator(group, timeout=5, nodes=nodes) as comm:
         shape, count, worst = (3, 4, 8), 6, 0.0
         scan = allscan.AllScan(comm, shape, depth=depth, protocol=protocol, algorithm=algorithm, tile=(4, 8))
@@ -292,14 +292,15 @@ def ahead_case(group, nodes, algorithm, protocol, depth, sleeper):
     ],
 )
 def test_ranks_ahead_of_a_straggler(run, algorithm, nodes, sleeper):
-    """As far as the slots reach, no further. Members that own a slice wait for each other in each call; one that owns
-    none may be ahead of its owner, if it is the first of all, or behind it, if it is the last."""
+    """Ranks run ahead until the slots are full. Members that own a slice wait for each other in each call. A member
+    without a slice may be ahead of its owner if it is the first of all ranks, or behind it if it is the last."""
     for protocol, depth in (("sentinel", 1), ("put", 2)):
         assert max(run(sum(nodes), ahead_case, nodes, algorithm, protocol, depth, sleeper=sleeper)) < 1e-6
 
 
 def underflow_case(group, algorithm):
-    """A product of decays that float32 takes for 0 is none: Inf and NaN pass. One with a 0 is 0: NaN does not pass."""
+    """A product of decays that underflows in float32 passes Inf and NaN. A product with a factor of 0 is 0 and blocks
+    NaN."""
     with allscan.Communicator(group, nodes=(2, 2, 2), algorithm=algorithm) as comm:
         generator = torch.Generator().manual_seed(0)
         states = [torch.randn(2, 4, 8, generator=generator) for _ in range(comm.size)]
@@ -307,7 +308,7 @@ def underflow_case(group, algorithm):
         states[0][0, 0, 0], states[0][1, 2, 3], states[0][1, 1, 1] = float("nan"), float("inf"), 1e30
         decays[1][1, 3] = 0.0
         states[0][1, 3] = float("-inf")
-        # decays that are no numbers any more, then 0: in one node, in two, and in the other order
+        # decays of NaN or Inf followed by 0: in one node, in two, and in the other order
         decays[2][0, 1], decays[3][0, 1] = float("nan"), 0.0
         decays[1][0, 2], decays[4][0, 2] = float("nan"), 0.0
         decays[2][1, 0], decays[3][1, 0] = float("inf"), 0.0
@@ -322,9 +323,9 @@ def test_decays_that_underflow(run, algorithm):
 
 
 def virtual_case(group):
-    """Virtual ranks without a GPU: what can run one launch after another. A rank that is left out is named."""
+    """Run virtual ranks in sequence without a GPU. A rank that makes no launch is named."""
     worst = 0.0
-    # recursive doubling over 8 nodes is in rounds of 1, 2, 3 and 6
+    # recursive doubling over 8 nodes has rounds of 1, 2, 3 and 6
     for algorithm, nodes in (("chain", (4,)), ("rails", (1, 1, 1, 1)), ("recursive_doubling", (1,) * 8)):
         ranks = VirtualRanks(sum(nodes), (2, 5, 7), nodes=nodes, algorithm=algorithm, tile=(2, 8), timeout=0.3)
         for epoch in range(4):
@@ -347,7 +348,7 @@ def test_virtual_ranks(run):
 
 
 def gla_case(group, algorithm, layout):
-    """zeco_gla and its gradients, twice: by rails, and by the chain."""
+    """Return the largest difference between rails and the chain, for zeco_gla and its gradients, in two calls."""
     found = []
     for given in (options(algorithm, (2, 2)), dict(algorithm="chain")):
         with allscan.Communicator(group, **given) as comm:
@@ -370,10 +371,10 @@ def test_zeco_gla(run, algorithm, layout):
 
 
 def memory_case(group):
-    """Words that lie outside of what a rank has: of the rail's clock, and of a member that owns nothing."""
+    """Check memory bounds: of the rail's clock, and of a member without a slice."""
     with allscan.Communicator(group, nodes=(1, 3), algorithm="rails", max_ctas=66) as comm:
         options, found = dict(tile=(4, 8), max_ctas=66), []
-        for heads in (1, 2, 7, 12, 32):  # of some the memory has no gap behind it
+        for heads in (1, 2, 7, 12, 32):  # for some, no gap follows the memory
             first, second = (allscan.AllScan(comm, (heads, 4, 8), **options) for _ in range(2))
             programs = min(first.num_tiles, first.launcher._least_ctas)
             found.append(all(rails[0].clock.numel() >= programs for rails in first.launcher.rails.further))
@@ -392,11 +393,11 @@ def test_nothing_outside_of_its_memory_is_written(run):
 
 
 def slots_case(group, algorithm):
-    """When all ranks are done, every slot is free: a word that is not could be taken for one of a later call."""
+    """When all ranks are done, every slot is free: a remaining word could be taken for a later call's."""
     with allscan.Communicator(group, nodes=(2, 2, 2)) as comm:
         scan = allscan.AllScan(comm, (3, 4, 8), protocol="sentinel", algorithm=algorithm, tile=(4, 8))
         decay = torch.full((3, 4), 0.5)
-        decay[0] = float(comm.rank != 2)  # the node in the middle sends that tile before it waits for the first
+        decay[0] = float(comm.rank != 2)  # the middle node sends this tile before it waits for the first node
         for epoch in range(4):
             time.sleep(0.1 * (comm.rank < 2))
             scan.scan(torch.ones(3, 4, 8), decay, reverse=bool(epoch % 2))
@@ -413,7 +414,7 @@ def test_every_slot_is_free_at_the_end(run, algorithm):
 
 
 def dropped_case(group, nodes, reverse):
-    """A call whose backward all ranks drop is no error where one of them is late."""
+    """Dropping a backward on all ranks is no error if one of them is a straggler."""
     with allscan.Communicator(group, timeout=20, nodes=nodes, algorithm="rails") as comm:
         for backward in (True, True, False, True):
             state = torch.ones(4, 4, 8, requires_grad=True)

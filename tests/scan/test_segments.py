@@ -1,4 +1,4 @@
-"""allscan_segments(): its law in float64, and the same bits for every number of ranks and every cut."""
+"""allscan_segments(): its law in float64, and the same bits for every number of ranks and every split."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CUTS = {
     2: [(3, 4), (0, 7)],
     4: [(2, 0, 5), (1, 1, 1, 4)],
     8: [(1, 0, 2, 1, 0, 1, 1, 1)],
-}  # by most ranks: segments of each
+}  # by number of ranks, or twice that in zigzag: segments of each
 NAMES = ("incoming", "final state", "dstates", "dfactor", "dinitial")
 
 
@@ -24,7 +24,7 @@ def found(run, case, counts=None, zigzag=False, **options):
     counts = counts or case.counts
     size = len(counts) // (1 + zigzag)
     parts = run(size, functools.partial(segments_case, zigzag=zigzag, **options), case._replace(counts=counts))
-    if zigzag:  # rank r has chunks r and 2P - 1 - r, one after the other
+    if zigzag:  # rank r has chunks r and 2P - 1 - r, in this order
         return in_order(parts, counts)
     return whole_of(parts, reverse=case.reverse)
 
@@ -43,7 +43,7 @@ def in_order(parts, counts):
 
 
 def differing(one, other):
-    """Names of what has other bits."""
+    """Return the names of results with other bits."""
     pairs = [(name, a, b) for name, a, b in zip(NAMES, one, other, strict=True) if a is not None or b is not None]
     assert pairs
     return [name for name, a, b in pairs if not torch.equal(bits(a), bits(b))]
@@ -83,7 +83,7 @@ def test_the_same_bits_in_the_zigzag_layout(run, factor, size):
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("factor", ["rows", "transitions"])
 def test_special_values(run, factor, size):
-    """NaN and Inf go where the law sends them, and -0.0 comes out of no boundary."""
+    """NaN and Inf propagate as in the law, and no boundary state is -0.0."""
     case = SegmentsCase((5,), factor=factor, special=True)
     one = found(run, case)
     assert not (bits(one[0]) == -(2**31)).any() and bits(one[0]).any()
@@ -107,7 +107,7 @@ def test_stragglers(run, size):
 
 
 def test_plain_sums_differ(run, size=2):
-    """The control: what a rank adds up first has other bits, with the same segments."""
+    """The control: sums computed on each rank first have other bits, with the same segments."""
     shape = (4, 16, 32)
     one, two = (run(len(counts), local_folds_case, counts, shape, 0)[-1] for counts in ((6,), (3, 3)))
     share = (bits(one) != bits(two)).float().mean().item()

@@ -43,13 +43,14 @@ pytestmark = pytest.mark.cpu
     ],
 )
 def test_segments_on_a_gpu(shape, packed, expected):
-    """As development runs on an H200 have found them best, of those that fill the GPU as often as they should."""
+    """The best lengths of development runs on an H200, among those that fill the GPU as often as required."""
     assert segment_length(*shape, packed, H100_MULTIPROCESSORS) == expected
 
 
 @pytest.mark.quick
 def test_by_hand():
-    """Ranks of 4, 3 and 5 tokens; sequences of 0, 2, 4, 0, 1 and 5 tokens, the fourth and fifth at the second cut."""
+    """Ranks have 4, 3 and 5 tokens; sequences 0, 2, 4, 0, 1 and 5 tokens, the fourth and fifth at the second rank
+    boundary."""
     lengths = [0, 0, 2, 6, 6, 7, 12]
     assert [tuple(piece) for piece in cut(lengths, 0, 4)] == [
         (0, 0, 0, 0, FIRST.value | LAST.value),
@@ -92,7 +93,7 @@ def test_at_random(seed):
             if flags & LAST.value:
                 assert begin + end == lengths[sequence + 1]
                 ended.append(sequence)
-            if not flags & FIRST.value and number:  # it goes on where the one before it stopped
+            if not flags & FIRST.value and number:  # it continues the previous one
                 assert segments[number - 1][4] == sequence and not segments[number - 1][5] & LAST.value
         seen += [begin + t for t in range(T)]
         begin += T
@@ -100,14 +101,14 @@ def test_at_random(seed):
 
 
 def partition_case(group):
-    """One cu_seqlens, cut in another way at the second call; then a layout of other segments, on rank 1 alone."""
+    """Split one cu_seqlens in another way at the second call; then use a layout with other segments on rank 1 alone."""
     with allscan.Communicator(group) as comm:
         answers = [raised(partition_start, comm, (0, 5, 60), T[comm.rank]) for T in ([20, 20, 20], [20, 25, 15])]
         segment = 128 if comm.rank == 1 else 256
         return [
             *answers,
             find_layout(comm, OwnTokens(1, 20, torch.tensor([0, 5, 60])), segment).num_segments,
-        ]  # asks nobody
+        ]  # without an exchange
 
 
 def test_a_cu_seqlens_has_one_partition(run):
@@ -117,7 +118,7 @@ def test_a_cu_seqlens_has_one_partition(run):
 
 
 def kept_case(group):
-    """More cu_seqlens than are kept, and more layouts on rank 1 than on rank 0. Returns how many are kept."""
+    """Use more cu_seqlens than the cache holds, and more layouts on rank 1 than on rank 0. Return the cache's size."""
     kept, partition.CACHE_SIZE = partition.CACHE_SIZE, 3
     try:
         with allscan.Communicator(group) as comm:
@@ -136,12 +137,12 @@ def test_all_ranks_forget_the_same(run):
 
 
 class LateCopies:
-    """torch, as packing sees it, where the device is a GPU whose memory is the host's: a copy that does not wait is
-    made when the host waits for an event behind it on its stream. Until then there are zeros."""
+    """A stand-in for torch in packing, with a GPU whose memory is the host's: a non-blocking copy runs when the host
+    waits for a later event on its stream. Until then the destination has zeros."""
 
     def __init__(self):
         self._stream, self._copies = None, []
-        self.made = []  # (number of bytes, stream) of each copy that was made
+        self.made = []  # (number of bytes, stream) of each finished copy
         self.cuda = types.SimpleNamespace(stream=self._on, Event=lambda: self._Event(self))
 
     def __getattr__(self, name):
@@ -197,7 +198,7 @@ class LateCopies:
 
 
 def straggling_copies_case(group):
-    """Which calls differ from those whose tables are copied at once; and the copies."""
+    """Return the calls that differ from those with immediate copies of tables; and the copies."""
     results, gpu = [], LateCopies()
     for there in (contextlib.nullcontext, gpu.there):
         with allscan.Communicator(group) as comm, there():
@@ -216,16 +217,16 @@ def straggling_copies_case(group):
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_tables_are_there_before_any_stream_reads_them(run, size):
-    """Memory shared between calls whose order hangs on a scan being launched first: calls on two streams, one of which
-    copies tables that the other one reads, with no order between them. Whatever makes tables waits for the copy, one
-    for each layout, on a stream that nothing else is launched on."""
+    """Two calls share tables only if their order does not depend on a scan launched first. Calls on two streams have no
+    order: one copies tables that the other reads. So the creator of tables waits for the copy, one a layout, on a
+    stream without other launches."""
     for different, made, tables in run(size, straggling_copies_case):
         assert not different, different
         assert len(made) == tables > 10 and {stream for _, stream in made} == {"tables"}
 
 
 def uses_case(group):
-    """What calls, and their backward passes, read of tables without saying so, in later calls too."""
+    """Return calls with tables, repeated calls included, whose forward or backward pass does not register their use."""
     counted = []
     use = packing.Tables.use
     with (
@@ -241,23 +242,23 @@ def uses_case(group):
                 forward = len(counted)
                 torch.autograd.grad(result.sum(), inputs, allow_unused=True)
                 backward = len(counted) - forward
-                if name == "zeco_ssd":  # it has a table where a rank has tokens of two sequences
+                if name == "zeco_ssd":  # it has a table if a rank has tokens of two sequences
                     has_tables = layout == "zigzag" or (lengths is not None and comm.rank == 0)
                 else:
                     has_tables = lengths is not None or name != "halo"
-                backward_too = has_tables and name not in ("halo", "zeco_ssd")  # autograd has theirs
+                backward_too = has_tables and name not in ("halo", "zeco_ssd")  # autograd holds theirs
                 if has_tables > forward or backward_too > backward:
                     silent.append((name, layout, lengths is None))
         return silent
 
 
 def test_every_call_says_that_it_reads_tables(run, size=2):
-    """Memory that another stream still reads when it is given back: so calls say on which stream they read tables."""
+    """Freed tables may still be read on another stream: calls register their stream for the tables that they read."""
     assert run(size, uses_case) == [[]] * size
 
 
 def test_memory_of_tables_is_given_back_behind_its_readers():
-    """By record_stream of every stream that reads it; in a capture the communicator has it."""
+    """record_stream is called for every reading stream; in a capture the communicator holds the memory."""
     recorded, kept = [], []
     at = types.SimpleNamespace(stream=1, capturing=False)  # the current stream
     streams = types.SimpleNamespace(cuda=True, index=0, capturing=lambda: at.capturing, number=lambda: at.stream)
@@ -281,7 +282,7 @@ def test_memory_of_tables_is_given_back_behind_its_readers():
 
 
 def changed(how, lengths):
-    """(a cu_seqlens, what puts other boundaries into it)."""
+    """Return (a cu_seqlens, a function that writes other boundaries into it)."""
     array = numpy.array(lengths)
     if how == "NumPy array":
         return array, lambda: array.__setitem__(1, lengths[1] + 5)
@@ -308,14 +309,14 @@ WAYS = "list", "NumPy array", "memory of NumPy", "data", "operator", "without a 
 
 
 class Looking(TorchDispatchMode):
-    """Under which operators are custom ones."""
+    """A dispatch mode, under which operators run as custom ones."""
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         return function(*args, **(kwargs or {}))
 
 
 def changed_case(group, custom):
-    """Which backward passes differ where cu_seqlens is written to after the forward pass."""
+    """Return the backward passes that differ if cu_seqlens is written to after the forward pass."""
     with allscan.Communicator(group, timeout=10) as comm:
         lengths, wrong = [0, 10, 20 * comm.size], []
         for name, call in calls(comm, 20).items():
@@ -334,13 +335,13 @@ def changed_case(group, custom):
 
 @pytest.mark.parametrize("custom", [False, True])
 def test_backward_has_the_boundaries_of_forward(run, custom, size=2):
-    """What backward derives anew from something that may have changed: cu_seqlens that the caller fills anew for the
-    next batch, in ways that torch counts and that it does not."""
+    """Backward must not derive data from a changed cu_seqlens: callers refill it for the next batch, in ways that
+    torch's version counter detects and in others."""
     assert run(size, changed_case, custom) == [[]] * size
 
 
 def compiled_case(group, backend):
-    """The same of compiled functions: which gradients differ from those of cu_seqlens that nobody writes to."""
+    """Return compiled functions whose gradients differ from those with an unchanged cu_seqlens."""
     with allscan.Communicator(group, timeout=60) as comm:
         x = torch.rand(1, 20, 2, 16, generator=torch.Generator().manual_seed(comm.rank)).requires_grad_()
         operators = {
@@ -351,7 +352,7 @@ def compiled_case(group, backend):
         for name, operator in operators.items():
             compiled, expected = torch.compile(operator, backend=backend, fullgraph=True), None
             for how in (None, "data", "memory of NumPy", "without a version"):
-                # the first cut of ranks is inside of a sequence, then at a boundary
+                # the first rank boundary is inside of a sequence, then at a sequence's end
                 cu_seqlens, write = changed(how or "data", [0, 15, 20 * comm.size])
                 result = compiled(x, cu_seqlens)
                 if how is not None:
@@ -365,15 +366,15 @@ def compiled_case(group, backend):
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compiled_backward_has_the_boundaries_of_forward(run, backend, size=2):
-    """A copy that torch's partitioner or inductor would make again in backward is none."""
+    """torch's partitioner or inductor could repeat a copy in backward, which would then read the changed contents."""
     if backend == "inductor" and torch.cuda.is_available() and not own_triton():
         pytest.skip("inductor belongs to the Triton of its torch")
     assert run(size, compiled_case, backend) == [[]] * size
 
 
 def test_packed_operators_are_no_part_of_torchs_graphs():
-    """Whose replays would go on with the tables of one packing: operators with cu_seqlens, and what copies those."""
-    assert allscan.zeco_gla and allscan.zeco_kda and allscan.halo  # which are imported on demand
+    """Replays would reuse one packing's tables: operators with cu_seqlens and the copy of cu_seqlens are tagged."""
+    assert allscan.zeco_gla and allscan.zeco_kda and allscan.halo  # imported on demand
     for name in ("zeco_gla", "zeco_delta", "hop"):
         for part in (name, f"{name}_backward"):
             plain, packed = (getattr(torch.ops.allscan, f"{x}_{REVISION}").default for x in (part, f"{part}_packed"))
@@ -382,14 +383,14 @@ def test_packed_operators_are_no_part_of_torchs_graphs():
 
 
 class OnGPU(torch.Tensor):
-    """Of which torch says that it is on a GPU."""
+    """torch reports this tensor as a GPU tensor."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl
     is_cuda = True
 
 
 def captured_case(group):
-    """What calls with a cu_seqlens on the GPU raise in a capture, and whether later ones are right."""
+    """Return errors of calls in a capture with cu_seqlens on the GPU, and whether later calls are right."""
     answers, right = {}, []
     with allscan.Communicator(group, timeout=10) as comm:
         lengths = [0, 10, 20 * comm.size]
@@ -406,7 +407,7 @@ def captured_case(group):
 
 
 def test_a_capture_rejects_cu_seqlens_on_the_gpu(run, size=2):
-    """Contents that a graph's replays would not see: rejected on every rank, before anything is launched."""
+    """A graph's replays would not read new contents: every rank raises before a launch."""
     for answers, right in run(size, captured_case):
         assert all(right)
         for name, answer in answers.items():
@@ -417,9 +418,9 @@ def test_a_capture_rejects_cu_seqlens_on_the_gpu(run, size=2):
 
 
 def debug_case(group):
-    """In debug mode, with boundaries that are kept as those of tensors on a GPU: what a call raises behind a write that
-    torch does not count on rank 1, and behind one that it counts; then with one known cu_seqlens on rank 0 and another
-    on the others, and with the same again."""
+    """In debug mode, with boundaries cached as for tensors on a GPU. Return the error of a call after a write on rank 1
+    that torch does not count, and after one that it counts; then with one known cu_seqlens on rank 0 and another on the
+    others, and with the same again."""
     answers = {}
 
     def read(x):
@@ -451,8 +452,8 @@ def test_debug_mode_compares_the_values_of_cu_seqlens(run, size=2):
 
 
 def chunks_case(group, layout):
-    """One rank has more chunks than kernels take, which is found by all; the next call is right."""
-    partition.MOST_CHUNKS = 4  # of ranks that end with this test
+    """One rank has more chunks than kernels support: all ranks raise; the next call is right."""
+    partition.MOST_CHUNKS = 4  # these ranks end with the test
     with allscan.Communicator(group, timeout=5.0) as comm:
         T, total = 8, 8 * comm.size
         q = torch.randn(1, T, 1, 16, generator=torch.Generator().manual_seed(comm.rank)).to(comm.device)

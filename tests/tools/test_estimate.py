@@ -1,4 +1,4 @@
-"""`allscan estimate` beside peaks that were measured on GPUs, which bench/results holds."""
+"""`allscan estimate` against peaks measured on GPUs, in bench/results."""
 
 from __future__ import annotations
 
@@ -48,23 +48,23 @@ def test_gla_is_within_a_percent_of_what_was_measured():
 @pytest.mark.parametrize("T, H", [(16384, 32), (16384, 8), (4096, 32)])
 @pytest.mark.parametrize("rule, of_gates", [("kda", 4 * 128), ("gated_delta_rule", 4)])
 def test_delta_rules_hold_these_tensors(rule, of_gates, T, H):
-    """Of bfloat16 and K = V = 128, bytes of a token and head, and states of segments."""
+    """In bfloat16 with K = V = 128: bytes a token and head, and states of segments."""
     found = estimate.delta_peak(Recurrent(rule, 1, H, 128, 128), Cut(2 * T, 2))
-    wide, chunk = 2 * 128, 2 * 64  # of 128 channels, of the tokens of a chunk
+    wide, chunk = 2 * 128, 2 * 64  # of 128 channels, of a chunk's tokens
     saved, operands = wide + 2 * chunk, 4 * wide  # o, Aqk, T; qg, kg, w, u
-    grads, states = 3 * wide + of_gates + 2, 2 * (128 * 128 * 2 // 64) + 2 * wide  # and of them; h, dh, v_new, dv_new
+    grads, states = 3 * wide + of_gates + 2, 2 * (128 * 128 * 2 // 64) + 2 * wide  # + gradients; h, dh, v_new, dv_new
     pairs = 2 * chunk + 8
     segments = T // delta_segment_length(T, H, H100_MULTIPROCESSORS)
     state = 128 * 128 * 4 * H
-    of_segments, of_rank = 4 * segments * state, 3 * state  # transitions, enters, leaves, through; own, prev, dense
+    of_segments, of_rank = 4 * segments * state, 3 * state  # transition, incoming, local, prefix; own, prev, dense
     near(found.forward, (T * H * (saved + operands) + of_segments + of_rank) / MIB, 0.03)
-    of_segments += segments * state  # enters of the gradient
+    of_segments += segments * state  # incoming gradients
     near(found.both, (T * H * (saved + grads + operands + states + pairs) + of_segments + of_rank) / MIB, 0.03)
 
 
 @pytest.mark.parametrize("rule", ["gla", "kda", "gated_delta_rule"])
 def test_peaks_of_other_cuts(rule):
-    """What a plan says of the same tokens on one rank, on two, and as halves, of which each sends a state."""
+    """Compare the same tokens a rank on one rank, on two, and in two halves a rank, each of which sends a state."""
     layer, T = Recurrent(rule, 1, 16, 128, 128), 8192
     one, two, halves = (
         estimate.peak(layer, Cut(ranks * T, ranks, zigzag=zigzag))
@@ -80,8 +80,8 @@ def test_peaks_of_other_cuts(rule):
 
 
 def measured_hybrids():
-    """Of bench/results/hybrid.csv: whole models whose recurrent layers have our kernels. As data parallel each rank
-    has a sequence of its own."""
+    """Return rows of bench/results/hybrid.csv: whole models whose recurrent layers run our kernels. With data
+    parallelism each rank has a sequence of its own."""
     rows = [x for x in measured("hybrid") if x["chunk"] == "allscan" and "heads" not in x["method"]]
     return [pytest.param(x, id=f"{x['model']}, {x['method']}") for x in rows if x["method"] != "gathered"]
 
@@ -101,13 +101,13 @@ def test_whole_hybrids_are_within_a_percent_of_what_was_measured(row):
 
 
 def test_a_step_beside_a_count_by_hand():
-    """Of a model of torch's own: living tensors, kept ones, and those of backward."""
+    """Counts live, saved and backward tensors of a torch model."""
     from allscan.tools.estimate_step import Living
 
     with Living() as counter:
         x = torch.empty(1024, 1024, device="meta", requires_grad=True)
         assert counter.bytes == 4 * MIB
-        y = (x.exp() * 2).relu()  # kept: of exp and of relu; of the product for a moment
+        y = (x.exp() * 2).relu()  # saved: exp's and relu's results; temporarily the product's
         assert (counter.bytes, counter.most) == (12 * MIB, 16 * MIB)
         y.sum().backward()
         assert x.grad is not None and counter.most <= 24 * MIB
@@ -143,7 +143,7 @@ NEXT = dict(
     head_dim=256,
     layer_types=["linear_attention"] * 3 + ["full_attention"],
 )
-CHECKPOINT = dict(  # as Kimi-Linear's own has it: layers count from 1
+CHECKPOINT = dict(  # as in Kimi-Linear's own config: layers count from 1
     model_type="kimi_linear",
     num_hidden_layers=27,
     kv_lora_rank=512,
@@ -155,7 +155,7 @@ CHECKPOINT = dict(  # as Kimi-Linear's own has it: layers count from 1
         full_attn_layers=[*range(4, 25, 4), 27],
     ),
 )
-TEXT = dict(  # of text and images, without types of layers: every fourth is softmax
+TEXT = dict(  # for text and images, without layer types: every fourth is softmax
     model_type="qwen3_5",
     text_config=dict(
         model_type="qwen3_5_text",
@@ -209,12 +209,12 @@ def test_a_step_from_the_command_line(tmp_path, capsys):
 
     (status, one), (_, two), (_, half) = told(config, 1), told(config, 2), told(config, 1, "--batch", "2")
     assert status == 0 and one.out.count("a training step of the whole model") == 1
-    assert kept(one.out) < kept(two.out) < kept(half.out)  # keys of another rank; all of another row
+    assert kept(one.out) < kept(two.out) < kept(half.out)  # saved: another rank's keys; another row's everything
     experts = config | dict(mlp_only_layers=[], num_experts=4, moe_intermediate_size=64)
     few, more = (told(experts | dict(num_experts_per_tok=n), 1)[1].out for n in (1, 3))
     assert kept(few) < kept(more)
     model = model_of(experts)
-    model.config._experts_implementation = "eager"  # one after the other, as far as there are tokens for them
+    model.config._experts_implementation = "eager"  # one expert after the other, while there are tokens for them
     with pytest.raises(ValueError, match="depends on numbers"):
         step_of(model, Cut(256, 1))
     status, found = told(GLA | dict(hidden_size=64), 1)

@@ -1,4 +1,4 @@
-"""The command with which a cluster's user tries a network: here on CPU ranks, by torchrun."""
+"""The command by which a cluster's user checks a network: here on CPU ranks, by torchrun."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def free_port():
 
 
 def torchrun(*program, size=2):
-    """Its processes on this host."""
+    """Run a program with torchrun on this host."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(size)]
     command += ["--master-addr", "127.0.0.1", "--master-port", free_port(), *program]
     return subprocess.run(command, cwd=ROOT, env=os.environ | VARIABLES, capture_output=True, text=True, timeout=240)
 
 
 def one_by_one(*program, size):
-    """The same ranks without a launcher that ends all when one has failed: what each of them gave."""
+    """Run ranks without a launcher that ends all when one has failed; return their results."""
     variables = os.environ | VARIABLES | dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port(), WORLD_SIZE=str(size))
     options = dict(cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     ranks = [
@@ -84,7 +84,7 @@ def test_a_wrong_result_ends_it(tmp_path):
 
 @pytest.mark.parametrize("launched", ["torchrun", "one by one"])
 def test_a_report_that_cannot_be_written(tmp_path, launched):
-    """All ranks end before the checks, with the reason; also where nobody stops those behind the first."""
+    """All ranks end before the checks, with the reason; also without a launcher that ends the other ranks."""
     path = str(tmp_path / "no such folder" / "report.txt")
     program = ["-m", "allscan.tools.network_check", "--epochs", "2", "--output", path]
     if launched == "torchrun":
@@ -97,7 +97,7 @@ def test_a_report_that_cannot_be_written(tmp_path, launched):
 
 
 def test_a_full_disk():
-    """The report goes on where it is printed."""
+    """Lines still go to standard output."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(io.StringIO()) as errors:
         report = network_check.Report("/dev/full", True)
@@ -109,7 +109,7 @@ def test_a_full_disk():
 
 @pytest.mark.skipif(not compiler(), reason="needs a C compiler, cc")
 def test_nodes_by_name_on_one_host():
-    """Each torchrun has a node's name, by which ranks without GPUs find that they are not on one host."""
+    """Each torchrun has a node name, by which ranks without GPUs detect that they are on different hosts."""
     launcher = os.path.join(ROOT, "tests", "network", "launch_nodes.py")
     command = [sys.executable, launcher, "1,1", "-m", "allscan.tools.network_check", "--epochs", "1"]
     variables = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": ROOT}
