@@ -1,4 +1,4 @@
-"""All-Scan inside kernels of a user's own."""
+"""All-Scan inside a user's own kernels."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ recv, send = device.recv, device.send
 
 @triton.jit
 def dense_kernel(p_state, p_transition, p_initial, p_out, channel, V, K: tl.constexpr):
-    """R_{p+1} = A_p R_p + S_p with a dense A [K, K]: columns of the state are sent whole, rows cannot be cut."""
+    """R_{p+1} = A_p R_p + S_p with a dense A [K, K]: columns of the state are sent whole, rows cannot be split."""
     tile = tl.program_id(0)
     NV = (V + channel.BV - 1) // channel.BV
     head, v = tile // NV, tile % NV * channel.BV + tl.arange(0, channel.BV)
@@ -68,7 +68,7 @@ def test_dense_combine_between_recv_and_send(run, size, protocol):
 
 @triton.jit
 def tiles_kernel(p_state, p_out, channel):
-    """The sum of what the ranks before have, a tile a program."""
+    """The exclusive sum over ranks, a tile a program."""
     tile = tl.program_id(0)
     i, j = tl.arange(0, channel.BK)[:, None], tl.arange(0, channel.BV)[None, :]
     at = (tile * channel.BK + i) * channel.BV + j
@@ -83,7 +83,7 @@ TILES = dict(shape=(4 * 2, 32), tile=(2, 32))
 
 @triton.jit
 def segments_kernel(p_states, p_decays, p_incoming, p_outgoing, channel, n, K: tl.constexpr, V: tl.constexpr):
-    """The incoming state of each of this rank's n segments, and the outgoing one, a tile of whole rows a program."""
+    """Incoming states of this rank's n segments, and the outgoing state; a tile of whole rows a program."""
     tile = tl.program_id(0)
     i, j = tile * channel.BK + tl.arange(0, channel.BK), tl.arange(0, V)
     at = i[:, None] * V + j[None, :]
@@ -96,7 +96,7 @@ def segments_kernel(p_states, p_decays, p_incoming, p_outgoing, channel, n, K: t
 
 
 def segments_case(group, counts):
-    """Incoming states of segments and the outgoing one: [by an own kernel, by allscan_segments]."""
+    """Return segments' incoming states and the outgoing one: [by an own kernel, by allscan_segments]."""
     K, V = TILES["shape"]
     with allscan.Communicator(group) as comm:
         generator = torch.Generator().manual_seed(0)
@@ -118,7 +118,7 @@ def segments_case(group, counts):
 
 @pytest.mark.parametrize("size, counts", [(1, [7]), (2, [3, 4]), (4, [1, 3, 2, 1])])
 def test_segments_in_an_own_kernel(run, size, counts):
-    """By the step of allscan_segments: its bits, on any number of ranks."""
+    """With the step of allscan_segments, an own kernel gets its bits, on any number of ranks."""
     [(_, whole)] = run(1, segments_case, [7])
     parts = run(size, segments_case, counts)
     for own, packages in parts:
@@ -128,7 +128,7 @@ def test_segments_in_an_own_kernel(run, size, counts):
 
 
 def misuse_case(group):
-    """What launches and scans say of wrong grids and channels: on each rank, and nothing is launched."""
+    """Return errors of launches and scans with wrong grids and channels, on each rank; nothing is launched."""
     with allscan.Communicator(group, timeout=5.0) as comm:
         scan, other, closed = (allscan.AllScan(comm, TILES["shape"], tile=TILES["tile"]) for _ in range(3))
         state = torch.ones(TILES["shape"], device=comm.device)
@@ -158,8 +158,8 @@ def misuse_case(group):
 
 
 def test_wrong_grids_and_channels(run):
-    """Named, on every rank, before a launch: an int as grid, the method or the AllScan in place of the channel, the
-    channel of another AllScan, or of a closed one."""
+    """Every rank raises before a launch: for an int as grid; for the method or the AllScan in place of the channel; for
+    the channel of another AllScan, or of a closed one."""
     expected = [("TypeError", "grid must be a tuple of one to three integers")] * 6 + [
         ("ValueError", "at least 1"),
         ("TypeError", "integer"),
@@ -187,7 +187,7 @@ def direction_case(group):
             scan.channel(not reverse, adjoint_of=fwd_epoch)
             scan.channel(not reverse, fwd_epoch=fwd_epoch)
             scan.channel(reverse, adjoint_of=fwd_epoch)
-            copies = fwd_epoch.clone()  # of which nothing is known
+            copies = fwd_epoch.clone()  # an unknown forward epoch
             scan.channel(reverse, adjoint_of=copies)
         return found, raised(scan.channel, fwd_epoch=3)
 
@@ -204,7 +204,7 @@ def test_an_adjoint_in_the_direction_of_its_forward_launch(run, size):
 
 
 def left_out_case(group, ranks, debug):
-    """A launch on some ranks whose grid is too small; then what goes on after a resync()."""
+    """Launch a grid that is too small on some ranks; then resync() and scan."""
     with allscan.Communicator(group, timeout=3.0, debug=debug) as comm:
         scan = allscan.AllScan(comm, TILES["shape"], tile=TILES["tile"])
         state = torch.ones(TILES["shape"], device=comm.device)
@@ -222,21 +222,21 @@ def left_out_case(group, ranks, debug):
 @pytest.mark.parametrize("debug", [True, pytest.param(False, marks=pytest.mark.cpu)])
 @pytest.mark.parametrize("ranks", [(0, 1), (0,), (1,)])
 def test_a_grid_that_leaves_tiles_out(run, ranks, debug):
-    """The launch returns and old values remain: found in debug mode, on CPU ranks always, and the ranks that wait for
-    the tile hear of it."""
+    """The launch returns, with old values in missing tiles. It is an error in debug mode, and on CPU ranks always;
+    ranks that wait for such a tile get an error, too."""
     text = "tiles_kernel with a grid of (3,) has not handled each of the 4 tiles exactly once"
     for rank, (found, good) in enumerate(run(2, left_out_case, ranks, debug)):
         assert good and found[-1] is not None
         if rank in ranks:
             assert found[0][0] == "AllScanOutOfStep" and text in found[0][1] and "but tile 3 2" in found[0][1], found
-        else:  # the first rank waits for nobody but in debug mode, and at the barrier
+        else:  # the first rank waits in debug mode and in the barrier only
             heard = next(answer for answer in found if answer is not None)
             assert heard[0] in ("AllScanTimeout", "AllScanOutOfStep") and text in heard[1], found
 
 
 @triton.jit
 def received_kernel(p_out, channel, SENDS: tl.constexpr):
-    """Receives each tile, adds 1, and sends it if so told."""
+    """Receives each tile, adds 1, and sends it if SENDS."""
     tile = tl.program_id(0)
     at = tile * channel.BK * channel.BV + tl.arange(0, channel.BK)[:, None] * channel.BV + tl.arange(0, channel.BV)
     b_prev = recv(channel, tile, tl.zeros([channel.BK, channel.BV], tl.float32))
@@ -246,7 +246,7 @@ def received_kernel(p_out, channel, SENDS: tl.constexpr):
 
 
 def unsent_case(group, debug):
-    """A launch of which the first rank sends no tile, between two others."""
+    """Between two right launches the first rank sends no tile."""
     with allscan.Communicator(group, timeout=3.0, debug=debug) as comm:
         scan = allscan.AllScan(comm, TILES["shape"], tile=TILES["tile"])
         out = torch.empty(TILES["shape"], device=comm.device)
@@ -263,7 +263,7 @@ def unsent_case(group, debug):
 
 @pytest.mark.parametrize("debug", [True, pytest.param(False, marks=pytest.mark.cpu)])
 def test_a_kernel_that_receives_and_does_not_send(run, debug):
-    """Found where it was launched, not only by the rank that waits for it."""
+    """The rank of the launch gets an error, not only the rank that waits for the tile."""
     (first, good), (second, also_good) = run(2, unsent_case, debug)
     assert good and also_good
     assert first[0] == "AllScanOutOfStep" and "received_kernel" in first[1] and "but tile 0 1, tile 1 1" in first[1], (
@@ -274,8 +274,8 @@ def test_a_kernel_that_receives_and_does_not_send(run, debug):
 
 @triton.jit
 def descending_kernel(p_state, p_out, channel, FIRST: tl.constexpr):
-    """As tiles_kernel, but each program takes its tiles in descending order. FIRST: begins with the one it takes first,
-    not with its lowest."""
+    """Like tiles_kernel, but each program takes its tiles in descending order. FIRST: calls begin() with its first
+    tile, not with its lowest."""
     SIZE: tl.constexpr = channel.BK * channel.BV
     at = tl.arange(0, channel.BK)[:, None] * channel.BV + tl.arange(0, channel.BV)[None, :]
     tile = channel.num_tiles - tl.num_programs(0) + tl.program_id(0)
@@ -289,7 +289,7 @@ def descending_kernel(p_state, p_out, channel, FIRST: tl.constexpr):
 
 
 def descending_case(group, depth, protocol, first):
-    """Of two launches more than a tile has slots: how many were right before one raised, and what that said."""
+    """Make two more launches than a tile has slots. Return (number of right ones before an error, the error)."""
     with allscan.Communicator(group, timeout=5.0, debug=True) as comm:
         scan = allscan.AllScan(comm, TILES["shape"], tile=TILES["tile"], depth=depth, protocol=protocol)
         state, right = torch.ones(TILES["shape"], device=comm.device), 0
@@ -313,7 +313,8 @@ def test_tiles_in_descending_order(run, depth, protocol):
 @pytest.mark.cpu
 @pytest.mark.parametrize("protocol", ["sentinel", "signal"])
 def test_a_launch_that_has_not_begun_with_tile_0(run, protocol):
-    """It gives no credit: found behind the first launch that should have given one, before anybody waits for it."""
+    """The launch gives no credit: it is an error after the first launch that should have given one, before a rank
+    waits."""
     for rank, (right, answer) in enumerate(run(2, descending_case, 3, protocol, True)):
         assert answer is not None and "has not called begin() with tile 0" in answer[1], answer
         assert right < 3 and (rank == 0 or (right == 1 and answer[0] == "AllScanOutOfStep")), (rank, right, answer)

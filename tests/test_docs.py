@@ -1,4 +1,4 @@
-"""The documentation: it builds without a broken link or a missing reference, and its examples run."""
+"""The documentation builds without a broken link or a missing reference, and its examples run."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ def test_it_builds(tmp_path):
 
 
 def documented():
-    """Public classes and functions of the host: those that the pages show."""
+    """Return public classes and functions of the host on the pages."""
     for page in sorted(pathlib.Path(ROOT, "docs").rglob("*.md")):
         for name in re.findall(r"^<!-- generated: api (\S+)", page.read_text(), re.MULTILINE):
             try:
                 found = pkgutil.resolve_name(re.sub(r"^(allscan(?:\.[a-z_]+)*)\.(\w+)$", r"\1:\2", name))
-            except ImportError:  # as in the matrix, which has not all packages of integrations
+            except ImportError:  # as in the matrix, without all packages of integrations
                 continue
             if inspect.isfunction(found) or (inspect.isclass(found) and "__init__" in vars(found)):
                 yield name, found
 
 
 def test_docstrings_name_all_arguments():
-    """In Google's style, which the documentation reads; several may share a line."""
+    """In Google's style, which mkdocs reads; several arguments may share a line."""
     made_by_others = {"allscan.Work", "allscan.AllScanTimeout", "allscan.device.Channel"}
     wrong = []
     for name, found in documented():
@@ -58,14 +58,14 @@ def test_docstrings_name_all_arguments():
     assert not wrong, wrong
 
 
-SAID_BY_OTHERS = {"allscan.Work", "allscan.AllScanTimeout", "allscan.device.Channel"}  # that users do not make
-OF_TRAINER = "SequenceParallelTrainer"  # whose methods are those of transformers' Trainer
+SAID_BY_OTHERS = {"allscan.Work", "allscan.AllScanTimeout", "allscan.device.Channel"}  # users do not create these
+OF_TRAINER = "SequenceParallelTrainer"  # its methods are those of transformers' Trainer
 
 
 @pytest.mark.quick
 def test_docstrings_have_their_sections():
-    """What is returned and raised, and an example: of functions, classes and their methods that take arguments or say
-    what they raise."""
+    """Functions, classes and their methods have Returns, Raises and an example, if they take arguments or have
+    Raises."""
     wrong = []
     for name, found in documented():
         if name in SAID_BY_OTHERS:
@@ -99,14 +99,14 @@ def test_its_examples_run():
 
 @pytest.mark.quick
 def test_generated_parts_are_those_of_their_sources():
-    """Tables of bench/results, docstrings, programs that two pages have."""
+    """Generated parts: tables of bench/results, docstrings, programs on two pages."""
     pytest.importorskip("griffe", reason="needs griffe")
     python("docs/generate.py", "--check")
 
 
 @pytest.mark.quick
 def test_every_program_runs_or_says_why_not():
-    """check_examples runs those on one process and on ranks, test_device those by torchrun."""
+    """check_examples runs those for one process and for ranks, test_device those for torchrun."""
     said = re.compile(r"# (runs on (one process|\d ranks)|part of a program|needs)\b")
     by_torchrun, silent = [pathlib.Path(ROOT, page).read_text() for page in ("README.md", "docs/own_kernels.md")], []
     for page in [pathlib.Path(ROOT, "README.md"), *sorted(pathlib.Path(ROOT, "docs").rglob("*.md"))]:
@@ -141,16 +141,16 @@ def test_profiling_names_every_kernel():
 
 @pytest.mark.quick
 def test_the_readme_leads_to_every_page():
-    """To those of the API by way of their overview, whose links are those of the folder."""
+    """The README links to every page; to API pages through their overview, whose links are relative to its folder."""
     readme, overview = (pathlib.Path(ROOT, name).read_text() for name in ("README.md", "docs/api/index.md"))
     pages = [path.relative_to(ROOT) for path in pathlib.Path(ROOT, "docs").rglob("*.md")]
     missing = [str(x) for x in pages if f"]({x}" not in readme and (x.parts[1] != "api" or x.name not in overview)]
-    assert missing == ["docs/index.md"], missing  # which is the same for the site
+    assert missing == ["docs/index.md"], missing  # the site's counterpart of the README
 
 
 @pytest.mark.quick
 def test_variables_are_documented():
-    """Each one that the package, or its tests, read."""
+    """Covers every variable that the package, or its tests, read."""
     names = set()
     for folder in ("allscan", "bindings", "shmem_kernels", "bench", "tests", "docs"):
         for path in pathlib.Path(ROOT, folder).rglob("*.py"):

@@ -1,4 +1,4 @@
-"""In which order, and how many at once, workers of pytest-xdist run the GPU tests."""
+"""Order and concurrency of the GPU tests over workers of pytest-xdist."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TESTS = [
 
 
 class Worker:
-    """Stands for pytest-xdist's: begins a test once it has another one, or is told that there is none."""
+    """A stand-in for pytest-xdist's worker: begins a test once it has another one, or is told that there is none."""
 
     def __init__(self, name):
         self.gateway, self.sent, self.shutting_down = types.SimpleNamespace(id=name), [], False
@@ -45,7 +45,8 @@ def made(workers, tests=None):
 
 
 def run(plan, crashes=""):
-    """(tests as they ended, how many workers were at a large one at most); a worker dies in the test ``crashes``."""
+    """Return (tests in the order of their ends, largest number of concurrent large tests); a worker crashes in test
+    ``crashes``."""
     ended, most, now = [], 0, {worker: 0.0 for worker in plan.nodes}
     while ready := [w for w in plan.nodes if len(w.sent) > 1 or (w.sent and w.shutting_down)]:
         most = max(most, sum(gpu_schedule.is_large(plan.collection[w.sent[0]]) for w in ready))

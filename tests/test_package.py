@@ -27,7 +27,7 @@ from support import gpu_record
 
 pytestmark = pytest.mark.cpu
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-# Folders of the package, and single files at its top. Each imports only what is in its own line's folder or above
+# Folders of the package, and files at its top. Each imports only from its own line's folder or from lines above
 ROOMS = """
 bindings
 base
@@ -50,14 +50,14 @@ def python_files(*folders):
 
 
 def module_name(path):
-    """As imported: of the package below ``allscan``, which is ``__init__`` itself; others with their folder."""
+    """Return a path's module name, relative to ``allscan`` (which is ``__init__``); other folders' names are kept."""
     parts = os.path.relpath(path, ROOT).removesuffix(".py").split(os.sep)
     parts = parts[1:] if parts[0] in ("allscan", "tests") else parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)
 
 
 def imported(path, modules):
-    """Those of ``modules`` that a file imports."""
+    """Yield the modules of ``modules`` that a file imports."""
     own = os.path.relpath(path, ROOT).removesuffix(".py").split(os.sep)
     for node in ast.walk(ast.parse(open(path, encoding="utf-8").read())):
         if isinstance(node, ast.Import):
@@ -69,18 +69,18 @@ def imported(path, modules):
             continue
         names = ["__init__" if name == "allscan" else name.removeprefix("allscan.") for name in names]
         known = [name for name in names if name in modules and modules[name] != path]
-        # ``from package import module`` is of the module
+        # ``from package import module`` imports the module
         yield from (name for name in known if not any(other.startswith(name + ".") for other in known))
 
 
 def room_of(name, packages):
-    """The folder of a module of the package; its own name, if it is at the top."""
+    """Return the folder of a module of the package; its own name, if it is at the top."""
     return name if name in packages else name.rpartition(".")[0] or name
 
 
 @pytest.mark.quick
 def test_layers_know_only_what_is_above_them():
-    """And lie in folders; no two files have one name."""
+    """Each file is in a folder of ROOMS; no two files have one name."""
     paths = {module_name(path): path for path in python_files("allscan")}  # bindings and shmem_kernels are links in it
     packages = {name for name, path in paths.items() if path.endswith("__init__.py")} - {"__init__"}
     lines = [[room.split() for room in line.split("|")] for line in ROOMS.strip().splitlines()]
@@ -100,7 +100,7 @@ def test_layers_know_only_what_is_above_them():
 
 
 def test_the_tree_in_the_documentation():
-    """docs/architecture.md names every folder and file of the package, and no other."""
+    """docs/architecture.md lists all folders and files of the package, and no other."""
     with open(os.path.join(ROOT, "docs", "architecture.md"), encoding="utf-8") as file:
         text = file.read()
     tree, here, found = text.partition("```tree\n")[2].partition("```")[0], "", []
@@ -116,7 +116,8 @@ def test_the_tree_in_the_documentation():
 
 
 def test_every_module_has_its_tests():
-    """In the folder and file of its name, or where tests/README.md says; which names no other and nothing twice."""
+    """A test is in the folder and file of its module's name, or in that given by tests/README.md, which has no other
+    entries and none twice."""
     with open(os.path.join(ROOT, "tests", "README.md"), encoding="utf-8") as file:
         lines = [re.findall(r"`([\w/.]+)`", line) for line in file if line.startswith("| `")]
     named = [[x for x in line if not x.endswith(".py")] for line in lines]
@@ -136,8 +137,7 @@ def _test_of(module):
 
 @pytest.mark.quick
 def test_cases_name_their_arguments():
-    """A call of the fixture ``run`` has the number of ranks, the case, and at most four of its arguments
-    without name."""
+    """A call of the fixture ``run`` has the number of ranks, the case, and at most four positional arguments of it."""
     bare = []
     for path in python_files("tests"):
         for node in ast.walk(ast.parse(open(path, encoding="utf-8").read())):
@@ -147,7 +147,7 @@ def test_cases_name_their_arguments():
 
 
 def statements(path):
-    """(number, text) of lines, without blank ones, comments, docstrings, imports and signatures."""
+    """Yield (number, text) of lines, without blank ones, comments, docstrings, imports and signatures."""
     with open(path, encoding="utf-8") as file:
         text = file.read()
     left_out = set()
@@ -165,8 +165,7 @@ def statements(path):
 
 
 def test_no_six_lines_come_twice():
-    """Six lines that follow one another and are equal have one place. Left out: blank lines, comments, docstrings,
-    imports, signatures."""
+    """No six consecutive lines occur twice. Ignored: blank lines, comments, docstrings, imports, signatures."""
     seen, twice = {}, []
     for path in sorted(python_files("allscan")):
         lines = [*statements(path)]
@@ -178,12 +177,12 @@ def test_no_six_lines_come_twice():
 
 
 COMPAT = "bindings.torch_compat", "bindings.triton_compat", "bindings.interpreter", "bindings.interpreter_operations"
-OF_TRITON = "runtime compiler backends knobs tools language.core".split()  # whose insides change without notice
+OF_TRITON = "runtime compiler backends knobs tools language.core".split()  # private parts, which change without notice
 OF_KERNELS = "_init_handles packed_metadata launch_cooperative_grid device_caches launch_enter_hook".split()
 
 
 def private_names(path):
-    """Names of torch's and Triton's that neither promises, as a file imports or takes them."""
+    """Yield private names of torch and Triton that a file imports or uses."""
     roots = {"torch", "triton", "dist", "tl", "aten"}
     for node in ast.walk(ast.parse(open(path, encoding="utf-8").read())):
         names = []
@@ -220,7 +219,8 @@ def test_no_circle_of_imports():
 
 def test_import_is_quick_and_needs_no_gpu():
     environment = dict(os.environ, CUDA_VISIBLE_DEVICES="", PYTHONPATH=ROOT)
-    # beside torch alone, for which some machines need over 2 s; the processor's time, since other tests run at once
+    # without torch's own import, which takes over 2 s on some machines; processor time, since other tests run
+    # concurrently
     code = "import time, torch; start = time.process_time(); import allscan; print(time.process_time() - start)"
     times = []
     for _ in range(2):  # the first reads from the disk
@@ -243,7 +243,7 @@ def test_installed_package_imports_outside_the_checkout(tmp_path):
         target,
         ROOT,
     ]
-    config = tmp_path / "build.cfg"  # else setuptools takes what an earlier build has left in build/
+    config = tmp_path / "build.cfg"  # otherwise setuptools takes files of an earlier build from build/
     config.write_text(f"[build]\nbuild_base = {tmp_path / 'build'}\n")
     subprocess.run(command, check=True, capture_output=True, env=os.environ | {"DIST_EXTRA_CONFIG": str(config)})
     code = "import allscan, allscan.device, allscan.bindings.arena as h; print(allscan.__file__, h.__file__)"
@@ -262,7 +262,7 @@ def test_installed_package_imports_outside_the_checkout(tmp_path):
 
 @pytest.mark.skipif(not os.path.exists(os.path.join(ROOT, ".git")), reason="needs git")
 def test_a_checkout_without_symbolic_links(tmp_path):
-    """It imports where it lies, and has the sources of one with links."""
+    """It can be imported in place, and has the same sources as one with links."""
     clone = str(tmp_path / "clone")
     subprocess.run(["git", "clone", "-q", "-c", "core.symlinks=false", ROOT, clone], check=True, capture_output=True)
     assert os.path.isfile(os.path.join(clone, "allscan", "bindings"))
@@ -278,7 +278,7 @@ def test_a_checkout_without_symbolic_links(tmp_path):
 
 
 def python(code, tmp_path, **environment):
-    """A program of a user's, in an empty folder."""
+    """Run a user's program in an empty folder."""
     return subprocess.run(
         [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code)],
         cwd=tmp_path,
@@ -305,7 +305,7 @@ def test_modules_are_imported_when_they_are_asked_for(tmp_path):
     ],
 )
 def test_a_missing_package_is_named(module, missing, package, tmp_path):
-    """Names of packages on the index, which differ from those of modules."""
+    """The error names the package on the index, which differs from the module."""
     code = f"""
         import sys
         from importlib import metadata
@@ -325,7 +325,7 @@ def test_a_missing_package_is_named(module, missing, package, tmp_path):
 
 
 def test_a_forgotten_init_process_group_is_rejected(tmp_path):
-    """Processes that torchrun has started are not ranks of one, each by itself."""
+    """Without it, processes started by torchrun would each be a rank of one."""
     code = "import allscan; allscan.Communicator(transport='shm')"
     assert python(code, tmp_path).returncode == 0
     done = python(code, tmp_path, RANK="1", WORLD_SIZE="3")
@@ -341,7 +341,7 @@ def test_a_forgotten_init_process_group_is_rejected(tmp_path):
     ],
 )
 def test_triton_interpret_that_is_set_too_late(first, then, value, words, tmp_path):
-    """Triton reads it when kernels are defined."""
+    """Triton reads the variable when kernels are defined."""
     code = f"import os, {first}; os.environ['TRITON_INTERPRET'] = '{value}'; import {then}, allscan"
     code += "; allscan.Communicator()"
     done = python(code, tmp_path, TRITON_INTERPRET=str(1 - int(value)))
@@ -350,7 +350,7 @@ def test_triton_interpret_that_is_set_too_late(first, then, value, words, tmp_pa
 
 @pytest.mark.skipif(not importlib.util.find_spec("fla"), reason="needs flash-linear-attention")
 def test_delta_rules_run_on_cpu_ranks_without_patches(tmp_path):
-    """By themselves and in a model of fla's, forward and backward, with the environment of a user."""
+    """Alone and in a model of fla's, forward and backward, with a user's environment."""
     code = """
         import torch, torch.distributed as dist, torch.nn.functional as F
         from fla.models import KDAConfig, KDAForCausalLM
@@ -410,7 +410,7 @@ def test_public_things_have_types():
 
 
 def functions(node, compiled=False):
-    """(function, whether Triton compiles it, or a function around it) of all below ``node``."""
+    """Yield (function, whether Triton compiles it or an enclosing function) for all below ``node``."""
     for child in ast.iter_child_nodes(node):
         inside = compiled
         if isinstance(child, ast.FunctionDef):
@@ -421,7 +421,7 @@ def functions(node, compiled=False):
 
 @pytest.mark.quick
 def test_every_function_says_what_it_returns():
-    """But for those that Triton compiles, which would read it."""
+    """Except for functions compiled by Triton, which would read the annotation."""
     missing = []
     for path in python_files("allscan"):  # bindings and shmem_kernels are links in it
         for function, compiled in functions(ast.parse(open(path, encoding="utf-8").read())):
@@ -430,12 +430,12 @@ def test_every_function_says_what_it_returns():
     assert not missing, "\n".join(missing)
 
 
-OF_THE_INTERPRETER = "interpreter.py", "interpreter_operations.py", "rails.py"  # functions in place of Triton's
+OF_THE_INTERPRETER = "interpreter.py", "interpreter_operations.py", "rails.py"  # functions that replace Triton's
 
 
 @pytest.mark.quick
 def test_every_parameter_has_a_type():
-    """Likewise, and but for what nobody uses, whose name begins with an underscore."""
+    """Except for functions compiled by Triton, and for unused parameters, whose names begin with an underscore."""
     missing = []
     for path in python_files("allscan"):  # bindings and shmem_kernels are links in it
         tree = ast.parse(open(path, encoding="utf-8").read())
@@ -451,18 +451,18 @@ def test_every_parameter_has_a_type():
 
 
 MOST_PARAMETERS = 7
-LONG = 10  # functions with more, of those that are counted: to go down
+LONG = 10  # upper bound for the number of longer functions, to be lowered
 
 
 def parameters(function):
-    """How many a function takes by name, itself among them."""
+    """Return the number of a function's named parameters, self included."""
     given = function.args
     return len(given.posonlyargs) + len(given.args) + len(given.kwonlyargs)
 
 
 def uncounted(path, tree):
-    """Names of functions of a file whose parameters others decide: public ones, and those of torch's custom
-    operators, whose schemas are flat."""
+    """Return names of a file's functions with fixed parameters: public ones, and those of torch's custom operators,
+    whose schemas are flat."""
     names = set(allscan.__all__)
     if os.path.relpath(path, os.path.join(ROOT, "allscan")) in ("reference.py", "zigzag.py"):  # public modules
         names |= {node.name for node in tree.body if isinstance(node, ast.FunctionDef) and node.name[0] != "_"}
@@ -476,7 +476,7 @@ def uncounted(path, tree):
 
 
 def test_kernels_say_what_each_pointer_is():
-    """Its dtype and shape, in the line of the parameter."""
+    """The parameter's line has a comment with dtype and shape."""
     bare = []
     for path in python_files("shmem_kernels"):
         with open(path, encoding="utf-8") as file:
@@ -490,8 +490,8 @@ def test_kernels_say_what_each_pointer_is():
 
 @pytest.mark.quick
 def test_functions_take_few_parameters():
-    """Not counted: what Triton compiles, public functions, functions of custom operators, and those in place of
-    another library's, which take whatever that is called with (``**options``)."""
+    """Not counted: functions compiled by Triton, public ones, those of custom operators, and replacements of another
+    library's functions, with that library's arguments (``**options``)."""
     long = []
     for path in python_files("allscan"):  # bindings and shmem_kernels are links in it
         tree = ast.parse(open(path, encoding="utf-8").read())
@@ -528,7 +528,8 @@ def test_doctor():
 
 
 def test_the_record_of_gpu_tests(tmp_path):
-    """Its two parts add up; results of a part that was cut, or of other tests, count once all of it have run."""
+    """The record adds up its two parts; an interrupted part, or one with other tests, counts once all of its tests have
+    run."""
     folder = tmp_path / "gpu"
     folder.mkdir()
     of = dict(gpus=["a GPU"], versions={}, sha256="of sources", tests="of tests")
@@ -558,7 +559,7 @@ def test_the_record_of_gpu_tests(tmp_path):
     assert session("quick", dict(c="skipped")) == session("not alone", {}, lf=True) == nothing
     assert session("not alone", {}, deselect=["test_gla.py"]) == nothing
     with open(folder / "results.jsonl", "a") as file:
-        file.write('["d", "pas')  # cut
+        file.write('["d", "pas')  # interrupted
     assert session("not alone", dict(b="error"), exitstatus=1) == (["not alone"], [1, 0, 1, 1], ["b"])
     assert session("alone", dict(e="passed")) == (["not alone", "alone"], [2, 0, 1, 1], ["b"])
     assert session("not alone", dict(b="passed"))[1:] == ([3, 0, 0, 1], [])
@@ -575,7 +576,7 @@ def test_the_record_of_gpu_tests(tmp_path):
 
 @pytest.mark.parametrize("first, again, second", [(0, 1, 0), (1, 0, 0), (1, 1, 0), (2, 0, 0), (0, 1, 1)])
 def test_make_test_gpu_fails_where_a_part_does(tmp_path, first, again, second):
-    """What has failed beside many others runs again beside few, and that counts."""
+    """Tests that failed with many concurrent others run again with few, and the second result counts."""
     python = tmp_path / "python"
     cases = f'*"not alone"*--go-on*) echo again; exit {again};; *"not alone"*) exit {first};;'
     python.write_text(f'#!/bin/sh\ncase "$*" in {cases} esac\necho second\nexit {second}\n')
@@ -587,7 +588,7 @@ def test_make_test_gpu_fails_where_a_part_does(tmp_path, first, again, second):
 
 @pytest.mark.parametrize("has_all", [True, False])
 def test_make_test_gpu_finds_its_python(tmp_path, has_all):
-    """python3 where that has what GPU tests need; else an environment with CUDA's packages is made."""
+    """It takes python3 if that has the packages for GPU tests; else an environment with CUDA's packages is created."""
     venv = tmp_path / "venv"
     (venv / "bin").mkdir(parents=True)
     for name, path in (("python3", tmp_path / "python3"), ("of venv", venv / "bin" / "python")):
@@ -595,7 +596,7 @@ def test_make_test_gpu_finds_its_python(tmp_path, has_all):
         path.write_text(f'#!/bin/sh\n{check}\necho "{name}: $*"\n')
         path.chmod(0o755)
     (venv / "ready").touch()  # newer than setup.py
-    of_make = "PYTHON", "MAKEFLAGS", "MAKEOVERRIDES", "MFLAGS"  # which may have started this
+    of_make = "PYTHON", "MAKEFLAGS", "MAKEOVERRIDES", "MFLAGS"  # make may have started this test
     environment = {name: x for name, x in os.environ.items() if name not in of_make}
     environment["PATH"] = os.pathsep.join((str(tmp_path), environment["PATH"]))
     command = ["make", "-s", "test-gpu", f"VENV={venv}"]
@@ -608,7 +609,7 @@ def test_make_test_gpu_finds_its_python(tmp_path, has_all):
 
 
 def test_pytest_runs_in_an_unpacked_sdist(tmp_path):
-    """It has all tests and what they need: the quick ones are found, and some of each kind pass."""
+    """It has all tests and their files: the quick ones are collected, and some of each type pass."""
     code = f"import setuptools.build_meta as b; print(b.build_sdist({str(tmp_path)!r}))"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True)
     (archive,) = tmp_path.glob("*.tar.gz")
@@ -640,7 +641,7 @@ def test_pytest_runs_in_an_unpacked_sdist(tmp_path):
 
 @pytest.mark.parametrize("url", ["", "https://example.org/allscan"])
 def test_the_readme_on_the_package_index(url, monkeypatch):
-    """It is rendered there, without a link or a picture that is relative to a checkout."""
+    """The index renders it, without a link or a picture relative to a checkout."""
     markdown = pytest.importorskip("readme_renderer.markdown")
     monkeypatch.chdir(ROOT)
     given = {}

@@ -1,4 +1,4 @@
-"""``make peer`` on a checkout that is written here: what it replaces, puts together and counts."""
+"""``make peer`` with a checkout written by the test: what it replaces, joins and counts."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ OPERATORS = (
 
 @pytest.mark.cpu
 def test_a_checkout_whose_tests_are_known(tmp_path):
-    """fla's assertions judge what ranks have computed, in both layouts, also of odd numbers of tokens."""
+    """fla's assertions judge the ranks' results, in both layouts, also with odd numbers of tokens."""
     pytest.importorskip("fla")
     folder = tmp_path / "tests" / "ops"
     folder.mkdir(parents=True)
@@ -91,8 +91,8 @@ def test_a_checkout_whose_tests_are_known(tmp_path):
             found = re.search(f"{operator['file']}.py {layout}: (.*)", done.stdout)
             graph = ", 1 skipped" if operator["file"] != "test_gla" else ""
             assert found and found[1] == f"1 passed, {2 - bool(graph)} failed{graph}", done.stdout
-    assert done.returncode == 2  # of make
-    again = make("-n 1 -k 'test_gla and contiguous'")  # by a worker of pytest-xdist: what has failed
+    assert done.returncode == 2  # make's status
+    again = make("-n 1 -k 'test_gla and contiguous'")  # in a worker of pytest-xdist: only failed tests
     assert "2 failed" in again.stdout and "test_gla.py::test_values zigzag: 1 passed" in again.stdout, again.stdout
     told = peer.summary(peer.read(str(record)))
     assert "test_gla.py zigzag: 1 passed, 2 failed" in told, told

@@ -1,6 +1,6 @@
-"""Properties on random cases with fixed seeds, against laws in float64 of the tests' own.
+"""Properties on random cases with fixed seeds, against the tests' own float64 laws.
 
-``--seeds N`` makes N cases of each; a failure names its seed, which is the test's id too.
+``--seeds N`` runs N cases of each; a failure names its seed, which is also the test's id.
 """
 
 from __future__ import annotations

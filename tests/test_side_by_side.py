@@ -1,4 +1,4 @@
-"""Cases that run at once: each has its own answers, and its own errors."""
+"""Concurrent cases: each has its own answers, and its own errors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def some_case(group, what, more):
 
 
 def made(size, what):
-    """Stands for a test of pytest."""
+    """Return a stand-in for a pytest test."""
     return types.SimpleNamespace(
         nodeid=f"{what}-{size}",
         function=lambda answers, size, what: None,

@@ -1,4 +1,4 @@
-"""A long training (support/soak.py), which GPUs run for thousands of steps: what the interpreter makes in a minute."""
+"""A long training (support/soak.py), which GPUs run for thousands of steps: here a minute in the interpreter."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import pytest
 
 from support import soak
 
-STEPS = 40  # 100 take the interpreter more than two minutes on two cores
+STEPS = 40  # 100 take more than two minutes in the interpreter on two cores
 
 
 @pytest.mark.cpu
 def test_soak():
-    """soak() asserts what it has found; here, that what should happen has happened."""
+    """soak() checks its results; this test checks that the planned events have happened."""
     every = [word for name in ("fault", "checkpoint", "validate") for word in (f"--{name}-every", str(STEPS // 4))]
     options = soak.parsed(["--device", "cpu", "--steps", str(STEPS), *every])
     planned = [soak.plan(options, step) for step in range(STEPS)]
@@ -26,7 +26,7 @@ def test_soak():
         assert counts == (4, 4, STEPS, 4), text
         assert sum(found["errors"].values()) == 4
     raised = sum((found["errors"] for found in answers), Counter())
-    assert raised["SkippedBatch"] == 2 and raised["TypeError"] == 1, raised  # of the victims
+    assert raised["SkippedBatch"] == 2 and raised["TypeError"] == 1, raised  # on the ranks at fault
     assert raised["AllScanTimeout"] + raised["AllScanOutOfStep"] + raised["AllScanRejected"] == 5, raised
 
 

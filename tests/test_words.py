@@ -1,4 +1,4 @@
-"""Names, comments, docstrings and messages use the field's terms (MPI, NCCL, Triton, PyTorch), one for each thing."""
+"""Names, comments, docstrings and messages use the field's terms (MPI, NCCL, Triton, PyTorch), one for each concept."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parent.parent
 
-# What is not to be found, and what to write instead
+# Forbidden patterns, and their replacements
 WORDS = {
     r"\bin the whole (this|that|of)\b": "in the global sequence",
     r"\b(runs?|launched|recorded) beside\b(?! (the kernel|kernels|NCCL))": "overlapped with, on a side stream",
@@ -37,7 +37,7 @@ WORDS = {
     r"there[ _]and[ _]back|\bthere, back\b(?! = launcher)|way back begins": "ascending and descending scan",
     r"\btravel": "is sent",
 }
-# Not to be found in names, as all of them or as a part between underscores; prose may use them
+# Not allowed as a name or as its part between underscores; prose may use them
 PARTS_OF_NAMES = {
     "given": "inputs, arguments, initial, requested ...",
     "made": "outputs, results, counts, created ...",
@@ -79,7 +79,7 @@ def test_words():
 
 
 def names_of(path):
-    """(Where, path inside the repository, name) of each name in the code of a file."""
+    """Yield (location, path inside the repository, name) of each name in the code of a file."""
     inside = str(path.relative_to(ROOT))
     for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):
         if token.type == tokenize.NAME:

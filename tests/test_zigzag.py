@@ -1,4 +1,4 @@
-"""The zigzag layout: natively, by states that go over the ranks and back; and to it and from it."""
+"""The zigzag layout: native, by an ascending and a descending scan; conversions to it and from it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from support.gla import BF16, GLACase, Whole, check, gla_case
 from support.values import error, late, place, raised
 
 TOKENS = [40, 70, 16, 66, 2, 34]  # of each rank
-PACKED = {  # tokens of each rank, and packed sequences over all of them
+PACKED = {  # tokens of each rank, and boundaries of packed sequences over all of them
     "one rank": ([140], [0, 3, 3, 70, 71, 140]),
     "over the middle": ([40, 30], [0, 25, 50, 70]),
     "at the cuts": ([64, 64], [0, 32, 64, 96, 128]),
@@ -37,7 +37,7 @@ def zigzag_case(group, T):
         moved = to_zigzag(own, comm=comm)
         assert torch.equal(moved, expected)
         assert torch.equal(moved, whole[:, zigzag_positions(T, comm=comm)])
-        (moved * expected).sum().backward()  # the gradient of a token is what it met there: itself
+        (moved * expected).sum().backward()  # the gradient of a token is its weight: the token itself
         assert torch.equal(own.grad, own.detach())
         assert torch.equal(from_zigzag(moved, comm=comm), own)
         with pytest.raises(ValueError, match="even number of tokens"):
@@ -96,7 +96,7 @@ DOCUMENTS = {  # cu_seqlens over 2P, with each document in 2P pieces
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
 def test_cut_documents_zeco_gla(run, size):
-    """One scan for the states of all documents; empty ones, of one token a piece, and longer than a chunk."""
+    """One scan sends the states of all documents: empty ones, some with one token a piece, some longer than a chunk."""
     lengths = [2 * size * n for n in DOCUMENTS[size]]
     case = GLACase([lengths[-1] // size] * size, H=2, V=24, lengths=lengths, zigzag=True, per_document=True)
     check(run(size, gla_case, case._replace(gates="mixed" if size == 3 else "weak", recompute=size != 2)))
@@ -132,7 +132,7 @@ def test_packed_delta_rule(run, size, name):
 
 
 def collective_case(group, kind):
-    """Both prefixes and all gradients against the ranks one after the other, several epochs with stragglers."""
+    """Compare both prefixes and all gradients with a sequential reference, over several epochs with stragglers."""
     with allscan.Communicator(group) as comm:
         P, K, errors = comm.size, 16, []
         for epoch in range(4):
@@ -179,10 +179,10 @@ def test_allscan(run, size, kind):
 
 
 def received_case(group):
-    """Bytes of both inboxes of this rank that another rank has written in one call."""
+    """Return the bytes that other ranks have written to both inboxes of this rank in one call."""
     with allscan.Communicator(group) as comm:
         states = [torch.rand(3, 16, 64, device=comm.device) for _ in range(2)]
-        scan = allscan.AllScan(comm, states[0].shape, protocol="signal")  # whose inboxes stay as they were filled
+        scan = allscan.AllScan(comm, states[0].shape, protocol="signal")  # its inboxes are not cleared after a read
         inboxes = [scan.channel(reverse).inbox for reverse in (False, True)]
         before = [x.view(torch.int32).clone() for x in inboxes]
         comm.barrier()
@@ -195,13 +195,14 @@ def received_case(group):
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_rank_receives_two_states(run, size):
-    """One by the ascending scan, one by the descending; the first rank and the last one only one of them."""
+    """One by the ascending scan, one by the descending; the first and the last rank get only one of them."""
     nbytes = 4 * 3 * 16 * 64
     assert run(size, received_case) == [nbytes, *[2 * nbytes] * (size - 2), nbytes]
 
 
 def one_gradient_case(group):
-    """What all states leave is asked of one learned initial state; and of ranks with different layouts all hear."""
+    """A learned initial state gets the gradient of all outgoing states; with different layouts all ranks get an
+    error."""
     with allscan.Communicator(group, timeout=5) as comm:
         learned = torch.full((1, 4, 4), 2.0, device=comm.device, requires_grad=True)
         state = torch.ones(1, 4, 4, device=comm.device)
@@ -223,8 +224,8 @@ def test_one_gradient_and_different_layouts(run, size):
 
 
 def of_one_input_case(group):
-    """Gradients asked of one input alone, which on all ranks but one only one of the two scans uses: of both states,
-    a decay of each and the initial state, and how far they are from those of one backward pass."""
+    """Request gradients of one input alone: both states, a decay of each, the initial state. On all ranks but one only
+    one scan uses it. Return differences to the gradients of one backward pass."""
     with allscan.Communicator(group, timeout=5) as comm:
         generator = torch.Generator().manual_seed(comm.rank)
         ascending, descending = (
@@ -248,7 +249,7 @@ def test_gradients_of_one_input_alone(run, size):
 
 
 def of_results_case(group):
-    """Backward from one result alone, and gradients asked of the results: differences to those from both."""
+    """Run backward from one result alone, and for gradients of the results. Return differences to those from both."""
     with allscan.Communicator(group, timeout=5) as comm:
         generator = torch.Generator().manual_seed(comm.rank)
         states = [torch.randn(2, 4, 4, generator=generator).to(comm.device).requires_grad_() for _ in range(2)]
@@ -273,7 +274,7 @@ def test_gradients_by_and_of_one_result(run, size):
 
 
 def checkpointed_case(group):
-    """What is recomputed counts alike where the last rank wants what was saved before the others do."""
+    """Recomputed calls count equally, even if the last rank needs saved tensors before the others."""
     with allscan.Communicator(group, timeout=5) as comm:
         states = [torch.ones(2, 4, 4, device=comm.device, requires_grad=True) for _ in range(2)]
         decay = torch.full((2, 4), 0.5, device=comm.device)
@@ -282,7 +283,7 @@ def checkpointed_case(group):
             return torch.cat(allscan.allscan(states, (decay, None), comm=comm, layout="zigzag"))
 
         torch.utils.checkpoint.checkpoint(both, *states, use_reentrant=False).square().sum().backward()
-        comm.barrier()  # raises where the ranks have made different numbers of calls
+        comm.barrier()  # raises if the ranks have made different numbers of calls
         found = [x.grad for x in states]
         return [error(*pair) for pair in zip(found, torch.autograd.grad(both(*states).square().sum(), states))]
 
@@ -306,7 +307,7 @@ def halo_case(group, tokens, lengths, reverse):
                     expected[:, i * n + j] = whole[:, t]
                     where.append(t)
         assert torch.equal(found, expected)
-        found.sum().backward()  # how many halos a token is in
+        found.sum().backward()  # number of halos with this token
         counts = torch.zeros(total)
         counts[where] = 1
         counts = sum(torch.tensor(c) for c in comm.order.exchange(counts.tolist(), "test"))
@@ -317,7 +318,8 @@ def halo_case(group, tokens, lengths, reverse):
 
 
 def halo_of_documents_case(group, lengths, n):
-    """Of two tensors, one of integers, both ways, of pieces that are longer and shorter than n; the gradient."""
+    """Check a halo of two tensors, one of integers, in both directions, for pieces longer and shorter than n; the
+    gradient."""
     with allscan.Communicator(group) as comm:
         P, mine = comm.size, place(comm, None, True, lengths)
         whole = torch.randn(1, lengths[-1], 5, generator=torch.Generator().manual_seed(0)).to(comm.device)
@@ -391,11 +393,12 @@ def test_what_is_rejected(run):
         for (_, message), word in zip(answers, words, strict=True):
             assert word in message
         places = (0, 1, 6, 7) if rank == 0 else (2, 3, 4, 5)
-        assert o == [16.0 * (t + 1) for t in places]  # the counts of tokens, over K
+        assert o == [16.0 * (t + 1) for t in places]  # the numbers of tokens, over K
 
 
 def rejected_alone_case(group):
-    """(What a call raises with lengths that all ranks have rejected before, on rank 1 alone; the next calls' ends.)"""
+    """Rank 1 alone repeats lengths that all ranks have rejected. Return (error of all, that of rank 1, errors of later
+    calls, close())."""
     with allscan.Communicator(group, timeout=3) as comm:
         x = torch.ones(1, 4, 1, 16, device=comm.device)
 
@@ -405,14 +408,14 @@ def rejected_alone_case(group):
         good, bad = [0, 4, 8], [0, 2, 8]
         call(good)
         together = raised(call, bad)
-        call(good)  # which that has not put out of order
+        call(good)  # the rejection has no effect on it
         alone = raised(call, bad if comm.rank == 1 else good)
         later = [raised(call, good) for _ in range(2)]
-        return together, alone, later, raised(comm.close)  # on a GPU a rank may hear of it at the end only
+        return together, alone, later, raised(comm.close)  # on a GPU a rank may get the error only at the end
 
 
 def test_documents_that_one_rank_rejects(run):
-    """The lengths are known to all, so nobody is asked: later calls may not pair with other ones."""
+    """The lengths are known on all ranks, so no exchange is made: later calls may be paired with different ones."""
     (first, *of_first), (second, alone, later, _) = run(2, rejected_alone_case)
     assert "multiples of 4" in first[1] and first == second and alone == second
     assert all(error[0] == "AllScanOutOfStep" and "has rejected its call" in error[1] for error in later)
@@ -421,7 +424,7 @@ def test_documents_that_one_rank_rejects(run):
 
 
 def elsewhere_case(group, call):
-    """The rank in the middle says that its tokens of cut documents begin elsewhere."""
+    """On the middle rank first_token contradicts the sharded documents."""
     with allscan.Communicator(group, timeout=10) as comm:
         x = torch.ones(1, 4, 1, 16, device=comm.device)
         where = dict(comm=comm, cu_seqlens=[0, 12], layout="zigzag", per_document=True)
@@ -439,7 +442,7 @@ def test_first_token_of_cut_documents(run, call):
 
 
 def modes_case(group, documents):
-    """Compiled, checkpointed, and validation without backward in between."""
+    """Compile, checkpoint, and validate without backward in between."""
     with allscan.Communicator(group) as comm:
         whole = Whole(GLACase([48], lengths=documents), comm.device)
         mine, errors = place(comm, [30, 18], True, documents), []

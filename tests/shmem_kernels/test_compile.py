@@ -1,4 +1,4 @@
-"""Every kernel compiles for sm_90 without a GPU, those that compute for sm_100, too; signals are the expected ones."""
+"""Every kernel compiles for sm_90 without a GPU, kernels with products also for sm_100; signals are as expected."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ from support.sm90 import Compiled
 pytestmark = pytest.mark.cpu
 
 
-# Bytes that a thread spills differ with what Triton makes of a kernel, and with who allocates its registers. For sm_90
-# that is ptxas 12.8 with Triton 3.6 and 3.7, 12.9 with 3.8, 13.4 with 3.9; for sm_100 12.9, 13.1, 13.3 and 13.4. From
-# 3.7 on Triton has it allocate in another way (--regAllocOptLevel=2), which changes nothing before 13: there the same
-# PTX spills more (adjoint_kernel with K=256, V=512 on 3.9: 152 bytes for 72 by ptxas' own choice).
+# Spilled bytes of a thread depend on Triton's code and on the register allocator. For sm_90 that is ptxas 12.8 with
+# Triton 3.6 and 3.7, 12.9 with 3.8, 13.4 with 3.9; for sm_100 12.9, 13.1, 13.3 and 13.4. From 3.7 on Triton passes
+# --regAllocOptLevel=2, which has no effect before 13: there the same PTX spills more (adjoint_kernel with K=256, V=512
+# on 3.9: 152 bytes instead of 72 by ptxas' default).
 def pointers(names, kind):
     return dict.fromkeys(names.split(), kind)
 
@@ -77,8 +77,8 @@ def compile_scan(
 @pytest.mark.parametrize(
     "recv, send, waits_signal, posts, faults",
     [
-        # how many times it waits for a signal, posts a tile as a release, and may record a fault: in each wait, and for
-        # a tile of another call
+        # number of waits for a signal, of posts of a tile as a release, and of possible fault records: in each wait,
+        # and for a tile of another call
         (NONE, NONE, 0, 0, 0),
         (NONE, SENTINEL, 1, 0, 1),
         (SENTINEL, NONE, 0, 0, 2),
@@ -93,15 +93,15 @@ def test_scan_signals(
     recv, send, waits_signal, posts, faults, neighbour_shift, tile, num_warps, most_registers, adjoint
 ):
     compiled = compile_scan(recv, send, tile, not neighbour_shift, True, neighbour_shift, num_warps, adjoint)
-    # 3.8: two words, for 72 registers, of which a multiprocessor has one program more than of 80
+    # 3.8: two words, which keeps 72 registers; with 80 one program fewer fits on a multiprocessor
     assert compiled.spilled_bytes <= (0 if num_warps == 1 else most(0, v38=8))
     assert compiled.registers <= most_registers
-    # a wait for a signal looks at once, and in its loop
+    # a wait for a signal polls once at first, and in its loop
     assert compiled.count(r"ld\.global\.sys\.acquire|\.acquire\.sys") == 2 * waits_signal
-    middle = recv != NONE and send != NONE and not neighbour_shift  # sends ahead, or when the tile has come
+    middle = recv != NONE and send != NONE and not neighbour_shift  # sends early, or when the tile has arrived
     releases = faults + posts * (2 if middle else 1)
     assert compiled.count(r"atom.*\.release|\.release\.sys|st\.release") == releases
-    # the words of a tile are read past the first-level cache, 16 bytes a thread
+    # a tile's words are read past the first-level cache, 16 bytes a thread
     assert (compiled.count(r"ld\.volatile\.global\.v4\.b32") > 0) == (recv != NONE)
     if recv == NONE and send == NONE:
         assert compiled.count(r"atom\.|red\.|volatile|fence|membar") == 0
@@ -115,14 +115,14 @@ def test_scan_tiles_do_not_spill(tile):
 
 @pytest.mark.parametrize("V", [1, 2, 3, 126, 127])
 def test_words_that_pass(V):
-    """A poll loads each word of a thread once and the arrival word once, which no branch may take for uniform; and what
-    lies in rows that are not aligned is not stored by fours."""
+    """A poll loads each word of a thread once, and the arrival word once; no branch may take that word for uniform.
+    Rows that are not aligned are not stored by fours."""
     tile = default_tile(128, V, 128)
     compiled, aligned = (compile_scan(SENTINEL, SENTINEL, tile, V=n) for n in (V, tile[1]))
     assert compiled.spilled_bytes == 0
     assert compiled.count(r"ld\.volatile\.global\.b64") == 1 and compiled.count(r"mov\.b64 %rd\d+, %rd\d+;") == 1
     assert compiled.count(r"ld\.volatile\.global(\.v4)?\.b32") == (1 if tile[1] >= 4 else 4)
-    of_out = 2 * (V != tile[1])  # its words, and NaN in place of them
+    of_out = 2 * (V != tile[1])  # its words, or NaN in place of them
     assert compiled.count(r"st\.global\.v4\.b32") == aligned.count(r"st\.global\.v4\.b32") - of_out
 
 
@@ -135,7 +135,7 @@ def test_shifted_rows(tile, num_warps, link):
     libraries = nvshmem.extern_libs() if link == PUT else None
     compiled = Compiled(shift_rows_kernel, arguments, values, num_warps=num_warps, extern_libs=libraries)
     assert compiled.spilled_bytes == 0
-    assert compiled.count(r"bar\.sync") > 0  # before rows are read that other threads have written
+    assert compiled.count(r"bar\.sync") > 0  # before rows written by other threads are read
 
 
 def compile_transitions(K, one):
@@ -153,8 +153,8 @@ def compile_transitions(K, one):
 @pytest.mark.parametrize("K", [16, 64, 128, 256, 512])
 def test_transitions(K, one):
     compiled = compile_transitions(K, one)
-    # a transition fills the registers: of some K addresses are kept outside, once a tile. 3.7 and 3.8 work out more of
-    # them before they wait
+    # a transition fills the registers: for some K addresses are spilled, once a tile. 3.7 and 3.8 compute more of them
+    # before they wait
     assert compiled.spilled_bytes <= {128: most(48, v37=136, v38=112, v39=0), 256: most(0, v39=8)}.get(K, 0)
     assert not compiled.spilled_beside_products()
     assert compiled.count(r"\bmma\.|wgmma\.mma") and not compiled.unset_registers()
@@ -162,7 +162,7 @@ def test_transitions(K, one):
 
 @pytest.mark.parametrize("K", [256, 512])
 def test_transitions_by_mma(K):
-    """Without the barriers behind wgmma, of which Triton 3.9 has one for each product of more than 4 warps."""
+    """The code has no barriers after wgmma; Triton 3.9 adds one for each product of more than 4 warps."""
     compiled = compile_transitions(K, "stride_j")
     assert compiled.count(r"\bmma\.sync") and not compiled.count("wgmma")
 
@@ -189,16 +189,16 @@ def test_a_tile_too_small_for_its_warps_is_rejected():
 @pytest.mark.quick
 def test_scan_over_nvshmem_links_the_device_library():
     compiled = compile_scan(PUT, PUT)
-    # from 3.6 on NVSHMEM's own functions have 80 to 136 bytes of stack, whose call ptxas 13.4 (Triton 3.9) spills 7
-    # registers for
+    # from 3.6 on NVSHMEM's own functions have 80 to 136 bytes of stack; for their call ptxas 13.4 (Triton 3.9) spills 7
+    # registers
     bound = 0 if number(nvshmem_version()) < (3, 6) else 144 if VERSION < (3, 9) else 160
     assert compiled.spilled_bytes <= bound
     assert "nvshmemi_device_state_d" in compiled.ptx
-    assert compiled.count(r"acquire") >= 4  # credit and arrival, first look and loop
+    assert compiled.count(r"acquire") >= 4  # credit and arrival, first poll and loop
 
 
 def compile_rails(rail, rounds=0, link=SENTINEL, round_link=SENTINEL, tile=(16, 128), adjoint=False, gated=False):
-    """An owner in the middle, ``rail`` to both sides."""
+    """Compile an owner in the middle, with ``rail`` on both sides."""
     node, constants = channel_type(RAILS.value, RAILS.value, BK=tile[0], BV=tile[1], ADJOINT=adjoint)
     rails, of_rails = channel_type(rail.value, rail.value, num_tiles=8, BK=tile[0], BV=tile[1], ADJOINT=adjoint)
     arguments = pointers("p_state p_decay p_initial p_out", "*fp32")
@@ -228,15 +228,15 @@ def compile_rails(rail, rounds=0, link=SENTINEL, round_link=SENTINEL, tile=(16, 
     "tile, adjoint, gated", [((1, 128), False, True), ((16, 128), True, False), ((32, 128), False, False)]
 )
 def test_rails(tile, adjoint, gated):
-    """What it takes of a multiprocessor, of which virtual ranks need many; and no word is polled by weak loads."""
+    """Registers leave space for many virtual ranks on a multiprocessor; no word is polled by weak loads."""
     for rail, rounds in ((SENTINEL, 0), (NONE, 0), (NONE, 3)):
         compiled = compile_rails(rail, rounds, tile=tile, adjoint=adjoint, gated=gated)
-        # with one warp, of 80 registers, ptxas keeps up to two addresses outside; so it does of 128 with Triton 3.7
+        # with one warp and 80 registers ptxas spills up to two addresses; so it does with 128 and Triton 3.7
         assert compiled.spilled_bytes <= (16 if tile[0] == 1 else most(0, v37=8)), compiled.registers
         # of a member, its decays, an owner, and of the chain or of each round
         takes = 3 + (rail != NONE) + 2 * rounds
         assert compiled.count(r"ld\.volatile\.global\.v4\.b32") >= takes
-        # none behind the stores of a tile: they speak for themselves; only faults release
+        # no release after a tile's stores, which need none; only faults release
         faults = 1 + takes * 2 + (rail != NONE) + rounds * 2
         assert compiled.count(r"atom.*\.release|\.release\.sys|st\.release") == faults
 
@@ -269,7 +269,7 @@ def own_kernel(p_x, p_out, channel, D):
 
 @pytest.mark.quick
 def test_an_own_kernel_by_the_tool():
-    """As docs/own_kernels.md has it; what is not given is found by name."""
+    """As in docs/own_kernels.md; missing arguments are named."""
     channel, fixed = channel_type(BK=1, BV=512)
     arguments = {"p_x": "*fp32", "p_out": "*fp32", "channel": channel, "D": "i32"}
     found, wide = (tool.Compiled(own_kernel, arguments, {"channel": fixed}, num_warps=n) for n in (4, 1))
@@ -331,7 +331,7 @@ def test_sums_of_gates():
 
 @pytest.mark.parametrize("kernel, names", [(reverse_kernel, "p_x p_out"), (fold_kernel, "p_x p_reversed p_out")])
 def test_triangles(kernel, names):
-    """In words of 16 bytes, where tokens and heads lie 16 bytes apart and more."""
+    """Accesses have 16 bytes, with tokens and heads at multiples of at least 16 bytes."""
     constants = {"W": 192, "BW": 256, "ROWS": 16, "MANY": 2, "WITHOUT_LAST": True, "n": 8192, "H": 16, "blocks": 2}
     constants |= {name: 16 * 192 for name in kernel.arg_names if name.endswith(("batch", "block", "token"))}
     constants |= {name: 192 for name in kernel.arg_names if name.endswith("head")}
@@ -352,8 +352,8 @@ def test_triangles(kernel, names):
     ],
 )
 def test_gla_kernels(K, V, dtype, keeps, monkeypatch):
-    """All kernels of forward and backward, with the block sizes that zeco_gla chooses on a GPU. keeps: what is made of
-    the chunks for backward."""
+    """All kernels of forward and backward compile with zeco_gla's block sizes on a GPU. keeps: whether the chunks'
+    operands are saved for backward."""
     seen = []
     more = most(64, v37=136, v38=136, v39=384) if dtype == torch.bfloat16 and K > 32 else None
     kernels = {
@@ -383,7 +383,7 @@ def test_gla_kernels(K, V, dtype, keeps, monkeypatch):
     ids=["KDA", "Gated DeltaNet", "Gated DeltaNet, K=256"],
 )
 def test_delta_kernels(K, V, scalar, most_spilled, monkeypatch):
-    """All kernels between the chunks, forward and backward, with the block sizes of a GPU."""
+    """All kernels between the chunks compile, forward and backward, with a GPU's block sizes."""
     for name, kernel in list(vars(delta_passes).items()):
         if name.endswith("_kernel"):
             monkeypatch.setattr(delta_passes, name, Launches(kernel))
@@ -432,7 +432,7 @@ def test_delta_kernels(K, V, scalar, most_spilled, monkeypatch):
     ],
 )
 def test_delta_chunk_kernels(scalar, K, V, monkeypatch):
-    """Chunk kernels of our own; no product reads from where nothing was put."""
+    """Our own chunk kernels compile; no product reads unset registers."""
     launch_chunks(K, V, torch.bfloat16, scalar, monkeypatch)
     ours = delta_chunks.operands_kernel, delta_chunks.output_kernel, delta_chunks_bwd.pairs_kernel
     if scalar:
@@ -450,7 +450,7 @@ def test_delta_chunk_kernels(scalar, K, V, monkeypatch):
 
 
 def test_products_that_ptxas_gets_wrong_are_found():
-    """The kernel above with products of 32 columns reads outside of shared memory on H100s, with Triton 3.6."""
+    """With products of 32 columns this kernel reads outside of shared memory on H100s, with Triton 3.6."""
     if VERSION != (3, 6):
         pytest.skip("which products are wrong differs with ptxas")
     arguments = pointers("p_q p_k p_v p_weights p_scores p_solved p_w p_u p_kg p_qg", "*bf16")
@@ -480,11 +480,11 @@ def every_function_kernel(p_dst, p_src, p_signal, p_out, nbytes, op):
 
 
 def test_every_nvshmem_function_links():
-    """With the functions that are called alone, and the same code comes out as with all of NVSHMEM's library."""
+    """The library of functions called by kernels links, and gives the same code as NVSHMEM's whole library."""
     arguments = pointers("p_dst p_src", "*fp32") | pointers("p_signal p_out", "*i64") | {"nbytes": "i64", "op": "i32"}
     libraries = nvshmem.extern_libs()
     assert os.path.getsize(libraries[nvshmem.DEVICE_LIBRARY]) < os.path.getsize(nvshmem.device_library()) / 20
     whole = {nvshmem.DEVICE_LIBRARY: nvshmem.device_library()}
     compiled, of_all = (Compiled(every_function_kernel, arguments, {}, extern_libs=x) for x in (libraries, whole))
     assert "nvshmemi_device_state_d" in compiled.ptx and compiled.ptx == of_all.ptx
-    assert not compiled.count(r"\.extern \.func .*nvshmem")  # nothing is left unresolved
+    assert not compiled.count(r"\.extern \.func .*nvshmem")  # no unresolved symbol

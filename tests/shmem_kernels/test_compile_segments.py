@@ -1,4 +1,4 @@
-"""The kernels of scans over segments compile for sm_90 without a GPU, and round as they say."""
+"""The kernels of scans over segments compile for sm_90 without a GPU, and round as documented."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def test_segments(links, tile, num_warps):
     values = {"K": 128, "HAS_DECAY": True, "EXTERNAL": INITIAL.value, "stride_k": 1}
     found = compiled(segments_kernel, "p_decays", tile, links, values, ("n", "stride_g"), num_warps=num_warps)
     assert found.spilled_bytes <= (most(0, v39=16) if PUT in links else 0)
-    assert found.registers <= (80 if num_warps == 1 else 224)  # the states of segments that are loaded ahead
-    # one rounding of each step, whatever the links
+    assert found.registers <= (80 if num_warps == 1 else 224)  # segments' states are loaded ahead
+    # each step rounds once, with all links
     assert found.count(r"fma\.rn\.f32") > 0 and found.count(r"\bmul\.(rn\.)?f32") == 0
 
 

@@ -1,8 +1,8 @@
-"""Of every kernel with products, whatever K and V are, there are num_stages whose code is right; see machine_code.
+"""For every kernel with products, and any K and V, some num_stages gives right code; see machine_code.
 
-This takes hours of one core: ask for it after a change of kernels, of block sizes or of Triton.
+This takes hours of one core: run it after a change of kernels, of block sizes or of Triton.
 
-    python -m pytest -m every_shape -n 16 -rP    # says which kernels take other stages than ours
+    python -m pytest -m every_shape -n 16 -rP    # lists kernels whose num_stages differ from ours
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What crosses a link, word by word."""
+"""Words that cross a link."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ pytestmark = pytest.mark.cpu
 
 
 def half_a_tile_case(group, tag):
-    """The middle one of three ranks, to which a part of a tile has come, with this tag: what it sends until it gives
-    up. (What its fault is, what has come to the next rank, what is right there, what is left here, what it returns)."""
+    """The middle one of three ranks gets a part of a tile, with this tag, and gives up. Return (its fault, words at the
+    next rank, expected words there, words left in its inbox, sent words, its result)."""
     ranks = VirtualRanks(3, (1, 4, 8), tile=(4, 8), timeout=0.2)
     generator = torch.Generator().manual_seed(0)
     states, decays = torch.randn(3, 1, 4, 8, generator=generator), torch.rand(3, 1, 4, generator=generator)
@@ -25,7 +25,7 @@ def half_a_tile_case(group, tag):
     inbox, following = channel.inbox.view(slots)[epoch, 0], channel.next_inbox.view(slots)[epoch, 0]
     channel.arrived[epoch] = tag << 32 | epoch
     here = torch.zeros(4, 8, dtype=torch.bool)
-    here[:2], here[2, 4:], here[3, :3] = True, True, True  # of the last four one is missing
+    here[:2], here[2, 4:], here[3, :3] = True, True, True  # one of the last four is missing
     inbox[here] = sent[here]
     outs = ranks.scan(states, decays, ranks=[1])
     assert channel.epoch[0] == BROKEN.value
@@ -34,7 +34,7 @@ def half_a_tile_case(group, tag):
 
 
 def test_words_pass_as_they_come(run):
-    """A rank in the middle sends on what has come of a tile, by fours, whether or not the rest ever does."""
+    """A middle rank forwards the words of a tile that have arrived, by fours, whether or not the others arrive."""
     [(fault, following, passed, inbox, sent, out)] = run(1, half_a_tile_case, 0)
     free = torch.full((), -0.0).view(torch.int32)
     fours = torch.zeros(4, 8, dtype=torch.bool)
@@ -46,7 +46,7 @@ def test_words_pass_as_they_come(run):
 
 
 def test_no_word_of_another_call_passes(run):
-    """Where the tag is another call's, no word is used, sent on or freed."""
+    """If the tag is another call's, no word is used, forwarded or freed."""
     [(fault, following, _, inbox, sent, out)] = run(1, half_a_tile_case, 1 << 16)
     assert fault == OUT_OF_STEP.value and out.isnan().all()
     assert (following.view(torch.int32) == torch.full((), -0.0).view(torch.int32)).all()
@@ -55,5 +55,5 @@ def test_no_word_of_another_call_passes(run):
 
 @pytest.mark.parametrize("control, most_s, right", [(True, 0.0, True), (True, 0.1, False), (False, 0.1, True)])
 def test_puts_overtake_each_other(fresh, control, most_s, right):
-    """Of a receiver that takes any later epoch the values are wrong, or it waits in vain."""
+    """A receiver that takes any later epoch computes wrong values, or waits until its time-out."""
     assert all(fresh(2).run(control_case, None, 30, control, most_s)) == right
