@@ -532,7 +532,7 @@ def test_the_record_of_gpu_tests(tmp_path):
     run."""
     folder = tmp_path / "gpu"
     folder.mkdir()
-    of = dict(gpus=["a GPU"], versions={}, sha256="of sources", tests="of tests")
+    of = dict(gpus=["a GPU"], versions={}, sha256="of sources", support="of support", files={"a": "of a", "b": "of b"})
 
     def session(marks, results, exitstatus=0, shouldfail=False, of=of, **options):
         made = gpu_record.Record(str(folder), of)
@@ -570,8 +570,13 @@ def test_the_record_of_gpu_tests(tmp_path):
     others = of | dict(sha256="others")
     session("not alone", dict(a="passed", b="failed"), exitstatus=2, of=others)
     assert session("alone", dict(e="passed"), of=others) == (["alone"], [1, 0, 0, 0], [])
-    others["tests"] = "others"
+    others["support"] = "others"
     assert session("", dict(e="failed"), 1, of=others) == (["not alone", "alone"], [0, 1, 0, 0], ["e"])
+    session("", {"a::1": "passed", "b::1": "failed"}, exitstatus=2, of=others)
+    others["files"] = {"a": "of a", "b": "others"}  # results of its tests alone are deleted, and both parts incomplete
+    session("", {}, exitstatus=2, of=others)
+    assert gpu_record.read(str(folder))[1:] == ({"a::1": ("passed", "not alone")}, set())
+    assert session("", {"b::1": "passed"}, of=others) == (["not alone", "alone"], [2, 0, 0, 0], [])
 
 
 @pytest.mark.parametrize("first, again, second", [(0, 1, 0), (1, 0, 0), (1, 1, 0), (2, 0, 0), (0, 1, 1)])

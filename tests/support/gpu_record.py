@@ -36,12 +36,12 @@ def what_runs(tests: str, gpus: int | None = None) -> dict:
     from allscan.bindings.versions import nvshmem_version
     from allscan.tools.provenance import source_hash
 
-    digest = hashlib.sha256()
-    for folder, folders, names in sorted(os.walk(tests)):
-        folders.sort()
-        for name in sorted(name for name in names if name.endswith(".py")):
-            with open(os.path.join(folder, name), "rb") as file:
-                digest.update(file.read())
+    digests = {}
+    for folder, _, names in os.walk(tests):
+        for path in (os.path.join(folder, name) for name in names if name.endswith(".py")):
+            with open(path, "rb") as file:
+                digests[os.path.relpath(path, os.path.dirname(tests))] = hashlib.sha256(file.read()).hexdigest()
+    files = {path: digests.pop(path) for path in [*digests] if os.path.basename(path).startswith("test_")}
     return {
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())][:gpus],
         "versions": {
@@ -51,7 +51,8 @@ def what_runs(tests: str, gpus: int | None = None) -> dict:
             "nvshmem": nvshmem_version(),
         },
         "sha256": source_hash(),
-        "tests": digest.hexdigest(),
+        "support": hashlib.sha256(json.dumps(sorted(digests.items())).encode()).hexdigest(),
+        "files": files,
     }
 
 
@@ -83,14 +84,20 @@ def read(folder: str) -> tuple[dict, dict[str, tuple[str, str]], set[str]]:
 
 
 class Record:
-    """Recorder for the tests in ``folder`` (tests/gpu); ``of``: the setting. Results of another setting are deleted."""
+    """Recorder for the tests in ``folder`` (tests/gpu); ``of``: the setting. Results of another setting are deleted; if
+    only files of tests differ, those of their tests."""
 
     def __init__(self, folder: str, of: dict) -> None:
         self._folder, self._of = folder, of
         self._setups: dict[str, float] = {}  # seconds of setup, by running test
-        same = read(folder)[0] == of
-        with open(os.path.join(folder, "results.jsonl"), "a" if same else "w") as file:
-            file.write("\n" if same else json.dumps(of) + "\n")
+        before, lines = read(folder)[0], [line for line in read_lines(folder) if isinstance(line, list)]
+        if before | {"files": of["files"]} != of:
+            lines = []
+        elif before != of:  # parts are no longer complete
+            same = {path for path, digest in of["files"].items() if before["files"].get(path) == digest}
+            lines = [line for line in lines if line[0] is not None and line[0].partition("::")[0] in same]
+        with open(os.path.join(folder, "results.jsonl"), "w") as file:
+            file.writelines(json.dumps(line) + "\n" for line in [of, *lines])
 
     def add(self, test: str | None, what: str, part: str, seconds: float = 0.0) -> None:
         with open(os.path.join(self._folder, "results.jsonl"), "a") as file:
@@ -120,7 +127,7 @@ class Record:
             "parts": sorted(parts, reverse=True),
             "tests_that_failed": sorted(test for test, what in outcomes.items() if what in ("failed", "error")),
         }
-        del record["tests"]
+        del record["support"], record["files"]
         results_of = [line for line in read_lines(self._folder) if isinstance(line, list) and line[0] in outcomes]
         failed = {test for test, what, *_ in results_of if what in ("failed", "error")}
         record["tests_that_passed_again"] = sorted(test for test in failed if outcomes[test] == "passed")
