@@ -244,7 +244,9 @@ def test_rails(tile, adjoint, gated):
 def test_rails_over_nvshmem():
     for rail, rounds in ((PUT, 0), (NONE, 2)):
         compiled = compile_rails(rail, rounds, round_link=PUT)
-        assert compiled.spilled_bytes <= most(0, v39=16) and "nvshmemi_device_state_d" in compiled.ptx
+        # around calls of NVSHMEM's functions
+        assert compiled.spilled_bytes <= most(0, v37=24, v38=80, v39=16)
+        assert "nvshmemi_device_state_d" in compiled.ptx
     assert compile_rails(SIGNAL, link=SIGNAL).count(r"atom.*\.release|\.release\.sys") > 4
 
 
