@@ -153,7 +153,7 @@ def methods(rule, comm, one, T, chunk) -> dict:
     }
     if chunk == "allscan":
         for name, segment in INVARIANT.items():
-            found[name] = lambda *x, segment=segment: ours(*x[:5], comm=comm, invariant=min(segment, T))
+            found[name] = lambda *x, segment=segment: ours(*x[:5], comm=comm, invariant=min(segment, T // 2))
     if comm.device.type == "cuda" and chunk == "fla":
         from fla.ops.cp import build_cp_context
 

@@ -29,10 +29,13 @@ if TYPE_CHECKING:
     from triton.runtime.interpreter import TensorHandle
 
 
+MOST_BLOCKS = 256  # remembered blocks of one number each, of each kind
+
+
 @functools.cache
 def prepare_interpreter() -> None:
-    """Patch the interpreter for the rest of this process: speed, and autotuned kernels of other packages. No effect on
-    compiled kernels."""
+    """Patch the interpreter for the rest of this process: speed, and autotuned kernels of other packages. Afterwards
+    this process cannot compile kernels: the interpreter and the compiler share classes."""
     with contextlib.suppress(ImportError, AttributeError):
         from triton.runtime import autotuner, interpreter
 
@@ -123,7 +126,7 @@ def _shorten_launches(interpreter) -> None:
     def run_grid(self, arguments) -> None:
         sizes = self.grid(arguments) if callable(self.grid) else self.grid
         assert len(sizes) <= 3, "grid must have at most 3 dimensions"
-        sizes += (1,) * (3 - len(sizes))
+        sizes = sizes + (1,) * (3 - len(sizes))
         builder, run = interpreter.interpreter_builder, self.fn
         builder.set_grid_dim(*sizes)
         try:
@@ -141,7 +144,9 @@ def _shorten_launches(interpreter) -> None:
                 "another thread of this process is inside of a kernel, and Triton's interpreter runs one at a time: on "
                 "CPUs use communicators in one thread, or in processes of their own"
             )
-        try:
+        with contextlib.ExitStack() as stack:
+            stack.callback(launching.release)
+            stack.callback(restore)
             apply(language_of(self.fn))
             with interpreter.np.errstate(over="ignore", invalid="ignore"):  # GPUs do not report Inf and NaN
                 arguments = arguments_of(self, args, kwargs)
@@ -149,9 +154,6 @@ def _shorten_launches(interpreter) -> None:
                     launch(self, *args, **kwargs)
                 else:
                     run_grid(self, arguments)
-        finally:
-            restore()
-            launching.release()
 
     def device_call(self, *args, **kwargs) -> object:
         apply(language_of(self.fn))
@@ -184,7 +186,7 @@ def _languages(interpreter) -> tuple[Callable, Callable, Callable]:
         python_function, names = language
         if any(names <= others for others in applied):
             return
-        if names not in changes:
+        if names not in changes or (not applied and replaced(names)):
             before = [*applied]
             restore()
             remember(names, patch(python_function)._changes)
@@ -194,6 +196,10 @@ def _languages(interpreter) -> tuple[Callable, Callable, Callable]:
             for changed, name, value in changes[names]:
                 setattr(changed, name, value)
         applied.append(names)
+
+    def replaced(names) -> bool:
+        """Check whether another package has set one of the functions since they were remembered."""
+        return any(vars(x).get(name, missing) is not value for x, name, value in originals[names].values())
 
     def remember(names, patched) -> None:
         places = {(id(changed), name): (changed, name, value) for changed, name, value in reversed(patched)}
@@ -347,6 +353,8 @@ def _shorten_operations(core, interpreter) -> None:
             return None
         key = block.dtype.name, number, *block.type.shape.values
         if key not in constants:
+            if len(constants) >= MOST_BLOCKS:
+                constants.clear()
             dtype = interpreter._get_np_dtype(block.dtype)
             data = interpreter.np.full(block.type.shape.values, number, dtype=dtype)
             constants[key] = core.tensor(interpreter.TensorHandle(data, block.dtype), block.type)
@@ -437,6 +445,8 @@ def _remember_blocks(core, interpreter) -> None:
 
     def shared(key, create, *arguments) -> Block:
         if key not in blocks:
+            if len(blocks) >= MOST_BLOCKS:
+                blocks.clear()
             created = create(*arguments)
             created.handle.data.flags.writeable = False
             blocks[key] = created
@@ -454,7 +464,9 @@ def _remember_blocks(core, interpreter) -> None:
         key = type(value), value or str(value), dtype.name, *shape  # -0.0 == 0.0
         return shared(key, full, self, shape, value, dtype)
 
-    def remembered_dot(self, lhs, rhs, acc, *options) -> Block:
+    def remembered_dot(self, lhs, rhs, acc, *options, **named) -> Block:
+        if named:
+            return dot(self, lhs, rhs, acc, *options, **named)
         key = lhs.type.name, rhs.type.name, None if acc is None else acc.type.name, *map(str, options)
         if key not in products:
             calls: list = []

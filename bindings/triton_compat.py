@@ -137,13 +137,11 @@ def compilations_told(begin: Callable[[], None], end: Callable[[], None]) -> Non
 @contextlib.contextmanager
 def told_as_compilation() -> Iterator[None]:
     """Call the functions of ``compilations_told`` around work that takes as long as compiling a kernel."""
-    for begin, _ in _told:
-        begin()
-    try:
+    with contextlib.ExitStack() as stack:
+        for begin, end in _told:
+            begin()
+            stack.callback(end)
         yield
-    finally:
-        for _, end in _told:
-            end()
 
 
 def interpreting() -> bool:

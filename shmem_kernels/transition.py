@@ -31,8 +31,8 @@ def transition_kernel(
     A program takes consecutive tiles. With BJ >= BK it loads a tile's transition before it waits for R; of a larger
     transition it loads BJ columns at a time afterwards, STAGES ahead, and reads as many rows of R back from p_out.
     Products are of three TF32 parts each, as accurate as float32. A first rank that begins with 0 sends its state
-    unchanged. The products of a transition that is not held use transposed operands: these have too few rows for
-    wgmma, so Triton uses mma, which is not asynchronous and needs no barriers of its own.
+    unchanged. The products of a transition that is not held use transposed operands: with default tiles these have too
+    few rows for wgmma, so Triton uses mma, which is not asynchronous and needs no barriers of its own.
     """
     PRODUCT: tl.constexpr = (channel.SEND != NONE) and ((channel.RECV != NONE) or HAS_INITIAL)
     HELD: tl.constexpr = PRODUCT and BJ >= channel.BK

@@ -28,7 +28,7 @@ from .compile_watch import watch
 from .heap import desert, init, outside_inference_mode, resolve_transport, symmetric_heap
 from .host_exchange import FAILED, LOST, Abandoned, StoreExchange, StoreGone, by_rank, differing
 from .memory import Line, Memory
-from .topology import Topology, reach
+from .topology import Topology, check_algorithm, reach
 
 _SET = wait.RECORD_SET.value
 _handles = itertools.count(1)
@@ -131,7 +131,7 @@ class Communicator(Calls):
             raise ValueError(f"timeout must be a positive number of seconds below 1e9, got {timeout!r}")
         if max_ctas is not None:
             max_ctas = integer("max_ctas", max_ctas)
-        self._timeout, self._algorithm = float(timeout), algorithm
+        self._timeout = float(timeout)
         self.debug = os.environ.get("ALLSCAN_DEBUG") == "1" if debug is None else debug
         self.group = _process_group(group)
         store_exchange = StoreExchange((0,) if self.group is None else dist.get_process_group_ranks(self.group))
@@ -171,6 +171,7 @@ class Communicator(Calls):
         node_sizes, problem = None, ""
         self.invariant = 0  # fixed
         try:
+            self._algorithm = check_algorithm(algorithm)
             most = switch("ALLSCAN_CUDA_GRAPHS") if cuda_graphs is None else cuda_graphs
             self.graphs = Graphs(MOST_BYTES * most if isinstance(most, bool) else integer("cuda_graphs", most, 0))
             self.invariant = integer("invariant", invariant, 0)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from ..bindings.transport import SymmetricHeap
 
 ALGORITHMS = ("chain", "rails", "recursive_doubling")
+NAMES = ("auto", *ALGORITHMS)  # values of algorithm=
 
 ANY_SIZE = 1 << 62
 
@@ -57,8 +58,8 @@ class Topology:
         MEASURED, or to the chain if ``nodes`` is None, if there is one node, or if a node has one rank. Equal on every
         rank and in every call. Raises ValueError for another name, or if the nodes do not allow the algorithm."""
         algorithm = self._algorithm if algorithm is None else algorithm
-        if algorithm != "auto" and algorithm not in ALGORITHMS:
-            raise ValueError(f'algorithm must be "auto", "chain", "rails" or "recursive_doubling", got {algorithm!r}')
+        if algorithm not in NAMES:
+            check_algorithm(algorithm)
         if self.size == 1:
             return "chain"
         if algorithm != "auto":
@@ -84,6 +85,13 @@ def reach(heap: SymmetricHeap | None, pes: Sequence[int], rank: int) -> tuple[in
     while last < len(pes) - 1 and heap.is_mapped(pes[last + 1]):
         last += 1
     return first, last
+
+
+def check_algorithm(algorithm: object) -> str:
+    """Return ``algorithm``. Raises ValueError unless it is one of NAMES."""
+    if algorithm not in NAMES:
+        raise ValueError(f'algorithm must be "auto", "chain", "rails" or "recursive_doubling", got {algorithm!r}')
+    return str(algorithm)
 
 
 def runs(hosts: Sequence[str]) -> tuple[int, ...] | None:

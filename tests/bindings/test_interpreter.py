@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from allscan.bindings import interpreter
 from allscan.bindings.interpreter import prepare_interpreter
 
 pytestmark = [pytest.mark.cpu, pytest.mark.quick]
@@ -262,6 +263,32 @@ def launches():
     return [*found, sorted(name for name in {*language, *now} if language.get(name) is not now.get(name))]
 
 
+@triton.jit
+def of_a_constant(p_to, X: tl.constexpr):
+    tl.store(p_to + tl.arange(0, 8), tl.full([8], X, tl.float32) + X)
+
+
+def functions_and_blocks():
+    """Return (whether a function that another package sets in triton.language stays, while and after it is set; the
+    whether launches with more constants than are remembered have the right results)."""
+    original, to = tl.load, torch.zeros(8)
+
+    def own(*_):
+        return None
+
+    tl.load = own
+    of_a_constant[(1,)](to, 0)
+    stays = [tl.load is own]
+    tl.load = original
+    of_a_constant[(1,)](to, 0)
+    stays.append(tl.load is original)
+    sums = []
+    for x in range(2 * interpreter.MOST_BLOCKS):
+        of_a_constant[(1,)](to, x + 0.5)
+        sums.append(to.sum().item() == 16 * x + 8)
+    return stays, all(sums)
+
+
 def found(seed):
     """Return the values that the kernel records and stores, with random numbers of ``seed``."""
     generator = torch.Generator().manual_seed(seed)
@@ -281,11 +308,12 @@ def both():
     prepare_interpreter()
     # the first call of each kind of operands runs Triton's code, later ones the shorter path
     shorter = [found(seed) for seed in (*range(4), *range(4))]
-    return as_it_is, shorter, [launched, launches(), launches()]
+    return as_it_is, shorter, [launched, launches(), launches()], functions_and_blocks()
 
 
 def test_the_same_with_less_work(fresh):
-    ((as_it_is, shorter, (launched, *others)),) = fresh(1).run(both)
+    ((as_it_is, shorter, (launched, *others), functions),) = fresh(1).run(both)
+    assert functions == ([True, True], True)
     assert len(as_it_is[0]) > 200
     for i, values in enumerate(shorter):
         for k, pair in enumerate(zip(values, as_it_is[i % 4], strict=True)):

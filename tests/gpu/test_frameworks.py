@@ -233,11 +233,14 @@ def model_case(group, family, dtype, packed):
     with allscan.Communicator(group, timeout=120) as comm:  # one rank may compile longer than another
         model = made(family, comm.device)
         batches = [batch_errors(comm, group, family, model, dtype, packed, seed) for seed in SEEDS.get(family, (1,))]
+    assert all(errors.keys() == batches[0].keys() for errors in batches)
     pairs = {name: [errors[name] for errors in batches] for name in batches[0]}
-    return {name: tuple(mean_square(x) for x in zip(*of_batches, strict=True)) for name, of_batches in pairs.items()}
+    return {
+        name: tuple(root_mean_square(x) for x in zip(*of_batches, strict=True)) for name, of_batches in pairs.items()
+    }
 
 
-def mean_square(errors):
+def root_mean_square(errors):
     return statistics.fmean(x * x for x in errors) ** 0.5
 
 

@@ -605,7 +605,7 @@ def alone_case(group):
             call()
         found["lower_bound"] = raised(calls["zeco_kda"], lower_bound=-2.0)
         found["Communicator"] = raised(allscan.Communicator, comm)
-        found["ring"] = raised(allscan.Communicator, group, algorithm="ring")
+        found["ring"] = raised(allscan.Communicator, group, algorithm="auto" if comm.rank else "ring")
         comm.barrier()
         return found
 

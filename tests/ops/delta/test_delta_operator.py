@@ -246,7 +246,7 @@ def bench_case():
 
     if dist.get_rank() < 2:
         import_fla()
-    ours = delta.point(2, "kda", 64, 1, 0.1, True, [*delta.INVARIANT], "allscan")
+    ours = delta.point(2, "kda", 128, 1, 0.1, True, [*delta.INVARIANT], "allscan")
     return delta.point(2, "gated_delta_rule", 70, 1, 0.1, True), ours
 
 
