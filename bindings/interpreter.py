@@ -109,7 +109,7 @@ def _shorten_launches(interpreter) -> None:
     tensor object."""
     function, executor = interpreter.InterpretedFunction, interpreter.GridExecutor
     prepare, launch = executor.__init__, executor.__call__
-    language_of, apply, restore = _languages(interpreter)
+    language_of, start, apply, restore = _languages(interpreter)
     arguments_of = _arguments_in_place(interpreter)
     launching = threading.Lock()  # held during a launch
     constexprs: dict = {}  # names by function; the interpreter never frees these functions
@@ -147,7 +147,7 @@ def _shorten_launches(interpreter) -> None:
         with contextlib.ExitStack() as stack:
             stack.callback(launching.release)
             stack.callback(restore)
-            apply(language_of(self.fn))
+            start(language_of(self.fn))
             with interpreter.np.errstate(over="ignore", invalid="ignore"):  # GPUs do not report Inf and NaN
                 arguments = arguments_of(self, args, kwargs)
                 if arguments is None:
@@ -167,9 +167,10 @@ def _shorten_launches(interpreter) -> None:
     executor.__init__, executor.__call__, function.__call__ = executor_init, grid_call, device_call
 
 
-def _languages(interpreter) -> tuple[Callable, Callable, Callable]:
-    """Three functions: language_of(function) identifies the languages in a Python function's globals; apply(language)
-    sets the interpreter's functions in them if they are not set; restore() resets all of them."""
+def _languages(interpreter) -> tuple[Callable, Callable, Callable, Callable]:
+    """Four functions: language_of(function) identifies the languages in a Python function's globals; start(language)
+    and apply(language) set the interpreter's functions in those of a kernel and of a device function, if they are not
+    set; restore() resets all of them."""
     patch, missing, languages = interpreter._patch_lang, interpreter._MISSING, (interpreter.tl, interpreter.tl.core)
     if not hasattr(interpreter._LangPatchScope(), "_changes"):
         raise AttributeError("_changes")
@@ -186,7 +187,7 @@ def _languages(interpreter) -> tuple[Callable, Callable, Callable]:
         python_function, names = language
         if any(names <= others for others in applied):
             return
-        if names not in changes or (not applied and replaced(names)):
+        if names not in changes:
             before = [*applied]
             restore()
             remember(names, patch(python_function)._changes)
@@ -197,9 +198,13 @@ def _languages(interpreter) -> tuple[Callable, Callable, Callable]:
                 setattr(changed, name, value)
         applied.append(names)
 
-    def replaced(names) -> bool:
-        """Check whether another package has set one of the functions since they were remembered."""
-        return any(vars(x).get(name, missing) is not value for x, name, value in originals[names].values())
+    def start(language) -> None:
+        """Apply a kernel's language, while none is applied. Forget all if another package has set a function since."""
+        known = originals.get(language[1], {}).values()
+        if any(vars(x).get(name, missing) is not value for x, name, value in known):
+            changes.clear()
+            originals.clear()
+        apply(language)
 
     def remember(names, patched) -> None:
         places = {(id(changed), name): (changed, name, value) for changed, name, value in reversed(patched)}
@@ -217,7 +222,7 @@ def _languages(interpreter) -> tuple[Callable, Callable, Callable]:
             else:
                 setattr(changed, name, value)
 
-    return language_of, apply, restore
+    return language_of, start, apply, restore
 
 
 def _arguments_in_place(interpreter) -> Callable:
