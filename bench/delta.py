@@ -45,6 +45,7 @@ from allscan.reference import delta_reference
 from allscan.tools.ranks import Ranks
 from allscan.zigzag import from_zigzag, to_zigzag, zigzag_positions
 from bench.harness import Table, checked, extra_mib, quantiles, results, sample, slowest
+from bench.operator import INVARIANT  # only with chunk="allscan"
 from bench.proof import kernels, ran
 from bench.tuning import TIMED, Job, compile_ahead, fla_operator, inputs, step, time_quickly
 
@@ -67,10 +68,6 @@ SEEN = {
     "zeco, tokens moved": (("scan_kernel|transition_kernel", "delta_states_kernel", "SendRecv"), ("chunk_cp",)),
 }
 ZIGZAG = ("zeco, zigzag", "zeco, tokens moved")  # methods with tokens in that layout
-INVARIANT = {
-    "zeco, invariant 2048": 2048,
-    "zeco, invariant 1024": 1024,
-}  # tokens of a segment
 COLUMNS = (
     "method",
     "rule",

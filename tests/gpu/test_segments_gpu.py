@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import allscan
-from support.segments import bits
+from support.segments import bits, integers
 from support.values import late
 
 pytestmark = pytest.mark.gpu
@@ -18,11 +18,6 @@ def _inputs(device, kind):
     q, k, v, do, g = (torch.randn(1, T, H, D, generator=generator, device=device) for _ in range(5))
     g = torch.nn.functional.logsigmoid(g) * kind
     return [*(x.bfloat16() for x in (q, k, v)), g], do.bfloat16()
-
-
-def integers(x):
-    """View x as integers on its device: copies of thousands of results to the host would take minutes."""
-    return x.view({2: torch.int16, 4: torch.int32}[x.element_size()])
 
 
 def gla_case(group, S, gates, tokens, zigzag, graph, times):
@@ -58,6 +53,7 @@ def gla_case(group, S, gates, tokens, zigzag, graph, times):
 
         for i in range(times):
             late(i, comm.rank, 2 if i % 8 == 0 else 0)
+            # copies to the host would take minutes in a thousand calls
             assert all(torch.equal(integers(a), integers(b)) for a, b in zip(run(), first, strict=True)), i
         comm.barrier()
         return mine, [bits(x) for x in first]

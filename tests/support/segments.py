@@ -12,9 +12,14 @@ from allscan.reference import allscan_segments_reference
 from .values import late
 
 
+def integers(x):
+    """View x as integers on its device, for comparisons that distinguish -0.0 from 0.0 and equate NaN with itself."""
+    return x.detach().contiguous().view({2: torch.int16, 4: torch.int32}[x.element_size()])
+
+
 def bits(x):
-    """Return the bits of float32, for comparisons that distinguish -0.0 from 0.0 and equate NaN with itself."""
-    return x.detach().contiguous().view({2: torch.int16, 4: torch.int32}[x.element_size()]).cpu()
+    """Return ``integers(x)`` on the CPU."""
+    return integers(x).cpu()
 
 
 class SegmentsCase(NamedTuple):
