@@ -77,7 +77,7 @@ TYPES |= dict.fromkeys("p_g p_beta p_sums p_parts p_dg p_dbeta".split(), F32) | 
 
 
 def fixed(variant: Variant, H: int) -> dict[str, Any]:
-    sizes = dict(H=H, HK=H, K=K, V=K, BT=C, SCALAR=False, PRECISION="bf16")
+    sizes = dict(H=H, HK=H, K=K, V=K, BT=C, PRECISION="bf16")
     return sizes | variant.constants | variant.options
 
 

@@ -97,7 +97,7 @@ METHODS = {
     "zeco_gated_delta_rule, chunk=allscan": Method(
         "gated_delta_rule",
         _ours(allscan.zeco_gated_delta_rule, "allscan"),
-        ("operands_kernel", "output_kernel"),
+        ("operands_kernel", "scalar_states_kernel"),
         ("chunk_fwd",),
     ),
     "zeco_gated_delta_rule, chunk=fla": Method(

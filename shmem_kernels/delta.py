@@ -69,6 +69,57 @@ def token_decays(p_g, h, start, end, H: tl.constexpr, BT: tl.constexpr):
 
 
 @triton.jit
+def times_keys(
+    b_z,
+    b_k,
+    p_k,
+    diagonal,
+    h,
+    first,
+    end,
+    i_r,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    BT: tl.constexpr,
+    BR: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Rows i_r * BR .. + BR of Z k^T, [BR, BT], for keys in H heads. Z's diagonal, which is near 1 for weak decay, is
+    not rounded."""
+    if PRECISION == "bf16":
+        at_r, inside_r = rows(h, first, end, H, K, BT, BR, i_r)
+        b_a = tl.sum(tl.where(diagonal, b_z, 0.0), 1)[:, None] * tl.trans(load(p_k, at_r, inside_r)).to(tl.float32)
+        return product(tl.where(diagonal, 0.0, b_z), tl.trans(b_k), b_a, PRECISION)
+    else:
+        return product(b_z, tl.trans(b_k), tl.zeros([BR, BT], tl.float32), PRECISION)
+
+
+@triton.jit
+def store_summary(
+    p_transition,
+    p_local,
+    b_z,
+    b_local,
+    s,
+    h,
+    i_r,
+    i_v,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BR: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+):
+    """Store these rows of a segment's transition and local state."""
+    r, k, v = i_r * BR + tl.arange(0, BR), tl.arange(0, BK), i_v * BV + tl.arange(0, BV)
+    row = (s * H + h).to(tl.int64) * K + r
+    tl.store(p_local + row[:, None] * V + v[None, :], b_local, mask=(r < K)[:, None] & (v < V)[None, :])
+    if i_v == 0:
+        tl.store(p_transition + row[:, None] * K + k[None, :], b_z, mask=(r < K)[:, None] & (k < K)[None, :])
+
+
+@triton.jit
 def summary_kernel(
     p_k,  # kg [tokens, H, K]; SCALAR: k [tokens, HK, K]
     p_w,  # [tokens, H, K]
@@ -94,15 +145,13 @@ def summary_kernel(
 
     By rows, from the last chunk to the first, since one product then serves both:
         A = Z kg^T,  R = R + A u,  Z = Z D - A w,     Z starts as the identity and ends as M.
-    The diagonal of Z, near 1 for weak decay, is not rounded in the product.
     """
     NR: tl.constexpr = (K + BR - 1) // BR
     i_r, i_v, s, h = tl.program_id(0) % NR, tl.program_id(0) // NR, tl.program_id(1), tl.program_id(2)
     p_segment, start, end, chunk, num_chunks = segment(p_segments, s, BT)
     if (tl.load(p_segment + FLAGS) & LAST) != 0:
         return
-    r, k = i_r * BR + tl.arange(0, BR), tl.arange(0, BK)
-    diagonal = r[:, None] == k[None, :]
+    diagonal = (i_r * BR + tl.arange(0, BR))[:, None] == tl.arange(0, BK)[None, :]
     b_z = tl.where(diagonal, 1.0, 0.0)
     b_local = tl.zeros([BR, BV], tl.float32)
     for i in range(loop_bound(num_chunks)):
@@ -111,23 +160,14 @@ def summary_kernel(
         at_k, inside_k = rows(h // (H // HK), first, end, HK, K, BT, BK)
         at_u, inside_u = rows(h, first, end, H, V, BT, BV, i_v)
         b_k = load(p_k, at_k, inside_k)
-        if PRECISION == "bf16":
-            at_r, inside_r = rows(h // (H // HK), first, end, HK, K, BT, BR, i_r)
-            b_a = tl.sum(tl.where(diagonal, b_z, 0.0), 1)[:, None] * tl.trans(load(p_k, at_r, inside_r)).to(tl.float32)
-            b_a = product(tl.where(diagonal, 0.0, b_z), tl.trans(b_k), b_a, PRECISION)  # [BR, BT]
-        else:
-            b_a = product(b_z, tl.trans(b_k), tl.zeros([BR, BT], tl.float32), PRECISION)
+        b_a = times_keys(b_z, b_k, p_k, diagonal, h // (H // HK), first, end, i_r, HK, K, BT, BR, PRECISION)
         if SCALAR:
             b_before, b_behind = token_decays(p_g, h, first, end, H, BT)
             b_a *= b_behind[None, :]
         b_local = product(b_a, load(p_u, at_u, inside_u), b_local, PRECISION)
         b_decay = chunk_decay(p_g, h, chunk + num_chunks - 1 - i, first, end, H, K, BT, BK, SCALAR, TOTALS)
         b_z = product(-b_a, load(p_w, at, inside), b_z * b_decay[None, :], PRECISION)
-    row = (s * H + h).to(tl.int64) * K + r
-    v = i_v * BV + tl.arange(0, BV)
-    tl.store(p_local + row[:, None] * V + v[None, :], b_local, mask=(r < K)[:, None] & (v < V)[None, :])
-    if i_v == 0:
-        tl.store(p_transition + row[:, None] * K + k[None, :], b_z, mask=(r < K)[:, None] & (k < K)[None, :])
+    store_summary(p_transition, p_local, b_z, b_local, s, h, i_r, i_v, H, K, V, BR, BK, BV)
 
 
 @triton.jit
@@ -338,6 +378,32 @@ def final_gradient(
 
 
 @triton.jit
+def gradient_behind(
+    p_incoming,
+    p_through,
+    p_prev,
+    p_outside,
+    p_segment,
+    s,
+    h,
+    i_v,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    BJ: tl.constexpr,
+):
+    """Load the gradient that a pass through a segment starts from, [BV, BK]: load_incoming's, without p_incoming
+    final_gradient's."""
+    HAS_PREV: tl.constexpr = p_through is not None
+    if p_incoming is not None:
+        return load_incoming(p_incoming, p_through, p_prev, p_segment, s, h, i_v, H, K, V, BK, BV, BJ, HAS_PREV, LEFT)
+    else:
+        return final_gradient(p_outside, p_segment, h, i_v, H, K, V, BK, BV)
+
+
+@triton.jit
 def local_gradients(
     p_do,
     p_dv,
@@ -410,18 +476,13 @@ def adjoint_kernel(
     incoming gradient, and writes p_dstates, p_dv_new and p_dinitial.
     """
     EVERY_CHUNK: tl.constexpr = p_incoming is not None
-    HAS_PREV: tl.constexpr = p_through is not None
     i_v, s, h = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     p_segment, start, end, chunk, num_chunks = segment(p_segments, s, BT)
     begins = (tl.load(p_segment + FLAGS) & FIRST) != 0
-    if EVERY_CHUNK:
-        b_state = load_incoming(
-            p_incoming, p_through, p_prev, p_segment, s, h, i_v, H, K, V, BK, BV, BJ, HAS_PREV, LEFT
-        )
-    else:
+    if not EVERY_CHUNK:
         if begins:
             return
-        b_state = final_gradient(p_outside, p_segment, h, i_v, H, K, V, BK, BV)
+    b_state = gradient_behind(p_incoming, p_through, p_prev, p_outside, p_segment, s, h, i_v, H, K, V, BK, BV, BJ)
     last = tl.maximum(num_chunks - 1, 0)
     b_decay = chunk_decay(p_g, h, chunk + last, start + last * BT, end, H, K, BT, BK, SCALAR, TOTALS)
     for i in range(loop_bound(num_chunks)):

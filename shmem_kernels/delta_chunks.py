@@ -1,4 +1,4 @@
-"""Delta rules inside of a chunk, forward: KDA, and Gated DeltaNet, whose gate is the same in all channels.
+"""KDA inside of a chunk, forward. Gated DeltaNet, which has one gate per head: delta_scalar.py.
 
 With G_t the sum of a chunk's gates up to token t, G the sum of all, S the chunk's incoming state:
 
@@ -22,14 +22,11 @@ factor e^(sum from the anchor on), and as the earlier token of a pair e^-(the sa
 e^(sum up to the anchor). Tokens beyond 4 stretches, the rest, are paired by halves: of 2n tokens, n = 32 to 1, the
 later n have e^(sum from the middle on), the earlier n e^(sum up to the middle); and each token is paired with itself.
 
-With one gate per head (SCALAR) scores are multiplied by decays from sums of the gates between two tokens.
-
 So no relevant factor is above e^LIMIT, and a sum has the gates between two tokens only: exact for every gate, except
 that factors below 2^-71 are 0. tests/support/delta_chunks.py has the same in float64, with the error analysis.
 
-q, k [tokens, HK, K], v, u, o [tokens, H, V], g [tokens, H, K] (SCALAR: [tokens, H]), beta [tokens, H]; w, kg, qg
-[tokens, H, K], Aqk, T [tokens, H, BT], the chunks' sums of gates [NC, H, K] float32, to base 2. PRECISION as in
-delta.py.
+q, k [tokens, HK, K], v, u, o [tokens, H, V], g [tokens, H, K], beta [tokens, H]; w, kg, qg [tokens, H, K], Aqk, T
+[tokens, H, BT], the chunks' sums of gates [NC, H, K] float32, to base 2. PRECISION as in delta.py.
 """
 
 from __future__ import annotations
@@ -114,13 +111,8 @@ def weighted(
 
 
 @triton.jit
-def gates_at(
-    p_g, h, start, end, j, H: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BJ: tl.constexpr, SCALAR: tl.constexpr
-):
+def gates_at(p_g, h, start, end, j, H: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BJ: tl.constexpr):
     """Load gates [BT, BJ], to base 2."""
-    if SCALAR:
-        t = start + tl.arange(0, BT)
-        return load_gates(p_g, t.to(tl.int64) * H + h, t < end)[:, None] + tl.zeros([BT, BJ], tl.float32)
     base, at, inside = tile(h, start, end, H, K, BT, BJ, j)
     return load_gates(p_g + base, at, inside)
 
@@ -218,23 +210,6 @@ def add_strong_pairs(b_aq, b_ak, b_q, b_k, b_g, p_weights, packed, BT: tl.conste
 
 
 @triton.jit
-def scalar_decays(p_g, h, start, end, H: tl.constexpr, BT: tl.constexpr):
-    """Return (e^G_t, e^(G - G_t) [BT], e^G) for one gate per head."""
-    u = start + tl.arange(0, BT)
-    b_g = load_gates(p_g, u.to(tl.int64) * H + h, u < end)[None, :]
-    b_before = exp2(tl.sum(tl.where(lower(BT, 0), b_g, 0.0), 1))
-    return b_before, exp2(tl.sum(tl.where(upper(BT, 1), b_g, 0.0), 1)), exp2(tl.sum(b_g))
-
-
-@triton.jit
-def decays_between(p_g, p_weights, h, start, end, H: tl.constexpr, BT: tl.constexpr, PRECISION: tl.constexpr):
-    """Return e^(G_t - G_s), s <= t, [BT, BT] for one gate per head, from sums of the gates between two tokens only."""
-    u = start + tl.arange(0, BT)
-    b_g = load_gates(p_g, u.to(tl.int64) * H + h, u < end)[:, None]
-    return exp2(gate_sums(p_weights, ONWARD, True, tl.where(lower(BT, 1), b_g, 0.0), BT, PRECISION))
-
-
-@triton.jit
 def chunk_of(p_chunks, p_beta, n, h, H: tl.constexpr, BT: tl.constexpr):
     """Return (first token, end, offsets of one number per token, their mask, beta) of chunk n."""
     start, end = tl.load(p_chunks + 2 * n), tl.load(p_chunks + 2 * n + 1)
@@ -264,7 +239,7 @@ def operands_kernel(
     p_q,  # [tokens, HK, K]
     p_k,  # [tokens, HK, K]
     p_v,  # [tokens, H, V]
-    p_g,  # [tokens, H, K], natural logarithms; SCALAR: [tokens, H]
+    p_g,  # [tokens, H, K], natural logarithms
     p_beta,  # [tokens, H]
     p_chunks,  # int32 [NC, 2]
     p_strong,  # int32 [NC, H]; out, with STRONG in
@@ -284,7 +259,6 @@ def operands_kernel(
     BT: tl.constexpr,
     BJ: tl.constexpr,
     BV: tl.constexpr,
-    SCALAR: tl.constexpr,
     SOLVED: tl.constexpr,
     STRONG: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -303,10 +277,10 @@ def operands_kernel(
         else:
             b_least = tl.zeros([BJ], tl.float32)
             for j in range((K + BJ - 1) // BJ):
-                b_sum = tl.sum(gates_at(p_g, h, start, end, j, H, K, BT, BJ, SCALAR), 0)
+                b_sum = tl.sum(gates_at(p_g, h, start, end, j, H, K, BT, BJ), 0)
                 tl.store(p_sums + (n * H + h).to(tl.int64) * K + j * BJ + c, b_sum, mask=j * BJ + c < K)
                 b_least = tl.minimum(b_least, b_sum)
-            strong = (tl.min(b_least) < MILD) & (not SCALAR)
+            strong = tl.min(b_least) < MILD
             tl.store(p_strong + n * H + h, strong.to(tl.int32))
             if strong:
                 return
@@ -316,19 +290,13 @@ def operands_kernel(
     b_least = tl.zeros([BJ], tl.float32)
     if SOLVED:
         b_solved = load(p_solved + base_a, at_a, inside_a)
-    if SCALAR:
-        b_before_1, b_after_1, decay = scalar_decays(p_g, h, start, end, H, BT)
     for j in range((K + BJ - 1) // BJ):
-        b_g = gates_at(p_g, h, start, end, j, H, K, BT, BJ, SCALAR)
-        b_zeros = tl.zeros([BT, BJ], tl.float32)
+        b_g = gates_at(p_g, h, start, end, j, H, K, BT, BJ)
         base, at, inside = tile(h // (H // HK), start, end, HK, K, BT, BJ, j)
         b_q, b_k = load(p_q + base, at, inside).to(tl.float32), load(p_k + base, at, inside).to(tl.float32)
         base, at, inside = tile(h, start, end, H, K, BT, BJ, j)
-        if SCALAR:
-            b_before, b_after = b_before_1[:, None] + b_zeros, b_after_1[:, None] + b_zeros
-        else:
-            b_sums = gate_sums(p_weights, ONWARD, True, b_g, BT, PRECISION)
-            b_before = exp2(b_sums)
+        b_sums = gate_sums(p_weights, ONWARD, True, b_g, BT, PRECISION)
+        b_before = exp2(b_sums)
         tl.store(p_qg + base + at, cast(b_q * b_before, p_qg.dtype.element_ty), mask=inside)
         b_kb = b_k * b_before * b_beta[:, None]
         b_total = tl.sum(b_g, 0)
@@ -339,29 +307,21 @@ def operands_kernel(
             b_least = tl.minimum(b_least, b_total)
         else:
             tl.store(p_w + base + at, cast(b_kb, p_w.dtype.element_ty), mask=inside)  # until T is computed
-            if SCALAR:
-                b_aq = product(b_q, tl.trans(b_k), b_aq, PRECISION)
-                b_ak = product(b_k, tl.trans(b_k), b_ak, PRECISION)
-            elif STRONG:
+            if STRONG:
                 b_aq, b_ak = add_strong_pairs(b_aq, b_ak, b_q, b_k, b_g, p_weights, packed, BT, PRECISION)
             else:
                 b_column = tl.trans(b_k * (exp2(-b_sums) * SMALL))
                 b_before *= BIG
                 b_aq = tf32_product(b_q * b_before, b_column, b_aq, PRECISION)
                 b_ak = tf32_product(b_k * b_before, b_column, b_ak, PRECISION)
-        if SCALAR:
-            pass
-        elif SOLVED or STRONG or PRECISION != "bf16":
+        if SOLVED or STRONG or PRECISION != "bf16":
             b_after = exp2(gate_sums(p_weights, BEFORE, True, b_g, BT, PRECISION))
         else:
             b_after = exp2(b_total[None, :] - b_sums)
         tl.store(p_kg + base + at, cast(b_k * b_after, p_kg.dtype.element_ty), mask=inside)
     if SOLVED:
-        tl.store(p_strong + n * H + h, ((tl.min(b_least) < MILD) & (not SCALAR)).to(tl.int32))
+        tl.store(p_strong + n * H + h, (tl.min(b_least) < MILD).to(tl.int32))
     else:
-        if SCALAR:
-            b_between = decays_between(p_g, p_weights, h, start, end, H, BT, PRECISION)
-            b_aq, b_ak = b_aq * b_between, b_ak * b_between
         b_aq = tl.where(lower(BT, 0), b_aq * scale, 0.0)
         tl.store(p_scores + base_a + at_a, cast(b_aq, p_scores.dtype.element_ty), mask=inside_a)
         b_ak = tl.where(lower(BT, 1), b_ak * b_beta[:, None], 0.0)

@@ -1,8 +1,8 @@
-"""Delta rules inside of a chunk, backward; delta_chunks.py defines the symbols.
+"""KDA inside of a chunk, backward; delta_chunks.py defines the symbols.
 
 Inputs are dS', the gradient of the chunk's outgoing state, and dv_new = Aqk^T do + kg dS', both from adjoint_kernel
-(delta.py). pairs_kernel computes the terms without decays of pairs; gradient_kernel, strong_gradient_kernel or
-scalar_gradient_kernel compute all others:
+(delta.py). pairs_kernel computes the terms without decays of pairs; gradient_kernel and strong_gradient_kernel compute
+all others:
 
     r = T^T dv_new, the gradient of the right side of (1 + Akk) v_new = beta v - beta k e^G S
     dAqk = do v_new^T, s <= t         dAkk = -r v_new^T, s < t         dv = beta r
@@ -28,23 +28,12 @@ from .delta_chunks import (
     after_anchor,
     anchored_sums,
     chunk_of,
-    decays_between,
     gate_sums,
     gates_at,
-    scalar_decays,
     state_tile,
     tile,
     weighted,
 )
-
-
-@triton.jit
-def rounded(b_x, dtype: tl.constexpr):
-    """Round as an operand of a product is rounded, except for ties."""
-    if dtype == tl.bfloat16:
-        return ((b_x.to(tl.int32, bitcast=True) + 0x8000) & -65536).to(tl.float32, bitcast=True)
-    else:
-        return b_x
 
 
 @triton.jit
@@ -56,10 +45,8 @@ def sums_at(n, h, H: tl.constexpr, BT: tl.constexpr):
 @triton.jit
 def pairs_kernel(
     p_v,  # [tokens, H, V]
-    p_g,  # [tokens, H, K], natural logarithms; SCALAR: [tokens, H]
     p_beta,  # [tokens, H]
     p_chunks,  # int32 [NC, 2]
-    p_weights,  # bfloat16 [tables, BT, BT], see load_weights
     p_solved,  # T [tokens, H, BT]
     p_v_new,  # [tokens, H, V]
     p_do,  # [tokens, H, V]
@@ -75,11 +62,10 @@ def pairs_kernel(
     BT: tl.constexpr,
     BJ: tl.constexpr,
     BV: tl.constexpr,
-    SCALAR: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """For one chunk and head: dv; r = T^T dv_new in place of dv_new; scale dAqk and dAkk, s < t (pairs [NC, H, 2, BT,
-    BT]), with SCALAR times the decays; and sums, see sums_at."""
+    BT]); and sums, see sums_at."""
     n, h = tl.program_id(0) // H, tl.program_id(0) % H  # heads of a token are adjacent in memory
     start, end, at_t, inside_t, b_beta = chunk_of(p_chunks, p_beta, n, h, H, BT)
     base_a, at_a, inside_a = tile(h, start, end, H, BT, BT, BT)
@@ -97,9 +83,6 @@ def pairs_kernel(
         b_r = cast(b_r, p_dv_new.dtype.element_ty)
         b_b = product(b_r, b_v_new, b_b, PRECISION)
         tl.store(p_dv_new + base + at, b_r, mask=inside)
-    if SCALAR:
-        b_between = decays_between(p_g, p_weights, h, start, end, H, BT, PRECISION)
-        b_a, b_b = b_a * b_between, b_b * b_between
     b_same = tl.sum(tl.where(lower(BT, 0) & upper(BT, 0), b_a, 0.0), 1) * scale
     p_pairs += (n * H + h).to(tl.int64) * (2 * BT * BT)
     at_p = tl.arange(0, BT)[:, None] * BT + tl.arange(0, BT)[None, :]
@@ -149,7 +132,7 @@ def by_states(
 def gradient_kernel(
     p_q,  # [tokens, HK, K]
     p_k,  # [tokens, HK, K]
-    p_g,  # [tokens, H, K], natural logarithms; SCALAR: [tokens, H]
+    p_g,  # [tokens, H, K], natural logarithms
     p_beta,  # [tokens, H]
     p_chunks,  # int32 [NC, 2]
     p_strong,  # int32 [NC, H], see anchors_kernel
@@ -173,7 +156,6 @@ def gradient_kernel(
     BT: tl.constexpr,
     BJ: tl.constexpr,
     BV: tl.constexpr,
-    SCALAR: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """dq, dk [tokens, H, K], dg and dbeta of one weak chunk and head; runs after pairs_kernel."""
@@ -186,7 +168,7 @@ def gradient_kernel(
     b_same, b_dbeta = tl.load(p_parts), tl.load(p_parts + BT)
     p_pairs += (n * H + h).to(tl.int64) * (2 * BT * BT)
     for j in range((K + BJ - 1) // BJ):
-        b_g = gates_at(p_g, h, start, end, j, H, K, BT, BJ, SCALAR)
+        b_g = gates_at(p_g, h, start, end, j, H, K, BT, BJ)
         base_k, at_k, inside_k = tile(h // (H // HK), start, end, HK, K, BT, BJ, j)
         base, at, inside = tile(h, start, end, H, K, BT, BJ, j)
         b_sums = gate_sums(p_weights, ONWARD, True, b_g, BT, PRECISION)
@@ -221,71 +203,6 @@ def gradient_kernel(
         b_gates = weighted(p_weights, ONWARD, False, b_gates, b_through, BT, PRECISION)
         tl.store(p_dg + base + at, cast(b_gates, p_dg.dtype.element_ty), mask=inside)
     tl.store(p_dbeta + at_t, cast(b_dbeta, p_dbeta.dtype.element_ty), mask=inside_t)
-
-
-@triton.jit
-def scalar_gradient_kernel(
-    p_q,  # [tokens, HK, K]
-    p_k,  # [tokens, HK, K]
-    p_g,  # [tokens, H, K], natural logarithms; SCALAR: [tokens, H]
-    p_beta,  # [tokens, H]
-    p_chunks,  # int32 [NC, 2]
-    p_states,  # [NC, H, K, V], each chunk's incoming state
-    p_dstates,  # [NC, H, K, V], the gradient of its outgoing state
-    p_v_new,  # [tokens, H, V]
-    p_do,  # [tokens, H, V]
-    p_dv_new,  # r [tokens, H, V]
-    p_pairs,  # [NC, H, 2, BT, BT], of pairs_kernel
-    p_parts,  # float32 [NC, H, 2, BT], of pairs_kernel
-    p_dq,  # [tokens, H, K]; out
-    p_dk,  # [tokens, H, K]; out
-    p_dg,  # like p_g; out
-    p_dbeta,  # like p_beta; out
-    scale,  # float
-    H: tl.constexpr,
-    HK: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BT: tl.constexpr,
-    BJ: tl.constexpr,
-    BV: tl.constexpr,
-    SCALAR: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """gradient_kernel for one gate per head, of any strength: the pairs already contain their decays."""
-    n, h = tl.program_id(0) // H, tl.program_id(0) % H  # heads of a token are adjacent in memory
-    DTYPE: tl.constexpr = tl.bfloat16 if PRECISION == "bf16" else tl.float32
-    start, end, at_t, inside_t, b_beta = chunk_of(p_chunks, p_beta, n, h, H, BT)
-    p_parts += sums_at(n, h, H, BT)
-    b_same, b_dbeta = tl.load(p_parts), tl.load(p_parts + BT)
-    b_before, b_after, decay = scalar_decays(p_g, h, start, end, H, BT)
-    p_pairs += (n * H + h).to(tl.int64) * (2 * BT * BT)
-    b_gates = tl.zeros([BT], tl.float32)  # dG
-    b_left = tl.zeros([BT], tl.float32)  # terms of later dg through the state, by token
-    b_last = tl.zeros([BJ], tl.float32)
-    for j in range((K + BJ - 1) // BJ):
-        base_k, at_k, inside_k = tile(h // (H // HK), start, end, HK, K, BT, BJ, j)
-        base, at, inside = tile(h, start, end, H, K, BT, BJ, j)
-        of_v, states, place = (p_do, p_dv_new, p_v_new), (p_states, p_dstates), (n, h, start, end, j)
-        b_dq, b_x, b_dk, b_last = by_states(of_v, states, place, b_last, H, K, V, BT, BJ, BV, PRECISION)
-        b_q, b_k = load(p_q + base_k, at_k, inside_k), load(p_k + base_k, at_k, inside_k)
-        b_dq = product(load_weights(p_pairs, 0, BT), b_k, b_dq * (b_before * scale)[:, None], PRECISION)
-        b_x = product(load_weights(p_pairs, 1, BT), b_k, b_x * -b_before[:, None], PRECISION)
-        b_later = rounded(b_k.to(tl.float32) * b_beta[:, None], DTYPE)
-        b_gates += tl.sum(b_q.to(tl.float32) * b_dq + b_later * b_x, 1)
-        b_dbeta += tl.sum(b_k.to(tl.float32) * b_x, 1)
-        b_dq += b_same[:, None] * b_k.to(tl.float32)
-        tl.store(p_dq + base + at, cast(b_dq, p_dq.dtype.element_ty), mask=inside)
-        b_dk *= b_after[:, None]
-        b_left += tl.sum(b_k.to(tl.float32) * b_dk, 1)
-        b_sum = product(tl.trans(load_weights(p_pairs, 0, BT)), b_q, tl.zeros([BT, BJ], tl.float32), PRECISION)
-        b_sum = product(tl.trans(load_weights(p_pairs, 1, BT)), cast(b_later, DTYPE), b_sum, PRECISION)
-        b_gates -= tl.sum(b_k.to(tl.float32) * b_sum, 1)
-        b_dk += b_sum + b_x * b_beta[:, None] + b_same[:, None] * b_q.to(tl.float32)
-        tl.store(p_dk + base + at, cast(b_dk, p_dk.dtype.element_ty), mask=inside)
-    tl.store(p_dbeta + at_t, cast(b_dbeta, p_dbeta.dtype.element_ty), mask=inside_t)
-    b_dg = tl.sum(tl.where(lower(BT, 0), b_gates[:, None], 0.0) + tl.where(upper(BT, 1), b_left[:, None], 0.0), 0)
-    tl.store(p_dg + at_t, cast(b_dg + tl.sum(b_last) * decay, p_dg.dtype.element_ty), mask=inside_t)
 
 
 @triton.jit
@@ -337,7 +254,7 @@ def as_earlier(pairs, tokens, factors, sums, DTYPE: tl.constexpr, PRECISION: tl.
 def strong_gradient_kernel(
     p_q,  # [tokens, HK, K]
     p_k,  # [tokens, HK, K]
-    p_g,  # [tokens, H, K], natural logarithms; SCALAR: [tokens, H]
+    p_g,  # [tokens, H, K], natural logarithms
     p_beta,  # [tokens, H]
     p_chunks,  # int32 [NC, 2]
     p_strong,  # int32 [NC, H], see anchors_kernel
@@ -361,7 +278,6 @@ def strong_gradient_kernel(
     BT: tl.constexpr,
     BJ: tl.constexpr,
     BV: tl.constexpr,
-    SCALAR: tl.constexpr,
     REST: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -397,7 +313,7 @@ def strong_gradient_kernel(
         while (i < 32) & (first < BT):
             tl.debug_barrier()
             beyond = (packed >> i) & 255
-            b_g = gates_at(p_g, h, start, end, j, H, K, BT, BJ, SCALAR)
+            b_g = gates_at(p_g, h, start, end, j, H, K, BT, BJ)
             b_sums = anchored_sums(p_weights, anchor, b_g, BT, PRECISION)
             b_dq, b_dk, b_gates, b_dbeta = as_later(
                 pairs_of(p_pairs, first, beyond, BT),
@@ -421,7 +337,7 @@ def strong_gradient_kernel(
             i, first, anchor = i + 8, beyond, beyond + 1
         for m in range(6 if REST else 0):
             tl.debug_barrier()
-            b_g = gates_at(p_g, h, start, end, j, H, K, BT, BJ, SCALAR)
+            b_g = gates_at(p_g, h, start, end, j, H, K, BT, BJ)
             b_factor = exp2(gate_sums(p_weights, SUMS + m, False, b_g, BT, PRECISION))
             b_pq, b_pk = pairs_of(p_pairs, packed >> 24, BT, BT)
             b_pairs = load_weights(p_weights, PAIRS + m, BT).to(p_pairs.dtype.element_ty)
@@ -441,7 +357,7 @@ def strong_gradient_kernel(
             b_state, b_dstate = load(p_states + base_s, at_s, inside_s), load(p_dstates + base_s, at_s, inside_s)
             b_last += tl.sum(b_state.to(tl.float32) * b_dstate.to(tl.float32), 1)
             b_by_state = product(load(p_v_new + base_v, at_v, inside_v), tl.trans(b_dstate), b_by_state, PRECISION)
-        b_g = gates_at(p_g, h, start, end, j, H, K, BT, BJ, SCALAR)
+        b_g = gates_at(p_g, h, start, end, j, H, K, BT, BJ)
         b_by_state *= exp2(gate_sums(p_weights, BEFORE, True, b_g, BT, PRECISION))
         tl.store(p_dk + base + at, cast(b_dk + b_by_state, p_dk.dtype.element_ty), mask=inside)
         # not a difference of sums over all tokens and over later ones: it may be much smaller than both

@@ -19,6 +19,7 @@ from ..ops.carrier import Carried, record_call
 from ..ops.delta.delta_passes import delta_segment_length
 from ..ops.delta.own_chunks import ChunkPass
 from ..ops.delta.records import DeltaShape, Ends, Inputs, Outer, Saved, SavedStates
+from ..ops.delta.scalar_chunks import ScalarChunkPass
 from ..ops.gla.gla_plans import backward_plan, forward_plan, shape_of
 from ..scan.fwd_epochs import FWD_EPOCHS
 from ..scan.workspace import Spec, workspace_layout
@@ -142,7 +143,7 @@ def delta_peak(layer: Recurrent, cut: Cut) -> Peak:
     segments = most_segments(B, T, B, segment, int(cut.zigzag))
     scalar, dtype = layer.rule == "gated_delta_rule", torch.bfloat16
     shape = DeltaShape(B, H, H, K, V, dtype, scalar, cut.zigzag)
-    states = ChunkPass(_Apart(cut.ranks).comm, cut.layout(segment), shape)
+    states = (ScalarChunkPass if scalar else ChunkPass)(_Apart(cut.ranks).comm, cut.layout(segment), shape)
     rows = [1, B * T, H] if cut.zigzag else [B, T, H]  # zigzag packs both halves
     q, v, scores = _of_meta(rows, [K, V, CHUNK_TOKENS])
     g, beta = (_of_meta(rows, [K], torch.float32)[0], torch.empty(rows, dtype=dtype, device="meta"))

@@ -24,6 +24,7 @@ from allscan.shmem_kernels import (
     delta_chunks,
     delta_chunks_bwd,
     delta_inputs,
+    delta_scalar,
     gla_bwd,
     gla_fwd,
     gla_strong,
@@ -436,17 +437,23 @@ def test_delta_kernels(K, V, scalar, most_spilled, monkeypatch):
 def test_delta_chunk_kernels(scalar, K, V, monkeypatch):
     """Our own chunk kernels compile; no product reads unset registers."""
     launch_chunks(K, V, torch.bfloat16, scalar, monkeypatch)
-    ours = delta_chunks.operands_kernel, delta_chunks.output_kernel, delta_chunks_bwd.pairs_kernel
     if scalar:
-        ours += (delta_chunks_bwd.scalar_gradient_kernel,)
+        pipelined = (
+            delta_scalar.scalar_summary_kernel,
+            delta_scalar.scalar_states_kernel,
+            delta_scalar.scalar_adjoint_kernel,
+        )
+        ours = *pipelined, delta_scalar.scalar_operands_kernel, delta_scalar.scalar_gradients_kernel
     else:
+        pipelined = (delta_chunks.output_kernel,)
+        ours = *pipelined, delta_chunks.operands_kernel, delta_chunks_bwd.pairs_kernel
         ours += delta_chunks_bwd.gradient_kernel, delta_chunks_bwd.strong_gradient_kernel
     Launches.made = [launch for launch in Launches.made if launch[0] in ours]
     seen = set()
     for kernel, compiled in compiled_launches():
         seen.add(kernel)
         assert compiled.count(r"\bmma\.|wgmma\.mma"), kernel
-        if VERSION == (3, 6) and kernel is not delta_chunks.output_kernel:  # it is pipelined
+        if VERSION == (3, 6) and kernel not in pipelined:
             assert not compiled.lost_operands(), kernel
     assert seen == set(ours)
 
@@ -458,7 +465,7 @@ def test_products_that_ptxas_gets_wrong_are_found():
     arguments = pointers("p_q p_k p_v p_weights p_scores p_solved p_w p_u p_kg p_qg", "*bf16")
     arguments |= pointers("p_g p_beta p_sums", "*fp32") | pointers("p_chunks p_strong", "*i32") | dict(scale="fp32")
     sizes = dict(H=32, HK=32, K=128, V=128, BT=64, BJ=32, BV=64)
-    how = dict(SCALAR=False, SOLVED=False, STRONG=False, PRECISION="bf16")
+    how = dict(SOLVED=False, STRONG=False, PRECISION="bf16")
     compiled = Compiled(delta_chunks.operands_kernel, arguments, sizes | how)
     assert compiled.lost_operands()
 

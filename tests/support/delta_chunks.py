@@ -36,8 +36,9 @@ Error analysis, bfloat16: q, k times their factors are rounded: 2^-9 of each ter
 the decay is relevant. Sums are float32. Scores use TF32. T is also computed by halves: with X the inverses of diagonal
 blocks of n and A' the part of Akk between the blocks of a pair, X - X A' X; forward substitution by blocks. Its TF32
 products, with rounded operands, add 2^-11 of |X| |A'| |X| each, before T is rounded to 2^-9. w, u, kg, qg, v_new are
-rounded once. dG uses the rounded operands: a pair's term in dG_t equals its negative term in dG_s, so that they cancel
-in the gates after t. For strong gates kg's term of dg is a sum over earlier tokens, not a difference.
+rounded once; in delta_scalar.py, beta (v - k e^G S), v_new, r, and the latter two times their factors. dG uses the
+rounded operands: a pair's term in dG_t equals its negative term in dG_s, so that they cancel in the gates after t. For
+strong gates kg's term of dg is a sum over earlier tokens, not a difference.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import triton
 from allscan.base.tiling import H100_MULTIPROCESSORS
 from allscan.bindings.triton_compat import OPTIONS
 from allscan.launch.streams import Streams
-from allscan.ops.delta import delta_passes, own_chunks
+from allscan.ops.delta import delta_passes, own_chunks, scalar_chunks
 from allscan.ops.delta.records import DeltaShape, Ends, Inputs, Outer, Saved
 from allscan.ops.gla import gla_operator, gla_plans
 from allscan.shmem_kernels import delta
@@ -95,7 +95,7 @@ def compiled_launches(most_spilled=None, more_on_sm_100=None, seen=None, look=Tr
         arguments = {n: kinds[x.dtype] for n, x in given.items() if isinstance(x, torch.Tensor)}
         options = {n: x for n, x in options.items() if n not in arguments}
         arguments |= {n: kind for n, kind in (("scale", "fp32"), ("N", "i32")) if options.pop(n, None) is not None}
-        launch = {n: options.pop(n) for n in ("num_warps", "num_stages", *OPTIONS) if n in options}
+        launch = {n: options.pop(n) for n in ("num_warps", "num_stages", "maxnreg", *OPTIONS) if n in options}
         if (kernel, options, arguments) in seen:
             continue
         other_dtypes = any(x[:2] == (kernel, options) for x in seen)
@@ -145,17 +145,19 @@ class NoScan:
 
 def chunk_pass(layout, K, V, dtype, scalar, monkeypatch):
     """Return a ChunkPass with a GPU's block sizes whose launches are all recorded."""
-    for module in (delta_passes, own_chunks):
+    for module in (delta_passes, own_chunks, scalar_chunks):
         for name, kernel in list(vars(module).items()):
             if name.endswith("_kernel"):
                 monkeypatch.setattr(module, name, Launches(kernel))
     monkeypatch.setattr(delta_passes, "blocks_of_cpus", lambda BK, BV_max: delta_passes.blocks(BK, BV_max, dtype))
+    monkeypatch.setattr(scalar_chunks, "scalar_blocks_of_cpus", lambda *x: scalar_chunks.scalar_blocks(*x, dtype))
     monkeypatch.setattr(own_chunks, "chunk_blocks_of_cpus", lambda *x: own_chunks.chunk_blocks(*x, dtype))
     monkeypatch.setattr(delta_passes.AllScanCarrier, "of", lambda *_, **__: NoScan())
     monkeypatch.setattr(Launches, "made", [])
     device = torch.device("cpu")
     comm = types.SimpleNamespace(size=3, device=device, streams=Streams(device), graphs=None)
-    return own_chunks.ChunkPass(comm, layout, DeltaShape(1, 4, 4, K, V, dtype, scalar))
+    cls = scalar_chunks.ScalarChunkPass if scalar else own_chunks.ChunkPass
+    return cls(comm, layout, DeltaShape(1, 4, 4, K, V, dtype, scalar))
 
 
 def launch_chunks(K, V, dtype, scalar, monkeypatch):

@@ -11,6 +11,7 @@ import torch
 
 from allscan.base.tiling import H100_MULTIPROCESSORS
 from allscan.ops.delta.delta_passes import delta_segment_length
+from allscan.tokens.packing import most_segments
 from allscan.tools import estimate, estimate_command
 from allscan.tools.estimate import Cut, Recurrent, Softmax
 from support import ROOT
@@ -51,12 +52,15 @@ def test_delta_rules_hold_these_tensors(rule, of_gates, T, H):
     """In bfloat16 with K = V = 128: bytes a token and head, and states of segments."""
     found = estimate.delta_peak(Recurrent(rule, 1, H, 128, 128), Cut(2 * T, 2))
     wide, chunk = 2 * 128, 2 * 64  # of 128 channels, of a chunk's tokens
-    saved, operands = wide + 2 * chunk, 4 * wide  # o, Aqk, T; qg, kg, w, u
+    kda = rule == "kda"
+    saved, operands = wide + 2 * chunk, 4 * wide if kda else 3 * 4  # o, Aqk, T; qg, kg, w, u, or three factors
     grads, states = 3 * wide + of_gates + 2, 2 * (128 * 128 * 2 // 64) + 2 * wide  # + gradients; h, dh, v_new, dv_new
-    pairs = 2 * chunk + 8
-    segments = T // delta_segment_length(T, H, H100_MULTIPROCESSORS)
+    pairs = 2 * chunk + 8 if kda else 2 * 2 * 4  # and sums, or parts of two sums
+    length = delta_segment_length(T, H, H100_MULTIPROCESSORS)
+    segments, most = T // length, most_segments(1, T, 1, length)
     state = 128 * 128 * 4 * H
-    of_segments, of_rank = 4 * segments * state, 3 * state  # transition, incoming, local, prefix; own, prev, dense
+    # saved for the maximum number of segments: transition, incoming; local, prefix; own, prev, dense
+    of_segments, of_rank = 2 * (most + segments) * state, 3 * state
     near(found.forward, (T * H * (saved + operands) + of_segments + of_rank) / MIB, 0.03)
     of_segments += segments * state  # incoming gradients
     near(found.both, (T * H * (saved + grads + operands + states + pairs) + of_segments + of_rank) / MIB, 0.03)

@@ -23,6 +23,7 @@ from .delta_passes import StatePass
 from .fla_chunks import KDA, ChunkCall, GatedDeltaNet, local
 from .own_chunks import ChunkPass, OwnChunks
 from .records import DeltaShape, Ends, Inputs, Options, Outer, Saved, SavedStates
+from .scalar_chunks import ScalarChunkPass
 
 # Dtypes of saved buffers that kernels fill only in part. They are integers, so that a saved_tensors_hook that reads
 # values, such as a quantizer, does not treat unwritten memory as floats
@@ -140,8 +141,9 @@ def prepare_delta(comm: Communicator, tensors: tuple, cu_seqlens: Tensor | None,
 def state_pass(comm: Communicator, layout: Layout, x: Shapes, options: Options) -> StatePass:
     """Return the StatePass of a call; calls with equal layout and shape share it."""
     rule, zigzag = RULES[options.rule], options.zigzag
-    cls = ChunkPass if isinstance(rule, OwnChunks) else StatePass
-    heads = x.H if rule.scalar or cls is ChunkPass else x.HV
+    own = isinstance(rule, OwnChunks)
+    cls = StatePass if not own else ScalarChunkPass if rule.scalar else ChunkPass
+    heads = x.H if rule.scalar or own else x.HV
     B = carried_states(x.B, x.sequences, zigzag)
     shape = DeltaShape(B, x.HV, heads, x.K, x.V, x.dtype, rule.scalar, bool(zigzag), bool(x.invariant))
     alike = options.rule, x.B, x.H, options.scale, options.fields, options.bound

@@ -1,4 +1,5 @@
-"""Computation inside the chunks of KDA and Gated DeltaNet by our own kernels: shmem_kernels/delta_chunks.py."""
+"""Computation inside the chunks of KDA by our own kernels: shmem_kernels/delta_chunks.py. Gated DeltaNet:
+scalar_chunks.py."""
 
 from __future__ import annotations
 
@@ -11,12 +12,7 @@ from ...base.tiling import cdiv, next_power_of_2
 from ...comm.communicator import Communicator
 from ...launch.plan import Buffer, Plan
 from ...shmem_kernels.delta_chunks import anchors_kernel, operands_kernel, output_kernel
-from ...shmem_kernels.delta_chunks_bwd import (
-    gradient_kernel,
-    pairs_kernel,
-    scalar_gradient_kernel,
-    strong_gradient_kernel,
-)
+from ...shmem_kernels.delta_chunks_bwd import gradient_kernel, pairs_kernel, strong_gradient_kernel
 from ...tokens.packing import CHUNK_TOKENS, Layout, chunk_weights
 from .delta_passes import StatePass, _words
 from .fla_chunks import ChunkCall
@@ -34,10 +30,6 @@ def chunk_blocks(BK: int, BV_max: int, dtype: torch.dtype) -> dict[str, dict[str
     output = dict(BV=columns, BJ=min(32, BK), num_warps=8 if wide else 4, num_stages=1 if wide else 2)
     if not wide and BK == 128 and BV_max >= 128:  # 64 columns would also allow one program per multiprocessor only
         output |= dict(BV=128, num_warps=8)
-    # if keys or values have at most 32 columns, a larger BV generates wrong code for every num_stages
-    scalar_gradient = few_columns if fine else few_columns | dict(BV=32 if min(BK, BV_max) <= 32 else 128)
-    if not fine and BK == 128 and BV_max >= 128:
-        scalar_gradient = dict(BJ=128, BV=64, num_warps=8, num_stages=1)
     few = {} if fine else dict(maxnreg=168)  # three programs per multiprocessor
     return dict(
         operands=both,
@@ -47,29 +39,26 @@ def chunk_blocks(BK: int, BV_max: int, dtype: torch.dtype) -> dict[str, dict[str
         pairs=both if fine else both | dict(BV=128),
         gradient=few_columns,
         strong_gradient=both,
-        scalar_gradient=scalar_gradient,
     )
 
 
 def chunk_blocks_of_cpus(BK: int, BV_max: int) -> dict[str, dict[str, int]]:
     """Return the block sizes for the interpreter, whose time grows with the number of operations."""
-    names = "operands", "solved", "output", "pairs", "gradient", "strong_gradient", "scalar_gradient"
+    names = "operands", "solved", "output", "pairs", "gradient", "strong_gradient"
     return dict.fromkeys(names, dict(BJ=BK, BV=BV_max)) | dict(anchors={})
 
 
 class ChunkPass(StatePass):
-    """A StatePass that also computes inside the chunks: forward and backward are one plan each.
-
-    scalar: whether the rule has one gate per head; between the chunks each channel then has the same decay."""
+    """A StatePass that also computes inside the chunks: forward and backward are one plan each."""
 
     def __init__(self, comm: Communicator, layout: Layout, shape: DeltaShape) -> None:
-        _, _, HK, _, V, dtype, scalar, *_ = shape
+        _, _, HK, _, V, dtype, *_ = shape
         super().__init__(comm, layout, shape._replace(HK=shape.H, scalar=False))
         self.chunked["TOTALS"] = True
         BK, BV_max = self.common["BK"], max(16, next_power_of_2(V))
         cuda = comm.device.type == "cuda"
         self.blocks |= chunk_blocks(BK, BV_max, dtype) if cuda else chunk_blocks_of_cpus(BK, BV_max)
-        self.HK, self.scalar = HK, scalar
+        self.HK = HK
         self.weights = chunk_weights(CHUNK_TOKENS, layout.weights.device)
         self.fine = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
 
@@ -94,9 +83,8 @@ class ChunkPass(StatePass):
         qg, kg, w, u, sums = operands = self._operands_memory(plan, v)
         fixed: dict[str, Any] = dict(scale=scale, SOLVED=False)
         self._operands(plan, x, strong, Saved(scores, solved), operands, **fixed, STRONG=False)
-        if not self.scalar:
-            self._anchors(plan, x.g, strong)
-            self._operands(plan, x, strong, Saved(scores, solved), operands, **fixed, STRONG=True)
+        self._anchors(plan, x.g, strong)
+        self._operands(plan, x, strong, Saved(scores, solved), operands, **fixed, STRONG=True)
         local = plan.scratch(*self.of_states)
         if not self.alone or self.layout.num_segments > self.B:
             self._summaries(plan, Between(kg, w, u, sums), saved_states.transitions, local)
@@ -149,14 +137,10 @@ class ChunkPass(StatePass):
         chunks, strong, weights = self._tables(plan, strong)
         pairs = plan.scratch(self.layout.num_chunks * self.H, 2, CHUNK_TOKENS, CHUNK_TOKENS, dtype=self.fine)
         parts = plan.scratch(self.layout.num_chunks, self.H, 2, CHUNK_TOKENS)
-        inputs: tuple[Any, ...] = v, g, beta, chunks, weights, solved, v_new, do, dv_new
+        inputs: tuple[Any, ...] = v, beta, chunks, solved, v_new, do, dv_new
         outputs: tuple[Buffer, ...] = dv, pairs, parts
         self._launch_chunks(plan, "pairs", pairs_kernel, *inputs, *outputs, scale=scale)
         inputs, outputs = (h, dh, v_new, do, dv_new, pairs, parts), (dq, dk, dg, dbeta)
-        if self.scalar:
-            inputs = q, k, g, beta, chunks, *inputs
-            self._launch_chunks(plan, "scalar_gradient", scalar_gradient_kernel, *inputs, *outputs, scale=scale)
-            return dq, dk, dv, dg, dbeta
         self._anchors(plan, g, strong)
         inputs = q, k, g, beta, chunks, strong, weights, *inputs
         self._launch_chunks(plan, "gradient", gradient_kernel, *inputs, *outputs, scale=scale)
@@ -199,7 +183,7 @@ class ChunkPass(StatePass):
         return plan.constant(self.layout.chunks), strong, plan.constant(self.weights)
 
     def _launch_chunks(self, plan: Plan, name: str, kernel: Any, *buffers: Buffer | None, **fixed: Any) -> None:
-        sizes = dict(H=self.H, HK=self.HK, K=self.K, V=self.V, BT=CHUNK_TOKENS, SCALAR=self.scalar)
+        sizes = dict(H=self.H, HK=self.HK, K=self.K, V=self.V, BT=CHUNK_TOKENS)
         precision = self.chunked["PRECISION"]
         grid = (self.layout.num_chunks * self.H,)
         plan.launch(kernel, grid, *buffers, **sizes, PRECISION=precision, **self.blocks[name], **fixed)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import allscan
+from allscan.shmem_kernels.delta_scalar import scalar_operands_kernel
 from support.delta import LOG2_E, NAMES, DeltaCase, Whole, of_rank, own_case
 from support.delta_chunks import LIMIT as STEEP
 from support.delta_chunks import chunked
@@ -180,6 +181,38 @@ def test_a_prefix_does_not_depend_on_the_strength_of_later_gates(run, rule, dtyp
 def test_a_prefix_at_the_limit_of_strong_gates(run, dtype):
     [same] = run(1, weak_prefix_case, "kda", dtype, -5.0, True)
     assert all(same.values()), same
+
+
+@pytest.mark.parametrize("K, V, H, HV", [(7, 9, 1, 2), (65, 1, 2, 2), (160, 300, 1, 1), (256, 64, 1, 3)])
+def test_widths_of_gated_delta_rule(run, K, V, H, HV):
+    tokens, lengths = [70, 33], [0, 0, 20, 20, 52, 102, 103, 103]
+    case = DeltaCase("gated_delta_rule", tokens, H=H, HV=HV, K=K, V=V, gates="mixed", lengths=lengths)
+    for errors in run(2, own_case, case):
+        assert max(errors.values()) < 3e-6, errors
+
+
+def triangle_case(group, dtype):
+    """Error of Gated DeltaNet's T, before it is rounded, of a chunk of 60 tokens with similar keys."""
+    with allscan.Communicator(group):
+        generator, T, K = torch.Generator().manual_seed(0), 60, 24
+        k = torch.nn.functional.normalize(1 + torch.randn(T, 1, K, generator=generator), dim=-1).to(dtype)
+        g, beta = -torch.rand(T, 1, generator=generator) / 50, torch.rand(T, 1, generator=generator).to(dtype)
+        scores, solved, factors = (torch.zeros(n, 1, 64) for n in (T, T, 3))
+        sizes = dict(H=1, HK=1, K=K, BT=64, BJ=16)
+        tensors = k, k, g, beta, torch.tensor([[0, T]], dtype=torch.int32), scores, solved, factors
+        precision = "bf16" if dtype == BF16 else "tf32x3"
+        scalar_operands_kernel[(2,)](*tensors, scale=0.5, **sizes, PRECISION=precision)
+    k, sums, beta = k[:, 0].double(), g[:, 0].double().cumsum(0), beta.double()
+    a = k @ k.mT * (sums[:, None] - sums[None]).exp()
+    wanted = torch.linalg.inv(torch.eye(T) + (a * beta).tril(-1))
+    return relative(scores[:, 0, :T], a.tril() / 2), relative(solved[:, 0, :T], wanted)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_triangle(run, dtype):
+    """TF32 has less than a tenth of the error of T's bfloat16."""
+    [(scores, solved)] = run(1, triangle_case, dtype)
+    assert scores < 1e-6 and solved < (1e-6 if dtype == F32 else 4e-4), (scores, solved)
 
 
 def scaled_case(group, dtype, gate, scale):

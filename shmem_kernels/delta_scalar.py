@@ -1,0 +1,530 @@
+"""Gated DeltaNet inside of a chunk and from chunk to chunk: one gate per head. delta_chunks.py defines the symbols.
+
+Only Aqk, T = (1 + Akk)^-1 and three factors of each token are stored, not w, u, kg and qg. With before = e^G_t and
+behind = e^(G - G_t), factors of a token's row, and D = e^G:
+
+    v_new = T beta (v - before k S)      o = scale before q S + Aqk v_new      S' = D S + (behind k)^T v_new
+    r = T^T dv_new,  dv_new = Aqk^T do + behind k dS'      dS = D dS' + (scale before q)^T do - (before beta k)^T r
+
+scalar_operands_kernel    Aqk, T and the factors of each chunk alone
+scalar_summary_kernel     as summary_kernel of delta.py
+scalar_states_kernel      from chunk to chunk: o; or, for backward, the states and v_new
+scalar_adjoint_kernel     from the last chunk to the first: the gradients of the states and r
+scalar_gradients_kernel   all gradients of each chunk alone, see delta_chunks_bwd.py
+factors_kernel, parts_kernel: the factors again for backward; sums of partial dg and dbeta
+
+Factors are [NC, H, 3, BT] float32: beta, before and behind; 0, e^G and 1 for tokens beyond the end. Loops over chunks
+are pipelined (num_stages): they load nothing that they store. With 3 stages a chunk is copied while another is
+computed; with 2 the copies are issued behind the products.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .blocks import (
+    cast,
+    exp2,
+    load,
+    load_gates,
+    loop_bound,
+    lower,
+    product,
+    rows,
+    state_at,
+    tf32_product,
+    upper,
+)
+from .delta import gradient_behind, load_incoming, store_gradients, store_summary, times_keys, transposed_at
+from .delta_chunks import chunk_of, halves, state_tile, tile
+from .segment_table import ENTERED, FIRST, FLAGS, LAST, SEQUENCE, segment
+
+
+@triton.jit
+def small_inverses(b_a, B: tl.constexpr, BT: tl.constexpr, PRECISION: tl.constexpr):
+    """Inverses of 1 + the B diagonal blocks of BT tokens of a, [B * BT, B * BT] with zeros elsewhere."""
+    b, t = tl.arange(0, B), tl.arange(0, BT)
+    diagonal = b[:, None, None, None] == b[None, None, :, None]
+    b_a = tl.sum(tl.where(diagonal, tl.reshape(b_a, [B, BT, B, BT]), 0.0), 2)
+    r, c = t[None, :, None], t[None, None, :]
+    b_x = tl.where(r == c, 1.0, tl.where((r >> 1) == (c >> 1), -b_a, 0.0))
+    n = 1
+    while (2 << n) <= BT:
+        middle = ((r >> (n + 1)) << (n + 1)) + (1 << n)
+        b_pairs = (r >= middle) & (c < middle) & ((c >> (n + 1)) == (r >> (n + 1)))
+        b_y = tl.zeros([B, BT, BT], tl.float32)
+        b_y = tf32_product(b_x, tl.where(b_pairs, b_a, 0.0), b_y, PRECISION)
+        b_x = tf32_product(-b_y, b_x, b_x, PRECISION)
+        n += 1
+    return tl.reshape(tl.where(diagonal, b_x[:, :, None, :], 0.0), [B * BT, B * BT])
+
+
+@triton.jit
+def inverse_by_blocks(b_a, BT: tl.constexpr, PRECISION: tl.constexpr):
+    """Return delta_chunks.inverse(b_a), BT = 64, with fewer operations: its first levels by blocks of 16 tokens, two
+    more of the whole."""
+    b_x = small_inverses(b_a, BT // 16, 16, PRECISION)
+    for n in tl.static_range(4, 6):
+        where, b_pairs = halves(n, BT)
+        b_y = tl.zeros([BT, BT], tl.float32)
+        b_y = tf32_product(b_x, tl.where(b_pairs, b_a, 0.0), b_y, PRECISION)
+        b_x = tf32_product(-b_y, b_x, b_x, PRECISION)
+    return b_x
+
+
+@triton.jit
+def gate_sums_of(p_g, at_t, inside_t):
+    """(G_t, gates) of a chunk's tokens, to base 2, [BT] float64."""
+    b_g = load_gates(p_g, at_t, inside_t).to(tl.float64)
+    return tl.cumsum(b_g, 0), b_g
+
+
+@triton.jit
+def store_factors(p_factors, b_sums, b_g, b_beta, n, h, H: tl.constexpr, BT: tl.constexpr):
+    """Store the factors of chunk n."""
+    p_factors += (n * H + h).to(tl.int64) * (3 * BT) + tl.arange(0, BT)
+    tl.store(p_factors, b_beta)
+    tl.store(p_factors + BT, exp2(b_sums.to(tl.float32)))
+    tl.store(p_factors + 2 * BT, exp2((tl.sum(b_g, 0) - b_sums).to(tl.float32)))
+
+
+@triton.jit
+def factors_kernel(
+    p_g,  # [tokens, H], natural logarithms
+    p_beta,  # [tokens, H]
+    p_chunks,  # int32 [NC, 2]
+    p_factors,  # float32 [NC, H, 3, BT]; out
+    H: tl.constexpr,
+    BT: tl.constexpr,
+):
+    """The factors alone."""
+    n, h = tl.program_id(0) // H, tl.program_id(0) % H
+    start, end, at_t, inside_t, b_beta = chunk_of(p_chunks, p_beta, n, h, H, BT)
+    b_sums, b_g = gate_sums_of(p_g, at_t, inside_t)
+    store_factors(p_factors, b_sums, b_g, b_beta, n, h, H, BT)
+
+
+@triton.jit
+def decays_of(b_sums, BT: tl.constexpr):
+    """e^(G_t - G_s), s <= t [BT, BT]. The difference of two sums from the chunk's beginning on is one of integers and
+    one of fractions, which loses nothing to gates outside."""
+    b_whole = b_sums.to(tl.int32)
+    b_part = (b_sums - b_whole.to(tl.float64)).to(tl.float32)
+    b_whole = b_whole.to(tl.float32)
+    b_between = (b_whole[:, None] - b_whole[None, :]) + (b_part[:, None] - b_part[None, :])
+    return exp2(tl.where(lower(BT, 0), b_between, 0.0))
+
+
+@triton.jit
+def scores_of(
+    p_q,
+    p_k,
+    p_scores,
+    b_sums,
+    scale,
+    h,
+    start,
+    end,
+    H: tl.constexpr,
+    HK: tl.constexpr,
+    K: tl.constexpr,
+    BT: tl.constexpr,
+    BJ: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Compute and store Aqk."""
+    b_a = tl.zeros([BT, BT], tl.float32)
+    for j in tl.static_range((K + BJ - 1) // BJ):
+        base, at, inside = tile(h // (H // HK), start, end, HK, K, BT, BJ, j)
+        b_a = product(load(p_q + base, at, inside), tl.trans(load(p_k + base, at, inside)), b_a, PRECISION)
+    b_a = tl.where(lower(BT, 0), b_a * decays_of(b_sums, BT) * scale, 0.0)
+    base, at, inside = tile(h, start, end, H, BT, BT, BT)
+    tl.store(p_scores + base + at, cast(b_a, p_scores.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def solved_of(
+    p_k,
+    p_solved,
+    b_sums,
+    b_beta,
+    h,
+    start,
+    end,
+    H: tl.constexpr,
+    HK: tl.constexpr,
+    K: tl.constexpr,
+    BT: tl.constexpr,
+    BJ: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Compute and store T."""
+    b_a = tl.zeros([BT, BT], tl.float32)
+    for j in tl.static_range((K + BJ - 1) // BJ):
+        base, at, inside = tile(h // (H // HK), start, end, HK, K, BT, BJ, j)
+        b_k = load(p_k + base, at, inside)
+        b_a = product(b_k, tl.trans(b_k), b_a, PRECISION)
+    b_a = tl.where(lower(BT, 1), b_a * decays_of(b_sums, BT) * b_beta[:, None], 0.0)
+    b_x = inverse_by_blocks(b_a, BT, PRECISION)
+    base, at, inside = tile(h, start, end, H, BT, BT, BT)
+    tl.store(p_solved + base + at, cast(b_x, p_solved.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def scalar_operands_kernel(
+    p_q,  # [tokens, HK, K]
+    p_k,  # [tokens, HK, K]
+    p_g,  # [tokens, H], natural logarithms
+    p_beta,  # [tokens, H]
+    p_chunks,  # int32 [NC, 2]
+    p_scores,  # Aqk [tokens, H, BT]; out
+    p_solved,  # T [tokens, H, BT]; out
+    p_factors,  # float32 [NC, H, 3, BT]; out
+    scale,  # float
+    H: tl.constexpr,
+    HK: tl.constexpr,
+    K: tl.constexpr,
+    BT: tl.constexpr,
+    BJ: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Aqk, T and the factors of one chunk and head: even programs compute T and the factors, odd ones Aqk."""
+    i = tl.program_id(0)
+    n, h = i // (2 * H), i // 2 % H  # heads of a token are adjacent in memory
+    start, end, at_t, inside_t, b_beta = chunk_of(p_chunks, p_beta, n, h, H, BT)
+    b_sums, b_g = gate_sums_of(p_g, at_t, inside_t)
+    if i % 2 == 0:
+        store_factors(p_factors, b_sums, b_g, b_beta, n, h, H, BT)
+        solved_of(p_k, p_solved, b_sums, b_beta, h, start, end, H, HK, K, BT, BJ, PRECISION)
+    else:
+        scores_of(p_q, p_k, p_scores, b_sums, scale, h, start, end, H, HK, K, BT, BJ, PRECISION)
+
+
+@triton.jit
+def factors_of(p_factors, n, h, H: tl.constexpr, BT: tl.constexpr):
+    """(beta, before, behind [BT], D) of chunk n."""
+    t = tl.arange(0, BT)
+    p_factors += (n * H + h).to(tl.int64) * (3 * BT)
+    b_beta, b_before, b_behind = (tl.load(p_factors + t), tl.load(p_factors + BT + t), tl.load(p_factors + 2 * BT + t))
+    return b_beta, b_before, b_behind, tl.load(p_factors + 2 * BT - 1)
+
+
+@triton.jit
+def places(
+    h,
+    first,
+    end,
+    i_v,
+    H: tl.constexpr,
+    HK: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+):
+    """blocks.rows of a chunk's keys, values and rows of T."""
+    at_k, inside_k = rows(h // (H // HK), first, end, HK, K, BT, BK)
+    at_v, inside_v = rows(h, first, end, H, V, BT, BV, i_v)
+    at_a, inside_a = rows(h, first, end, H, BT, BT, BT)
+    return at_k, inside_k, at_v, inside_v, at_a, inside_a
+
+
+@triton.jit
+def scalar_summary_kernel(
+    p_k,  # [tokens, HK, K]
+    p_v,  # [tokens, H, V]
+    p_factors,  # float32 [NC, H, 3, BT]
+    p_solved,  # T [tokens, H, BT]
+    p_segments,  # int32 [NS, SEGMENT_WORDS]
+    p_transition,  # float32 [NS, H, K, K]; out
+    p_local,  # float32 [NS, H, K, V]; out
+    H: tl.constexpr,
+    HK: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BT: tl.constexpr,
+    BR: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """As summary_kernel of delta.py, of a chunk's Z:
+    A = Z (behind k)^T T beta,  R = R + A v,  Z = Z D - A before k."""
+    NR: tl.constexpr = (K + BR - 1) // BR
+    i_r, i_v, s, h = tl.program_id(0) % NR, tl.program_id(0) // NR, tl.program_id(1), tl.program_id(2)
+    p_segment, start, end, chunk, num_chunks = segment(p_segments, s, BT)
+    if (tl.load(p_segment + FLAGS) & LAST) != 0:
+        return
+    r, k = i_r * BR + tl.arange(0, BR), tl.arange(0, BK)
+    diagonal = r[:, None] == k[None, :]
+    b_z, b_local = tl.where(diagonal, 1.0, 0.0), tl.zeros([BR, BV], tl.float32)
+    for i in range(loop_bound(num_chunks)):
+        n = num_chunks - 1 - i
+        first = start + n * BT
+        b_beta, b_before, b_behind, decay = factors_of(p_factors, chunk + n, h, H, BT)
+        at_k, inside_k, at_v, inside_v, at_a, inside_a = places(h, first, end, i_v, H, HK, K, V, BT, BK, BV)
+        b_k = load(p_k, at_k, inside_k)
+        b_a = times_keys(b_z, b_k, p_k, diagonal, h // (H // HK), first, end, i_r, HK, K, BT, BR, PRECISION)
+        b_a *= b_behind[None, :]
+        b_a = product(b_a, load(p_solved, at_a, inside_a), tl.zeros([BR, BT], tl.float32), PRECISION)
+        b_a *= b_beta[None, :]
+        b_local = product(b_a, load(p_v, at_v, inside_v), b_local, PRECISION)
+        b_z = product(b_a * -b_before[None, :], b_k, b_z * decay, PRECISION)
+    store_summary(p_transition, p_local, b_z, b_local, s, h, i_r, i_v, H, K, V, BR, BK, BV)
+
+
+@triton.jit
+def scalar_states_kernel(
+    p_q,  # [tokens, HK, K]; None without p_o
+    p_k,  # [tokens, HK, K]
+    p_v,  # [tokens, H, V]
+    p_factors,  # float32 [NC, H, 3, BT]
+    p_scores,  # Aqk [tokens, H, BT]; None without p_o
+    p_solved,  # T [tokens, H, BT]
+    p_segments,  # int32 [NS, SEGMENT_WORDS]
+    p_incoming,  # float32 [NS, H, K, V]
+    p_through,  # float32 [NS, H, K, K]; None: nothing enters this rank
+    p_prev,  # float32 [B, H, K, V]; None without p_through
+    p_o,  # [tokens, H, V]; out; or None
+    p_states,  # [NC, H, K, V], each chunk's incoming state; out; None with p_o
+    p_v_new,  # [tokens, H, V]; out; None with p_o
+    p_final,  # float32 [N, H, K, V]; out; or None
+    scale,  # float
+    H: tl.constexpr,
+    HK: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    BJ: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Through the chunks of one segment, from its incoming state: o, or what backward takes. The state is held as by
+    delta_states_kernel of delta.py."""
+    HAS_PREV: tl.constexpr = p_through is not None
+    i_v, s, h = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    p_segment, start, end, chunk, num_chunks = segment(p_segments, s, BT)
+    b_state = load_incoming(p_incoming, p_through, p_prev, p_segment, s, h, i_v, H, K, V, BK, BV, BJ, HAS_PREV, ENTERED)
+    for n in range(loop_bound(num_chunks)):
+        first = start + n * BT
+        b_beta, b_before, b_behind, decay = factors_of(p_factors, chunk + n, h, H, BT)
+        at_k, inside_k, at_v, inside_v, at_a, inside_a = places(h, first, end, i_v, H, HK, K, V, BT, BK, BV)
+        b_k = load(p_k, at_k, inside_k)
+        b_p = product(b_state, tl.trans(b_k), tl.zeros([BV, BT], tl.float32), PRECISION)
+        b_v = tl.trans(load(p_v, at_v, inside_v)).to(tl.float32)
+        b_v = (b_v - b_p * b_before[None, :]) * b_beta[None, :]
+        b_solved = tl.trans(load(p_solved, at_a, inside_a))
+        b_v = product(b_v, b_solved, tl.zeros([BV, BT], tl.float32), PRECISION)
+        if p_o is not None:
+            b_o = product(b_state, tl.trans(load(p_q, at_k, inside_k)), tl.zeros([BV, BT], tl.float32), PRECISION)
+            b_o *= (b_before * scale)[None, :]
+            b_o = product(b_v, tl.trans(load(p_scores, at_a, inside_a)), b_o, PRECISION)
+            tl.store(p_o + at_v, tl.trans(cast(b_o, p_o.dtype.element_ty)), mask=inside_v)
+        else:
+            at_s, inside_s = state_at((chunk + n) * H + h, i_v, K, V, BK, BV)
+            tl.store(p_states + at_s, tl.trans(cast(b_state, p_states.dtype.element_ty)), mask=inside_s)
+            tl.store(p_v_new + at_v, tl.trans(cast(b_v, p_v_new.dtype.element_ty)), mask=inside_v)
+        b_state = product(b_v * b_behind[None, :], b_k, b_state * decay, PRECISION)
+    if p_final is not None:
+        if (tl.load(p_segment + FLAGS) & LAST) != 0:
+            at, inside = transposed_at(tl.load(p_segment + SEQUENCE) * H + h, i_v, K, V, BK, BV)
+            tl.store(p_final + at, b_state, mask=inside)
+
+
+@triton.jit
+def scalar_adjoint_kernel(
+    p_q,  # [tokens, HK, K]
+    p_k,  # [tokens, HK, K]
+    p_factors,  # float32 [NC, H, 3, BT]
+    p_do,  # [tokens, H, V]
+    p_scores,  # Aqk [tokens, H, BT]
+    p_solved,  # T [tokens, H, BT]
+    p_segments,  # int32 [NS, SEGMENT_WORDS]
+    p_incoming,  # float32 [NS, H, K, V]; in and out, see load_incoming; this and what follows up to p_dinitial: or None
+    p_through,  # float32 [NS, H, K, K]; None: nothing enters this rank
+    p_prev,  # float32 [B, H, K, V]; None without p_through
+    p_dstates,  # [NC, H, K, V]; out, the gradient of each chunk's outgoing state
+    p_r,  # T^T dv_new [tokens, H, V]; out
+    p_dinitial,  # float32 [N, H, K, V]; out, of the states before the first token of each sequence that begins here
+    p_local,  # float32 [NS, H, K, V]; out, what each segment leaves from zero; None with p_incoming
+    p_outside,  # float32 [N, H, K, V], gradients of final states; or None
+    scale,  # float
+    H: tl.constexpr,
+    HK: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    BJ: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """As adjoint_kernel of delta.py, with r in place of dv_new."""
+    i_v, s, h = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    p_segment, start, end, chunk, num_chunks = segment(p_segments, s, BT)
+    EVERY_CHUNK: tl.constexpr = p_incoming is not None
+    begins = (tl.load(p_segment + FLAGS) & FIRST) != 0
+    if not EVERY_CHUNK:
+        if begins:
+            return
+    b_state = gradient_behind(p_incoming, p_through, p_prev, p_outside, p_segment, s, h, i_v, H, K, V, BK, BV, BJ)
+    for i in range(loop_bound(num_chunks)):
+        n = num_chunks - 1 - i
+        first = start + n * BT
+        b_beta, b_before, b_behind, decay = factors_of(p_factors, chunk + n, h, H, BT)
+        at_k, inside_k, at_v, inside_v, at_a, inside_a = places(h, first, end, i_v, H, HK, K, V, BT, BK, BV)
+        b_do = tl.trans(load(p_do, at_v, inside_v))
+        b_k = load(p_k, at_k, inside_k)
+        b_dv = product(b_state, tl.trans(b_k), tl.zeros([BV, BT], tl.float32), PRECISION) * b_behind[None, :]
+        b_dv = product(b_do, load(p_scores, at_a, inside_a), b_dv, PRECISION)
+        b_r = product(b_dv, load(p_solved, at_a, inside_a), tl.zeros([BV, BT], tl.float32), PRECISION)
+        if EVERY_CHUNK:
+            at_s, inside_s = state_at((chunk + n) * H + h, i_v, K, V, BK, BV)
+            store_gradients(p_dstates, p_r, b_state, b_r, at_s, inside_s, at_v, inside_v)
+        b_do = b_do.to(tl.float32) * (b_before * scale)[None, :]
+        b_state = product(b_do, load(p_q, at_k, inside_k), b_state * decay, PRECISION)
+        b_state = product(b_r * -(b_before * b_beta)[None, :], b_k, b_state, PRECISION)
+    at, inside = transposed_at(s * H + h, i_v, K, V, BK, BV)
+    if EVERY_CHUNK:
+        if p_dinitial is not None:
+            if begins:
+                at, inside = transposed_at(tl.load(p_segment + SEQUENCE) * H + h, i_v, K, V, BK, BV)
+                tl.store(p_dinitial + at, b_state, mask=inside)
+    else:
+        tl.store(p_local + at, b_state, mask=inside)
+
+
+@triton.jit
+def scalar_gradients_kernel(
+    p_q,  # [tokens, HK, K]
+    p_k,  # [tokens, HK, K]
+    p_v,  # [tokens, H, V]
+    p_g,  # [tokens, H], natural logarithms
+    p_chunks,  # int32 [NC, 2]
+    p_factors,  # float32 [NC, H, 3, BT]
+    p_states,  # [NC, H, K, V], each chunk's incoming state
+    p_dstates,  # [NC, H, K, V], the gradient of its outgoing state
+    p_v_new,  # [tokens, H, V]
+    p_do,  # [tokens, H, V]
+    p_r,  # [tokens, H, V]
+    p_dq,  # [tokens, H, K]; out
+    p_dk,  # [tokens, H, K]; out
+    p_dv,  # [tokens, H, V]; out
+    p_parts,  # float32 [NC, H, NJ, 2, BT]: dg and dbeta of BJ columns; out
+    scale,  # float
+    H: tl.constexpr,
+    HK: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BT: tl.constexpr,
+    BJ: tl.constexpr,
+    BV: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Of one chunk and head BJ columns of dq and dk, and what these give to dg and dbeta; dv."""
+    NJ: tl.constexpr = (K + BJ - 1) // BJ
+    NV: tl.constexpr = (V + BV - 1) // BV
+    DTYPE: tl.constexpr = tl.bfloat16 if PRECISION == "bf16" else tl.float32
+    j, h, n = tl.program_id(0) % NJ, tl.program_id(0) // NJ % H, tl.program_id(0) // (NJ * H)
+    start, end = tl.load(p_chunks + 2 * n), tl.load(p_chunks + 2 * n + 1)
+    b_beta, b_before, b_behind, decay = factors_of(p_factors, n, h, H, BT)
+    b_pq = tl.zeros([BT, BT], tl.float32)
+    b_pk = tl.zeros([BT, BT], tl.float32)
+    b_dbeta = tl.zeros([BT], tl.float32)
+    for i_v in tl.static_range(NV):
+        base_v, at_v, inside_v = tile(h, start, end, H, V, BT, BV, i_v)
+        b_do, b_r = load(p_do + base_v, at_v, inside_v), load(p_r + base_v, at_v, inside_v)
+        b_v_new = load(p_v_new + base_v, at_v, inside_v)
+        b_pq = product(b_do, tl.trans(b_v_new), b_pq, PRECISION)
+        b_pk = product(b_r, tl.trans(b_v_new), b_pk, PRECISION)
+        if j == 0:
+            b_dv = b_r.to(tl.float32)
+            b_dbeta += tl.sum(b_dv * load(p_v + base_v, at_v, inside_v).to(tl.float32), 1)
+            tl.store(p_dv + base_v + at_v, cast(b_dv * b_beta[:, None], p_dv.dtype.element_ty), mask=inside_v)
+    t = start + tl.arange(0, BT)
+    b_sums, b_g = gate_sums_of(p_g, t.to(tl.int64) * H + h, t < end)
+    b_between = decays_of(b_sums, BT)
+    b_pq *= b_between * scale
+    b_same = tl.sum(tl.where(lower(BT, 0) & upper(BT, 0), b_pq, 0.0), 1)
+    b_pq = cast(tl.where(lower(BT, 1), b_pq, 0.0), DTYPE)
+    b_pk = cast(tl.where(lower(BT, 1), -b_pk * b_between, 0.0), DTYPE)
+    base_k, at_k, inside_k = tile(h // (H // HK), start, end, HK, K, BT, BJ, j)
+    base, at, inside = tile(h, start, end, H, K, BT, BJ, j)
+    b_q, b_k = load(p_q + base_k, at_k, inside_k), load(p_k + base_k, at_k, inside_k)
+
+    b_d = tl.zeros([BT, BJ], tl.float32)
+    for i_v in tl.static_range(NV):
+        base_s, at_s, inside_s = state_tile(n * H + h, i_v, K, V, BJ, BV, j)
+        b_state = load(p_states + base_s, at_s, inside_s)
+        if NV > 1:
+            base_v, at_v, inside_v = tile(h, start, end, H, V, BT, BV, i_v)
+            b_do = load(p_do + base_v, at_v, inside_v)
+        b_d = product(b_do, tl.trans(b_state), b_d, PRECISION)
+    b_d = product(b_pq, b_k, b_d * (b_before * scale)[:, None], PRECISION)
+    b_gates = tl.sum(b_q.to(tl.float32) * b_d, 1)  # dG
+    b_d += b_same[:, None] * b_k.to(tl.float32)
+    tl.store(p_dq + base + at, cast(b_d, p_dq.dtype.element_ty), mask=inside)
+
+    b_d = tl.zeros([BT, BJ], tl.float32)
+    for i_v in tl.static_range(NV):
+        if NV > 1:
+            base_s, at_s, inside_s = state_tile(n * H + h, i_v, K, V, BJ, BV, j)
+            b_state = load(p_states + base_s, at_s, inside_s)
+            base_v, at_v, inside_v = tile(h, start, end, H, V, BT, BV, i_v)
+            b_r = load(p_r + base_v, at_v, inside_v)
+        b_d = product(b_r, tl.trans(b_state), b_d, PRECISION)
+    b_d = product(b_pk, b_k, b_d * -b_before[:, None], PRECISION)
+    b_later = cast(b_k.to(tl.float32) * b_beta[:, None], DTYPE)
+    b_gates += tl.sum(b_later.to(tl.float32) * b_d, 1)
+    b_dbeta += tl.sum(b_k.to(tl.float32) * b_d, 1)
+    b_d = b_d * b_beta[:, None] + b_same[:, None] * b_q.to(tl.float32)
+
+    b_sum = product(tl.trans(b_pq), b_q, tl.zeros([BT, BJ], tl.float32), PRECISION)
+    b_sum = product(tl.trans(b_pk), b_later, b_sum, PRECISION)
+    b_gates -= tl.sum(b_k.to(tl.float32) * b_sum, 1)
+    b_d += b_sum
+    b_sum = tl.zeros([BT, BJ], tl.float32)
+    through = 0.0
+    for i_v in tl.static_range(NV):
+        base_s, at_s, inside_s = state_tile(n * H + h, i_v, K, V, BJ, BV, j)
+        b_dstate = load(p_dstates + base_s, at_s, inside_s)
+        if NV > 1:
+            b_state = load(p_states + base_s, at_s, inside_s)
+            base_v, at_v, inside_v = tile(h, start, end, H, V, BT, BV, i_v)
+            b_v_new = load(p_v_new + base_v, at_v, inside_v)
+        through += tl.sum(b_state.to(tl.float32) * b_dstate.to(tl.float32))
+        b_sum = product(b_v_new, tl.trans(b_dstate), b_sum, PRECISION)
+    b_sum *= b_behind[:, None]
+    b_left = tl.sum(b_k.to(tl.float32) * b_sum, 1)  # what a token leaves in the state, of dg after it
+    tl.store(p_dk + base + at, cast(b_d + b_sum, p_dk.dtype.element_ty), mask=inside)
+    b_dg = tl.sum(tl.where(lower(BT, 0), b_gates[:, None], 0.0) + tl.where(upper(BT, 1), b_left[:, None], 0.0), 0)
+    p_parts += ((n * H + h).to(tl.int64) * NJ + j) * (2 * BT) + tl.arange(0, BT)
+    tl.store(p_parts, b_dg + through * decay)
+    tl.store(p_parts + BT, b_dbeta)
+
+
+@triton.jit
+def parts_kernel(
+    p_parts,  # float32 [NC, H, NJ, 2, BT]
+    p_chunks,  # int32 [NC, 2]
+    p_dg,  # [tokens, H]; out
+    p_dbeta,  # [tokens, H]; out
+    H: tl.constexpr,
+    BT: tl.constexpr,
+    NJ: tl.constexpr,
+):
+    """dg and dbeta of a chunk and head."""
+    n, h = tl.program_id(0) // H, tl.program_id(0) % H
+    t = tl.load(p_chunks + 2 * n) + tl.arange(0, BT)
+    at, inside = t.to(tl.int64) * H + h, t < tl.load(p_chunks + 2 * n + 1)
+    p_parts += (n * H + h).to(tl.int64) * (NJ * 2 * BT) + tl.arange(0, BT)
+    b_dg = tl.zeros([BT], tl.float32)
+    b_dbeta = tl.zeros([BT], tl.float32)
+    for j in tl.static_range(NJ):
+        b_dg += tl.load(p_parts + j * 2 * BT)
+        b_dbeta += tl.load(p_parts + (2 * j + 1) * BT)
+    tl.store(p_dg + at, cast(b_dg, p_dg.dtype.element_ty), mask=inside)
+    tl.store(p_dbeta + at, cast(b_dbeta, p_dbeta.dtype.element_ty), mask=inside)
