@@ -176,7 +176,8 @@ def test_no_six_lines_come_twice():
     assert not twice, twice
 
 
-COMPAT = "bindings.torch_compat", "bindings.triton_compat", "bindings.interpreter", "bindings.interpreter_operations"
+OF_INTERPRETER = "", "_blocks", "_launches", "_operations"
+COMPAT = "bindings.torch_compat", "bindings.triton_compat", *(f"bindings.interpreter{x}" for x in OF_INTERPRETER)
 OF_TRITON = "runtime compiler backends knobs tools language.core".split()  # private parts, which change without notice
 OF_KERNELS = "_init_handles packed_metadata launch_cooperative_grid device_caches launch_enter_hook".split()
 
@@ -430,7 +431,7 @@ def test_every_function_says_what_it_returns():
     assert not missing, "\n".join(missing)
 
 
-OF_THE_INTERPRETER = "interpreter.py", "interpreter_operations.py", "rails.py"  # functions that replace Triton's
+OF_THE_INTERPRETER = *(f"interpreter{x}.py" for x in OF_INTERPRETER), "rails.py"  # functions that replace Triton's
 
 
 @pytest.mark.quick

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from allscan.bindings import interpreter
+from allscan.bindings import interpreter_blocks
 from allscan.bindings.interpreter import prepare_interpreter
 from allscan.shmem_kernels.wait import poll_word
 
@@ -294,7 +294,7 @@ def functions_and_blocks():
         of_two_modules[(1,)](word, to)
         stays.append(to[:2].tolist() == [3.0, 4.0])
     sums = []
-    for x in range(2 * interpreter.MOST_BLOCKS):
+    for x in range(2 * interpreter_blocks.MOST_BLOCKS):
         of_a_constant[(1,)](to, x + 0.5)
         sums.append(to.sum().item() == 16 * x + 8)
     return stays, all(sums)
