@@ -196,8 +196,6 @@ class AllScan:
             comm.memory.free(*self._offsets)
             if rails is not None:
                 rails.release()
-            else:
-                comm.memory.release(*(channel.info for channel in self.launcher.channels))
             comm.collectives.discard(self)
         self.launcher.closed = True
 

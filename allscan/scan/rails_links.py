@@ -264,7 +264,6 @@ class Rails:
             prev, following = (line[n] if 0 <= n < len(line) else -1 for n in there)
             channel.info.copy_(self._info(prev, following))
             self._channels[direction].append(channel)
-            self._buffers.append(channel.info)
             if not self.distances:
                 return channel, []
             # the first node sends its total only, in the first two rounds

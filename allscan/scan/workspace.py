@@ -85,6 +85,7 @@ def workspace_layout(spec: Spec, put: bool) -> tuple[Parts, int]:
             ("backwards", num_tiles, torch.int64),
             ("freed", depth + 1, torch.int64),
             ("fwd_epoch", 1, torch.int64),
+            ("info", wait.INFO_WORDS, torch.int64),
         )
     )
 
@@ -187,7 +188,7 @@ def make_channel(
     """The channel from rank - ``step`` to this rank, and on to rank + ``step``. workspaces: (offset in its arena,
     parts) of every rank. links: (from the previous rank, to the next rank)."""
     (prev, next_), (recv, send) = (line.rank - step, line.rank + step), links
-    memory, heap = line.memory, line.memory.heap
+    heap = line.memory.heap
     offset, parts = workspaces[line.rank]
     words = {
         name: heap.local(line.pes[line.rank], offset + first, numel, dtype)
@@ -210,13 +211,8 @@ def make_channel(
         else:
             words[field] = heap.view(line.pes[rank], offset + first, numel, dtype)
     pes = [line.pes[rank] if link != NONE.value else -1 for rank, link in ((prev, recv), (next_, send))]
-    info = info_words(line, (prev, next_), pes)
-    return Channel(
-        **words,
-        step=memory.step,
-        info=memory.keep(info.to(memory.device)),
-        **constants(spec, spec.num_tiles, recv, send),
-    )
+    words["info"].copy_(info_words(line, (prev, next_), pes))
+    return Channel(**words, step=line.memory.step, **constants(spec, spec.num_tiles, recv, send))
 
 
 def info_words(line: Line, ranks: Sequence[int], pes: Sequence[int]) -> torch.Tensor:
