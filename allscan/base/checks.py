@@ -157,24 +157,26 @@ def call_key(inputs: Sequence[object]) -> tuple[object, ...]:
     return tuple(found)
 
 
-def check_dense(name: str, tensor: object) -> None:
-    """Raise TypeError unless ``tensor`` is a dense, unquantized tensor with its own memory (no wrapper subclass)."""
+def check_tensor(
+    name: str,
+    tensor: Any,
+    shape: Sequence[int] | None,
+    device: torch.device | None,
+    dtype: torch.dtype | None = torch.float32,
+) -> None:
+    """Raise TypeError or ValueError unless ``tensor`` is a dense, unquantized tensor with its own memory (no wrapper
+    subclass), of this shape and dtype, on this device; None: of any."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
     if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
         raise TypeError(f"{name} must have memory of its own, got {type(tensor).__name__} ({_way_out(tensor)})")
     if tensor.layout != torch.strided or tensor.is_quantized:
         raise TypeError(f"{name} must be dense, got {tensor.dtype}, {tensor.layout}")
-
-
-def check_tensor(name: str, tensor: Any, shape: Sequence[int] | None, device: torch.device) -> None:
-    """Raise TypeError or ValueError unless ``tensor`` is a float32 tensor of ``shape`` (None: any) on ``device``."""
-    check_dense(name, tensor)
-    if tensor.dtype != torch.float32:
-        raise TypeError(f"{name} must be float32, got {tensor.dtype}")
+    if dtype is not None and tensor.dtype != dtype:
+        raise TypeError(f"{name} must be {str(dtype).removeprefix('torch.')}, got {tensor.dtype}")
     if shape is not None and tuple(tensor.shape) != tuple(shape):
         raise ValueError(f"{name} must have shape {tuple(shape)}, got {tuple(tensor.shape)}")
-    if tensor.device != device:
+    if device is not None and tensor.device != device:
         raise ValueError(f"{name} must be on {device}, got {tensor.device}")
 
 

@@ -17,8 +17,8 @@ from ..base.checks import (
     PER_DOCUMENT,
     ScanInputs,
     Shift,
-    check_dense,
     check_halves,
+    check_tensor,
     integer,
     own_place,
     restored,
@@ -207,7 +207,7 @@ def _check_halo(xs: Sequence[Tensor], comm: Communicator, options: Options) -> t
     boundaries = cu_seqlens
     try:
         for x in xs:
-            check_dense("x", x)
+            check_tensor("x", x, None, None, None)
             if x.is_complex() or x.dtype in (torch.float64, torch.bool):
                 raise TypeError(f"x must be a tensor of floats of at most 32 bits or of integers, got {x.dtype}")
         n = integer("n", n)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..base.autograd import check_saveable, product, wants_gradient
-from ..base.checks import PER_DOCUMENT, check_dense, check_halves, check_tensor, integer, own_place, zigzag_of
+from ..base.checks import PER_DOCUMENT, check_halves, check_tensor, integer, own_place, zigzag_of
 from ..base.errors import DeferredError
 from ..comm.call_order import stamp
 from ..comm.communicator import Communicator, check_communicator
@@ -382,11 +382,9 @@ def _check(comm: Communicator, inputs: dict[str, Any]) -> tuple[int, int, int, i
     for name, t in inputs.items():
         if t is None and name in ("D", "z", "dt_bias"):
             continue
-        check_dense(name, t)
+        check_tensor(name, t, None, comm.device, None)
         if not t.is_floating_point() or t.dtype == torch.float64:
             raise TypeError(f"{name} must be a tensor of floats of at most 32 bits, got {t.dtype}")
-        if t.device != comm.device:
-            raise ValueError(f"{name} must be on {comm.device}, got {t.device}")
     if x.ndim != 4 or B.ndim != 4 or 0 in (*x.shape[:1], *x.shape[2:], *B.shape[2:]):
         shapes = f"{tuple(x.shape)}, {tuple(B.shape)}"
         raise ValueError(f"x must be [B, T, H, P] and B [B, T, G, N] with no empty dimension but T, got {shapes}")
