@@ -156,7 +156,7 @@ class AllScanCarrier:
             for i, x in zip(order, found, strict=True):
                 out[:, i] = x.unflatten(0, (out.shape[0], -1))
         else:
-            channel = scan.launcher.channel(reverse, **{"adjoint_of" if reverse else "fwd_epoch": fwd_epoch})
+            channel = scan.launcher.channel(reverse, fwd_epoch, adjoint=reverse)
             state, decay, *_ = halves[0]
             scan.scan(state, decay, reverse=reverse, out=out.view(scan.shape), channel=channel)
 

@@ -265,7 +265,7 @@ class AllScan:
                 f"adjoint_of belongs to a launch with reverse={bool(reverse)}, whose adjoint goes the other way: "
                 f"channel(reverse={not reverse}, adjoint_of=forward epoch)"
             )
-        return self.launcher.channel(reverse, fwd_epoch, adjoint_of)
+        return self.launcher.channel(reverse, epoch, adjoint_of is not None)
 
     def fwd_epoch(self) -> Tensor:
         """Allocate a forward epoch, int64 [1] on the device; see ``channel``."""

@@ -88,16 +88,12 @@ class Launcher:
                 reset(channel)
         self.backwards.adjoint_launches, self.backwards.dropped = 0, [False, False]
 
-    def channel(
-        self, reverse: bool, fwd_epoch: Tensor | None = None, adjoint_of: Tensor | None = None, stamp: int = 0
-    ) -> Channel:
-        """As ``AllScan.channel``, but for any algorithm and unchecked. stamp: see call_order.stamp."""
-        if adjoint_of is not None:
-            return self._of_call(self._adjoint_channels[reverse], stamp, adjoint_of)
-        channel = self.channels[reverse]
-        return channel if fwd_epoch is None and not stamp else self._of_call(channel, stamp, fwd_epoch)
-
-    def _of_call(self, channel: Channel, stamp: int, fwd_epoch: Tensor | None) -> Channel:
+    def channel(self, reverse: bool, fwd_epoch: Tensor | None = None, adjoint: bool = False, stamp: int = 0) -> Channel:
+        """As ``AllScan.channel``, but for any algorithm and unchecked. adjoint: the launch is the adjoint of the launch
+        that wrote ``fwd_epoch``. stamp: see call_order.stamp."""
+        channel = (self._adjoint_channels if adjoint else self.channels)[reverse]
+        if fwd_epoch is None and not stamp:
+            return channel
         step = self.comm.memory.step_of(stamp) if stamp else channel.step
         own = step, channel.fwd_epoch if fwd_epoch is None else fwd_epoch
         return Channel._make((*channel[:_STEP], *own, *channel[_BEHIND:]))  # a third of _replace's time
@@ -185,7 +181,8 @@ class Launcher:
             fwd_epoch = addresses.pop()
             launch.at((*addresses, (*before, self._steps + 16 * stamp, fwd_epoch, *behind)))
         else:
-            self._with_tensors(launch, (reverse, adjoint, stamp), *tensors)
+            channel = self.channel(reverse, tensors[-1], adjoint, stamp)
+            self.after_launch(launch(*tensors[:-1], channel))
 
     def _with_channel(self, how: tuple[bool, bool, int], addresses: list[int]) -> tuple[Any, ...]:
         """The arguments of ``Launch.at``: ``addresses``, but a channel in place of the last, the forward epoch's. how:
@@ -197,8 +194,7 @@ class Launcher:
     def _with_tensors(self, launch: Callable[..., object], how: tuple[bool, bool, int], *tensors: Tensor) -> None:
         """Launch with tensors; a channel replaces the last, the forward epoch. how: (reverse, adjoint, stamp)."""
         reverse, adjoint, stamp = how
-        channel = (self._adjoint_channels if adjoint else self.channels)[reverse]
-        self.after_launch(launch(*tensors[:-1], self._of_call(channel, stamp, tensors[-1])))
+        self.after_launch(launch(*tensors[:-1], self.channel(reverse, tensors[-1], adjoint, stamp)))
 
     def record_scan(self, plan: Plan, buffers: Scanned, reverse: bool, stamp: int) -> None:
         """Record a scan in a plan, which runs inside a call of the communicator. With ``reverse`` it is the adjoint."""

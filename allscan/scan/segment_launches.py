@@ -87,11 +87,9 @@ class SegmentScans:
         if launch is None:
             launch = self._make(*key)
             self._launches.remember(key, launch)
-        adjoint_of = {"adjoint_of" if direction.adjoint else "fwd_epoch": fwd_epoch}
-        channel = self.launcher.channel(
-            direction.reverse, **adjoint_of, stamp=self.comm.order.stamp_in(direction.reverse)
-        )
-        self.launcher.before_launch(launch.kernel, direction.reverse)
+        reverse, stamp = direction.reverse, self.comm.order.stamp_in(direction.reverse)
+        channel = self.launcher.channel(reverse, fwd_epoch, direction.adjoint, stamp)
+        self.launcher.before_launch(launch.kernel, reverse)
         initial = states if initial is None else plain(initial)
         self.launcher.after_launch(launch(states, factor, initial, incoming, outgoing, channel))
         if self.comm.debug:

@@ -46,10 +46,10 @@ def two_way_scan(
 
 def two_way_channels(scan: AllScan, fwd_epoch: Tensor, adjoint: bool) -> tuple[Channel, Channel]:
     """The channels of ``two_way_scan``. fwd_epoch: int64 [FWD_EPOCHS], memory for one forward epoch of each scan."""
+    halves = fwd_epoch[:2], fwd_epoch[2:]  # the adjoint exchanges them
+    ascending, descending = halves[::-1] if adjoint else halves
     make = scan.launcher.channel
-    if adjoint:  # the adjoint exchanges the halves
-        return make(False, adjoint_of=fwd_epoch[2:]), make(True, adjoint_of=fwd_epoch[:2])
-    return make(False, fwd_epoch=fwd_epoch[:2]), make(True, fwd_epoch=fwd_epoch[2:])
+    return make(False, ascending, adjoint), make(True, descending, adjoint)
 
 
 def outgoing(inputs: ScanInputs, prev: Tensor, adjoint: bool = False) -> Tensor:

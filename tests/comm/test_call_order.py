@@ -829,8 +829,7 @@ def stamps_case(group):
         alike = []
         for reverse, adjoint, number in product((False, True), (False, True), (0, 1, STAMPS.value - 1)):
             *rest, taken = launcher._with_channel((reverse, adjoint, number), [16, 32, fwd_epoch.data_ptr()])
-            kind = dict(adjoint_of=fwd_epoch) if adjoint else dict(fwd_epoch=fwd_epoch)
-            wanted = launcher.channel(reverse, **kind, stamp=number)
+            wanted = launcher.channel(reverse, fwd_epoch, adjoint, number)
             alike.append(rest == [16, 32] and taken == channel_addresses(wanted))
         words = [comm.memory.step_of(number)[0].item() for number in (0, 1, 7)]
         comm.step()
