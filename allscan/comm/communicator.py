@@ -211,7 +211,10 @@ class Communicator(Calls):
     @property
     def gone(self) -> bool:
         """Whether torch.distributed was destroyed or restarted after this communicator was created."""
-        return self.order.store_exchange.gone
+        with contextlib.suppress(StoreGone):
+            self.order.store_exchange.job_store()
+            return False
+        return True
 
     @property
     def broken(self) -> bool:

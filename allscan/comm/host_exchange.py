@@ -126,7 +126,7 @@ class StoreExchange:
         rank compiles, or if a rank is interrupted; Abandoned if a rank has called ``abandon``."""
         if self.size == 1:
             return [value]
-        store = self._store()
+        store = self.job_store()
         try:
             base = f"{self._prefix}{last or self._next_topic(store)}/"
             try:
@@ -163,7 +163,7 @@ class StoreExchange:
     def abandon(self, topic: str, why: str) -> None:
         """End the last exchange on all ranks, without a wait. Called in place of ``exchange``."""
         with contextlib.suppress(dist.DistError, RuntimeError):
-            store, base = self._store(), f"{self._prefix}{topic}/"
+            store, base = self.job_store(), f"{self._prefix}{topic}/"
             self._decide(store, base, f"{ABANDONED}rank {self.ranks[self.rank]} (global) {why}")
             self._read(store, base, last=True)
 
@@ -181,21 +181,19 @@ class StoreExchange:
         deadline = time.monotonic() + limit + (GRACE_S if self.rank else 0.0)
         pause, longest = 1e-4, 5e-3 * max(1, self.size // 16)
         looked = time.monotonic()
+        own: str | None = None  # this rank's decision, which holds if no rank has set one before
         while not store.check([f"{base}decision"]):
             if self.rank == 0 and store.check(keys):
-                words = [word.decode() for word in store.multi_get(keys)]
-                self._decide(store, base, f"{_DONE}[{', '.join(words)}]")
-                break
-            if time.monotonic() > deadline and not another_compiles(store):
+                own = f"{_DONE}[{', '.join(word.decode() for word in store.multi_get(keys))}]"
+            elif time.monotonic() > deadline and not another_compiles(store):
                 absent = missing()
-                self._decide(store, base, f"{FAILED}rank {absent} (global) did not come within {limit:g} s")
+                own = f"{FAILED}rank {absent} (global) did not come within {limit:g} s"
                 _absent.add(absent)
+            elif excuse is not None and time.monotonic() - looked > EXCUSE_S:
+                looked, own = time.monotonic(), excuse(missing)
+            if own:
+                store.compare_set(f"{base}decision", "", own)
                 break
-            if excuse is not None and time.monotonic() - looked > EXCUSE_S:
-                looked = time.monotonic()
-                if excused := excuse(missing):
-                    self._decide(store, base, excused)
-                    break
             time.sleep(pause)
             pause = min(2 * pause, longest)
         decision: str = store.get(f"{base}decision").decode()
@@ -227,24 +225,24 @@ class StoreExchange:
         """Publish this rank's value of ``topic`` for other ranks, which read it with ``posted``."""
         if self.size > 1:
             with contextlib.suppress(dist.DistError, StoreGone):
-                self._store().set(f"{self._prefix}{topic}/{self.rank}", json.dumps(value))
-                self._store().set(f"{self._prefix}{topic}/any", "")
+                self.job_store().set(f"{self._prefix}{topic}/{self.rank}", json.dumps(value))
+                self.job_store().set(f"{self._prefix}{topic}/any", "")
 
     def take_back(self, topic: str) -> None:
         """Delete this rank's value of ``topic``. Call it when no rank needs posted values of the topic any more."""
         if self.size > 1:
             with contextlib.suppress(dist.DistError, StoreGone):
                 for key in (self.rank, "any"):
-                    self._store().delete_key(f"{self._prefix}{topic}/{key}")
+                    self.job_store().delete_key(f"{self._prefix}{topic}/{key}")
 
     def posted(self, topic: str) -> dict[int, Any]:
         """{rank: posted value} of ``topic``. Does not wait for other ranks."""
         if self.size == 1:
             return {}
         try:
-            if not self._store().check([f"{self._prefix}{topic}/any"]):
+            if not self.job_store().check([f"{self._prefix}{topic}/any"]):
                 return {}
-            store, keys = self._store(), {rank: f"{self._prefix}{topic}/{rank}" for rank in range(self.size)}
+            store, keys = self.job_store(), {rank: f"{self._prefix}{topic}/{rank}" for rank in range(self.size)}
             return {r: _as_tuples(json.loads(store.get(key).decode())) for r, key in keys.items() if store.check([key])}
         except (dist.DistError, RuntimeError):
             return {}
@@ -253,13 +251,13 @@ class StoreExchange:
         """Report a fault to all ranks. The first report stays until ``forget_fault``; later ones are ignored."""
         if self.size > 1:
             with contextlib.suppress(dist.DistError, StoreGone):
-                self._store().compare_set(f"{self._prefix}fault", "", f"rank {self.rank} {why}")
+                self.job_store().compare_set(f"{self._prefix}fault", "", f"rank {self.rank} {why}")
 
     def fault(self) -> str | None:
         """The reported fault, or None."""
         if self.size > 1:
             with contextlib.suppress(dist.DistError, StoreGone):
-                store, key = self._store(), f"{self._prefix}fault"
+                store, key = self.job_store(), f"{self._prefix}fault"
                 if store.check([key]):
                     return store.get(key).decode()
         return None
@@ -267,16 +265,11 @@ class StoreExchange:
     def forget_fault(self) -> None:
         if self.size > 1:
             with contextlib.suppress(dist.DistError, StoreGone):
-                self._store().delete_key(f"{self._prefix}fault")
+                self.job_store().delete_key(f"{self._prefix}fault")
 
-    @property
-    def gone(self) -> bool:
-        """Whether the job of this StoreExchange has ended: torch.distributed was destroyed or restarted."""
-        return self.size > 1 and not (dist.is_initialized() and dist.group.WORLD is self._world)
-
-    def _store(self) -> dist.Store:
-        """The job's store. Raises StoreGone if the job has ended."""
-        if self.gone:
+    def job_store(self) -> dist.Store:
+        """The job's store. Raises StoreGone if the job has ended: torch.distributed was destroyed or restarted."""
+        if self.size > 1 and not (dist.is_initialized() and dist.group.WORLD is self._world):
             raise StoreGone("torch.distributed was ended, or restarted, since this communicator was made")
         store: dist.Store = self._job_store
         return store

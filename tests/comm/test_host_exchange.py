@@ -77,7 +77,7 @@ class ThreadRank(StoreExchange):
         self.name, self.store, self._counts = "name", store, {}
         self._prefix = "allscan/name/"
 
-    def _store(self):
+    def job_store(self):
         return self.store
 
 
