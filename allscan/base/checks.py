@@ -234,13 +234,6 @@ def decay_rows(decay: Tensor | float, shape: Sequence[int], device: torch.device
     return decay.contiguous()
 
 
-def decay_strides(decay: object, shape: Sequence[int]) -> tuple[int, int]:
-    """(stride of a matrix, stride of a row), in elements of the tensor that ``decay_rows`` returns."""
-    if not isinstance(decay, Tensor) or not decay.ndim:
-        return 0, 0
-    return (shape[-2], 1) if decay.ndim == len(shape) - 1 else (1, 0)
-
-
 def is_zigzag(layout: str) -> bool:
     """Whether ``layout`` is "zigzag". Raises ValueError unless it is "contiguous" or "zigzag"."""
     if layout not in ("contiguous", "zigzag"):

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from ..base.checks import ScanInputs, Shift, check_scan, decay_rows, decay_strides, plain
+from ..base.checks import ScanInputs, Shift, check_scan, decay_rows, plain
 from ..base.tiling import transition_blocks, transition_tile
 from ..bindings.torch_compat import current_stream_of
 from ..bindings.triton_compat import launchable
@@ -150,7 +150,8 @@ class Launcher:
             neighbour_shift: bool | Shift = Shift(-decay.rows) if adjoint else decay
         else:  # a number that is 0
             neighbour_shift = self.rails is None and isinstance(decay, numbers.Real) and decay == 0
-        strides = decay_strides(decay, self.shape)
+        ndim = decay.ndim if isinstance(decay, Tensor) else 0
+        strides = (self.K, 1) if ndim == len(self.shape) - 1 else (min(ndim, 1), 0)  # of decay_rows
         if transition is not None:
             if self.rails is not None:
                 raise ValueError(f'transitions need algorithm="chain", this AllScan has "{self.spec.algorithm}"')

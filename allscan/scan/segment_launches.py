@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..base.checks import decay_rows, decay_strides, plain
+from ..base.checks import decay_rows, plain
 from ..base.tiling import next_power_of_2, transition_blocks
 from ..comm.agreed import CACHE_SIZE, Recent
 from ..launch.compiled_kernel import Launch
@@ -75,14 +75,14 @@ class SegmentScans:
         states, added = plain(states), NOTHING.value
         if initial is not None and (direction.adjoint or self.is_first(direction.reverse)):
             added = ADDED.value if direction.adjoint else INITIAL.value
-        factor = states
+        factor, ndim = states, 0
         if transitions is not None:
             factor = plain(transitions)
         elif decays is not None:
             factor = decay_rows(decays, states.shape, self.comm.device)
-        strides = decay_strides(decays, states.shape)
+            ndim = factor.ndim
         incoming, outgoing = torch.empty_like(states), states.new_empty(self.shape)
-        key = len(states), direction, strides, decays is not None, transitions is not None, added
+        key = len(states), direction, ndim, decays is not None, transitions is not None, added
         launch = self._launches.get(key)
         if launch is None:
             launch = self._make(*key)
@@ -96,18 +96,18 @@ class SegmentScans:
             self.comm._look_for_nan("allscan_segments()", incoming=incoming, outgoing=outgoing)
         return incoming, outgoing
 
-    def _make(
-        self, n: int, direction: Direction, strides: tuple[int, int], has_decay: bool, dense: bool, added: int
-    ) -> Launch:
+    def _make(self, n: int, direction: Direction, ndim: int, has_decay: bool, dense: bool, added: int) -> Launch:
         *lead, K, V = self.shape
         fixed: dict[str, Any] = dict(n=n, MATRICES=math.prod(lead), K=K, V=V, EXTERNAL=added)
         fixed |= dict(DESCENDING=direction.descending)
         # a waiting program keeps its place on a multiprocessor; on one rank none waits
         programs = self._spec.num_tiles if self.comm.size == 1 else min(self._spec.num_tiles, self._max_ctas)
         if dense:
-            strides = (1, K) if direction.adjoint else (K, 1)
+            strides = (1, K) if direction.adjoint else (K, 1)  # of a transition
             fixed |= dense_blocks(self._spec.tile[0])
         else:
+            # ndim: of decays [n, ..., K] or [n, ...], 0 for a number
+            strides = (K, 1) if ndim == len(self.shape) else (min(ndim, 1), 0)
             fixed |= dict(HAS_DECAY=has_decay, num_warps=max(1, min(8, math.prod(self._spec.tile) // 512)))
         kernel = self.launcher.linked(dense_segments_kernel if dense else segments_kernel)
         fixed |= dict(zip(("stride_i", "stride_j") if dense else ("stride_g", "stride_k"), strides))
