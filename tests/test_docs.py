@@ -23,7 +23,8 @@ def python(*command):
 
 
 def test_it_builds(tmp_path):
-    python("-m", "mkdocs", "build", "--strict", "--quiet", "-d", str(tmp_path))
+    """Without --quiet, which hides warnings from --strict."""
+    python("-m", "mkdocs", "build", "--strict", "-d", str(tmp_path))
     page = (tmp_path / "api" / "zeco_gla" / "index.html").read_text()
     assert "initial_state" in page and "arXiv 2507.01004" in page
 
