@@ -61,15 +61,14 @@ def variants() -> dict[str, Variant]:
         blocks = "solved" if form[0] else "operands"
         add(f"operands{name}", delta_chunks.operands_kernel, blocks, constants, dict(num_stages=2))
     add("pairs", bwd.pairs_kernel, "pairs", {}, dict(BV=64, maxnreg=168))
-    others = dict(BJ=64), dict(num_stages=3)
-    add("gradient", bwd.gradient_kernel, "gradient", {}, *others, beside=("pairs",))
+    add("gradient", bwd.gradient_kernel, "gradient", {}, dict(BJ=64), dict(maxnreg=168))
     for name, REST in (("gradient strong", False), ("gradient strong rest", True)):
         add(name, bwd.strong_gradient_kernel, "strong_gradient", dict(REST=REST), dict(num_stages=2), beside=("pairs",))
     return found
 
 
 TYPES = dict.fromkeys(
-    "p_q p_k p_v p_do p_states p_dstates p_v_new p_dv_new p_weights p_pairs p_scores p_solved p_w p_u "
+    "p_q p_k p_v p_do p_states p_dstates p_v_new p_r p_weights p_pairs p_scores p_solved p_w p_u "
     "p_kg p_qg p_dq p_dk p_dv".split(),
     BF16,
 )
@@ -111,9 +110,9 @@ class Chunks:
         self.x |= dict(
             p_weights=packing.chunk_weights(C, torch.device(device)), p_chunks=torch.stack([start, start + C], 1)
         )
-        shapes = dict.fromkeys("p_v_new p_dv_new p_w p_u p_kg p_qg p_dq p_dk p_dv p_dg".split(), (T, H, K))
+        shapes = dict.fromkeys("p_v_new p_r p_w p_u p_kg p_qg p_dq p_dk p_dv p_dg".split(), (T, H, K))
         shapes |= dict(p_scores=(T, H, C), p_solved=(T, H, C), p_dbeta=(T, H), p_strong=(self.N, H))
-        shapes |= dict(p_sums=(self.N + 1, H, K), p_parts=(self.N, H, 2, C), p_pairs=(self.N, H, 2, C, C))
+        shapes |= dict(p_sums=(self.N + 1, H, K), p_parts=(self.N, H, 4, C), p_pairs=(self.N, H, 2, C, C))
         self.x |= {name: torch.zeros(shape, dtype=TYPES[name], device=device) for name, shape in shapes.items()}
         self.places = sorted({(0, 0), (self.N // 2, H // 2), (self.N - 1, H - 1)})
         self.wanted = [self._recurrence(*at) for at in self.places]
@@ -129,7 +128,8 @@ class Chunks:
 
     def launch(self, variant: Variant) -> Any:
         given = [self.x.get(x, self.scale) for x in variant.kernel.arg_names if x in TYPES or x == "scale"]
-        return variant.kernel[(self.N * self.H,)](*given, **fixed(variant, self.H), **OPTIONS)
+        columns = K // variant.options["BJ"] if variant.kernel is bwd.gradient_kernel else 1
+        return variant.kernel[(self.N * self.H * columns,)](*given, **fixed(variant, self.H), **OPTIONS)
 
     def floor(self, variant: Variant, rate: float = 3.0e9) -> float:
         """Return the ms for reading inputs and writing outputs once at 3.0 TB/s."""
@@ -140,13 +140,14 @@ class Chunks:
             self.x[f"p_{name}"].fill_(float("nan"))
 
     def between(self) -> None:
-        """Compute v_new and its gradient from the results of operands_kernel."""
-        w, u, kg, scores, do = (
-            self.x[f"p_{name}"].unflatten(0, (-1, C)).transpose(1, 2).float() for name in "w u kg scores do".split()
+        """Compute v_new and r from the results of operands_kernel."""
+        w, u, kg, scores, solved, do = (
+            self.x[f"p_{name}"].unflatten(0, (-1, C)).transpose(1, 2).float()
+            for name in "w u kg scores solved do".split()
         )
         v_new = u - w @ self.x["p_states"].float()
-        dv_new = scores.mT @ do + kg @ self.x["p_dstates"].float()
-        for name, x in (("p_v_new", v_new), ("p_dv_new", dv_new)):
+        r = solved.mT @ (scores.mT @ do + kg @ self.x["p_dstates"].float())
+        for name, x in (("p_v_new", v_new), ("p_r", r)):
             self.x[name].copy_(x.transpose(1, 2).flatten(0, 1))
 
     def output(self) -> torch.Tensor:
@@ -171,6 +172,12 @@ def anchored(chunks: Chunks) -> None:
     delta_chunks.anchors_kernel[(chunks.N * chunks.H,)](*given, **sizes, **OPTIONS)
 
 
+def summed(chunks: Chunks, columns: int) -> None:
+    """Compute dbeta from gradient_kernel's parts."""
+    given = [chunks.x[f"p_{name}"] for name in ("parts", "chunks", "strong", "dbeta")]
+    bwd.dbeta_kernel[(chunks.N * chunks.H,)](*given, H=chunks.H, BT=C, NJ=columns, num_warps=1, **OPTIONS)
+
+
 def measure(chunks: Chunks, name: str, known: dict[str, Variant], timed: bool) -> dict[str, float]:
     """Return errors against float64; with ``timed`` also ms, registers and bytes spilled."""
     variant = known[name]
@@ -184,12 +191,13 @@ def measure(chunks: Chunks, name: str, known: dict[str, Variant], timed: bool) -
         found = chunks.errors(dict(o=chunks.output()))
     else:
         chunks.spoil("dq dk dv dg dbeta pairs parts")
-        chunks.between()  # the kernel overwrites dv_new
         for other in (known[x] for x in variant.beside):
             chunks.launch(other)
         compiled = chunks.launch(variant)
         if variant.group == "pairs":
-            chunks.launch(known["gradient"])
+            chunks.launch(known["gradient strong"])
+        elif variant.group == "gradient":
+            summed(chunks, K // variant.options["BJ"])
         found = chunks.errors({x: chunks.x[f"p_{x}"] for x in "dq dk dv dg dbeta".split()})
     if timed:
         first, last = (torch.cuda.Event(enable_timing=True) for _ in "fl")
@@ -205,8 +213,8 @@ def measure(chunks: Chunks, name: str, known: dict[str, Variant], timed: bool) -
 
 def groups(gates: str) -> list[str]:
     if gates in ("strong", "mixed"):
-        return ["operands strong", "gradient strong" if gates == "strong" else "gradient strong rest"]
-    return ["operands", "operands solved", "pairs", "gradient"]
+        return ["operands strong", *(["pairs", "gradient strong"] if gates == "strong" else ["gradient strong rest"])]
+    return ["operands", "operands solved", "gradient"]
 
 
 def run(gates: str, group: str, T: int, H: int, device: str, limit: float = 1.5e-2) -> int:

@@ -446,12 +446,13 @@ def adjoint_kernel(
     p_do,  # [tokens, H, V]
     p_dv,  # [tokens, H, V]; None: computed from p_scores
     p_scores,  # Aqk [tokens, H, BT]; None with p_dv
+    p_solved,  # T [tokens, H, BT]; or None
     p_segments,  # int32 [NS, SEGMENT_WORDS]
     p_incoming,  # float32 [NS, H, K, V]; in and out, see load_incoming; all from here to p_dinitial may be None
     p_through,  # float32 [NS, H, K, K]; None without an incoming gradient
     p_prev,  # float32 [B, H, K, V]; None without p_through
     p_dstates,  # [NC, H, K, V]; out, the gradient of each chunk's outgoing state
-    p_dv_new,  # dv' [tokens, H, V]; out
+    p_dv_new,  # dv', with p_solved T^T dv' [tokens, H, V]; out
     p_dinitial,  # float32 [N, H, K, V]; out, gradients of the initial states of the sequences that begin here
     p_local,  # float32 [NS, H, K, V]; out, each segment's local gradient, from zero; None with p_incoming
     p_outside,  # float32 [N, H, K, V], gradients of final states; or None
@@ -502,7 +503,11 @@ def adjoint_kernel(
         if EVERY_CHUNK:
             at_s, inside_s = state_at((chunk + n) * H + h, i_v, K, V, BK, BV)
             at_v, inside_v = rows(h, first, end, H, V, BT, BV, i_v)
-            store_gradients(p_dstates, p_dv_new, b_state, b_dv, at_s, inside_s, at_v, inside_v)
+            b_out = b_dv
+            if p_solved is not None:
+                at_a, inside_a = rows(h, first, end, H, BT, BT, BT)
+                b_out = product(b_dv, load(p_solved, at_a, inside_a), tl.zeros([BV, BT], tl.float32), PRECISION)
+            store_gradients(p_dstates, p_dv_new, b_state, b_out, at_s, inside_s, at_v, inside_v)
         b_state *= b_decay[None, :]
         b_decay = b_next_decay
         if SCALAR:

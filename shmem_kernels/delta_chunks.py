@@ -219,18 +219,35 @@ def chunk_of(p_chunks, p_beta, n, h, H: tl.constexpr, BT: tl.constexpr):
 
 
 @triton.jit
-def inverse(b_a, BT: tl.constexpr, PRECISION: tl.constexpr):
-    """Return the inverse of 1 + a; a [BT, BT] is strictly lower triangular. With X the inverses of the diagonal blocks
-    of n tokens and a' the part of a between the two blocks of each pair, the inverses for 2n tokens are X - X a' X:
-    forward substitution by blocks."""
-    where, b_pairs = halves(0, BT)
-    b_x = tl.where(lower(BT, 0) & upper(BT, 0), 1.0, tl.where(b_pairs, -b_a, 0.0))
+def small_inverses(b_a, B: tl.constexpr, BT: tl.constexpr, PRECISION: tl.constexpr):
+    """Inverses of 1 + the B diagonal blocks of BT tokens of a, [B * BT, B * BT] with zeros elsewhere."""
+    b, t = tl.arange(0, B), tl.arange(0, BT)
+    diagonal = b[:, None, None, None] == b[None, None, :, None]
+    b_a = tl.sum(tl.where(diagonal, tl.reshape(b_a, [B, BT, B, BT]), 0.0), 2)
+    r, c = t[None, :, None], t[None, None, :]
+    b_x = tl.where(r == c, 1.0, tl.where((r >> 1) == (c >> 1), -b_a, 0.0))
     n = 1
     while (2 << n) <= BT:
-        where, b_pairs = halves(n, BT)
-        b_y = tf32_product(b_x, tl.where(b_pairs, b_a, 0.0), tl.zeros([BT, BT], tl.float32), PRECISION)
+        middle = ((r >> (n + 1)) << (n + 1)) + (1 << n)
+        b_pairs = (r >= middle) & (c < middle) & ((c >> (n + 1)) == (r >> (n + 1)))
+        b_y = tl.zeros([B, BT, BT], tl.float32)
+        b_y = tf32_product(b_x, tl.where(b_pairs, b_a, 0.0), b_y, PRECISION)
         b_x = tf32_product(-b_y, b_x, b_x, PRECISION)
         n += 1
+    return tl.reshape(tl.where(diagonal, b_x[:, :, None, :], 0.0), [B * BT, B * BT])
+
+
+@triton.jit
+def inverse(b_a, BT: tl.constexpr, PRECISION: tl.constexpr):
+    """Return the inverse of 1 + a; a [BT, BT], BT = 64, is strictly lower triangular. With X the inverses of the
+    diagonal blocks of n tokens and a' the part of a between the two blocks of each pair, the inverses for 2n tokens are
+    X - X a' X: forward substitution by blocks. The first levels take blocks of 16 tokens, two more the whole."""
+    b_x = small_inverses(b_a, BT // 16, 16, PRECISION)
+    for n in tl.static_range(4, 6):
+        where, b_pairs = halves(n, BT)
+        b_y = tl.zeros([BT, BT], tl.float32)
+        b_y = tf32_product(b_x, tl.where(b_pairs, b_a, 0.0), b_y, PRECISION)
+        b_x = tf32_product(-b_y, b_x, b_x, PRECISION)
     return b_x
 
 

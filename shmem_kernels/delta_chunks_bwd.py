@@ -1,10 +1,10 @@
 """KDA inside of a chunk, backward; delta_chunks.py defines the symbols.
 
-Inputs are dS', the gradient of the chunk's outgoing state, and dv_new = Aqk^T do + kg dS', both from adjoint_kernel
-(delta.py). pairs_kernel computes the terms without decays of pairs; gradient_kernel and strong_gradient_kernel compute
-all others:
+Inputs are dS', the gradient of the chunk's outgoing state, and r = T^T dv_new, dv_new = Aqk^T do + kg dS', both from
+adjoint_kernel (delta.py). gradient_kernel computes weak chunks, BJ columns of q and k a program, dbeta_kernel sums
+their terms of dbeta. pairs_kernel and strong_gradient_kernel compute strong chunks.
 
-    r = T^T dv_new, the gradient of the right side of (1 + Akk) v_new = beta v - beta k e^G S
+    r is the gradient of the right side of (1 + Akk) v_new = beta v - beta k e^G S
     dAqk = do v_new^T, s <= t         dAkk = -r v_new^T, s < t         dv = beta r
     dbeta = v . r - (k e^G) . r S^T + k . X,      X_t = sum_s dAkk[t, s] k_s e^(G_t - G_s)
     dq   = scale e^G do S^T  +  scale sum_s dAqk[t, s] k_s e^(G_t - G_s)
@@ -43,14 +43,85 @@ def sums_at(n, h, H: tl.constexpr, BT: tl.constexpr):
 
 
 @triton.jit
+def times_values(
+    p_x, p_v_new, place, H: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr
+):
+    """Return x v_new^T [BT, BT]. place: h, first and last token."""
+    h, start, end = place
+    b_sum = tl.zeros([BT, BT], tl.float32)
+    for i_v in tl.static_range((V + BV - 1) // BV):
+        base, at, inside = tile(h, start, end, H, V, BT, BV, i_v)
+        b_v_new = tl.trans(load(p_v_new + base, at, inside))
+        b_sum = product(load(p_x + base, at, inside), b_v_new, b_sum, PRECISION)
+    return b_sum
+
+
+@triton.jit
+def of_values(p_v, p_r, p_dv, b_beta, place, H: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr):
+    """Store dv; return v . r [BT]. place: h, first and last token."""
+    h, start, end = place
+    b_dbeta = tl.zeros([BT], tl.float32)
+    for i_v in tl.static_range((V + BV - 1) // BV):
+        base, at, inside = tile(h, start, end, H, V, BT, BV, i_v)
+        b_r = load(p_r + base, at, inside).to(tl.float32)
+        b_dbeta += tl.sum(b_r * load(p_v + base, at, inside).to(tl.float32), 1)
+        tl.store(p_dv + base + at, cast(b_r * b_beta[:, None], p_dv.dtype.element_ty), mask=inside)
+    return b_dbeta
+
+
+@triton.jit
+def same_of(b_pairs, BT: tl.constexpr):
+    """Return the diagonal [BT]."""
+    return tl.sum(tl.where(lower(BT, 0) & upper(BT, 0), b_pairs, 0.0), 1)
+
+
+@triton.jit
+def times_state(
+    p_x,
+    p_states,
+    place,
+    place_s,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BT: tl.constexpr,
+    BJ: tl.constexpr,
+    BV: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Return BJ columns of x S^T [BT, BJ]. place: h, first and last token; place_s: number of the state, j."""
+    h, start, end = place
+    i_state, j = place_s
+    b_sum = tl.zeros([BT, BJ], tl.float32)
+    for i_v in tl.static_range((V + BV - 1) // BV):
+        base, at, inside = tile(h, start, end, H, V, BT, BV, i_v)
+        base_s, at_s, inside_s = state_tile(i_state, i_v, K, V, BJ, BV, j)
+        b_state = tl.trans(load(p_states + base_s, at_s, inside_s))
+        b_sum = product(load(p_x + base, at, inside), b_state, b_sum, PRECISION)
+    return b_sum
+
+
+@triton.jit
+def inner(p_x, p_y, place_s, K: tl.constexpr, V: tl.constexpr, BJ: tl.constexpr, BV: tl.constexpr):
+    """Return the sums of x y over V, of BJ rows of two states [BJ]. place_s as in times_state."""
+    i_state, j = place_s
+    b_sum = tl.zeros([BJ], tl.float32)
+    for i_v in tl.static_range((V + BV - 1) // BV):
+        base, at, inside = state_tile(i_state, i_v, K, V, BJ, BV, j)
+        b_x, b_y = load(p_x + base, at, inside).to(tl.float32), load(p_y + base, at, inside).to(tl.float32)
+        b_sum += tl.sum(b_x * b_y, 1)
+    return b_sum
+
+
+@triton.jit
 def pairs_kernel(
     p_v,  # [tokens, H, V]
     p_beta,  # [tokens, H]
     p_chunks,  # int32 [NC, 2]
-    p_solved,  # T [tokens, H, BT]
+    p_strong,  # int32 [NC, H], see anchors_kernel
     p_v_new,  # [tokens, H, V]
     p_do,  # [tokens, H, V]
-    p_dv_new,  # [tokens, H, V]; in dv_new, out r
+    p_r,  # [tokens, H, V]
     p_dv,  # [tokens, H, V]; out
     p_pairs,  # [NC, H, 2, BT, BT]; out
     p_parts,  # float32 [NC, H, 2, BT]; out, see sums_at
@@ -64,74 +135,30 @@ def pairs_kernel(
     BV: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """For one chunk and head: dv; r = T^T dv_new in place of dv_new; scale dAqk and dAkk, s < t (pairs [NC, H, 2, BT,
-    BT]); and sums, see sums_at."""
+    """For one strong chunk and head: dv; scale dAqk and dAkk, s < t (pairs [NC, H, 2, BT, BT]); and sums, see
+    sums_at."""
     n, h = tl.program_id(0) // H, tl.program_id(0) % H  # heads of a token are adjacent in memory
+    if tl.load(p_strong + n * H + h) == 0:
+        return
     start, end, at_t, inside_t, b_beta = chunk_of(p_chunks, p_beta, n, h, H, BT)
-    base_a, at_a, inside_a = tile(h, start, end, H, BT, BT, BT)
-    b_solved = tl.trans(load(p_solved + base_a, at_a, inside_a))
-    b_dbeta = tl.zeros([BT], tl.float32)
-    b_a = tl.zeros([BT, BT], tl.float32)
-    b_b = tl.zeros([BT, BT], tl.float32)
-    for i_v in range((V + BV - 1) // BV):
-        base, at, inside = tile(h, start, end, H, V, BT, BV, i_v)
-        b_v_new = tl.trans(load(p_v_new + base, at, inside))
-        b_r = product(b_solved, load(p_dv_new + base, at, inside), tl.zeros([BT, BV], tl.float32), PRECISION)
-        b_a = product(load(p_do + base, at, inside), b_v_new, b_a, PRECISION)
-        b_dbeta += tl.sum(b_r * load(p_v + base, at, inside).to(tl.float32), 1)
-        tl.store(p_dv + base + at, cast(b_r * b_beta[:, None], p_dv.dtype.element_ty), mask=inside)
-        b_r = cast(b_r, p_dv_new.dtype.element_ty)
-        b_b = product(b_r, b_v_new, b_b, PRECISION)
-        tl.store(p_dv_new + base + at, b_r, mask=inside)
-    b_same = tl.sum(tl.where(lower(BT, 0) & upper(BT, 0), b_a, 0.0), 1) * scale
+    place = (h, start, end)
+    b_dbeta = of_values(p_v, p_r, p_dv, b_beta, place, H, V, BT, BV)
+    b_pq = times_values(p_do, p_v_new, place, H, V, BT, BV, PRECISION) * scale
+    b_pk = times_values(p_r, p_v_new, place, H, V, BT, BV, PRECISION)
     p_pairs += (n * H + h).to(tl.int64) * (2 * BT * BT)
     at_p = tl.arange(0, BT)[:, None] * BT + tl.arange(0, BT)[None, :]
-    tl.store(p_pairs + at_p, cast(tl.where(lower(BT, 1), b_a * scale, 0.0), p_pairs.dtype.element_ty))
-    tl.store(p_pairs + BT * BT + at_p, cast(tl.where(lower(BT, 1), -b_b, 0.0), p_pairs.dtype.element_ty))
+    tl.store(p_pairs + at_p, cast(tl.where(lower(BT, 1), b_pq, 0.0), p_pairs.dtype.element_ty))
+    tl.store(p_pairs + BT * BT + at_p, cast(tl.where(lower(BT, 1), -b_pk, 0.0), p_pairs.dtype.element_ty))
     p_parts += sums_at(n, h, H, BT)
-    tl.store(p_parts, b_same)
+    tl.store(p_parts, same_of(b_pq, BT))
     tl.store(p_parts + BT, b_dbeta)
-
-
-@triton.jit
-def by_states(
-    of_v,
-    states,
-    place,
-    b_last,
-    H: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BT: tl.constexpr,
-    BJ: tl.constexpr,
-    BV: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """Return do S^T, r S^T and v_new dS^T [BT, BJ], and b_last [BJ] plus the sums of S dS over V, for the j-th columns
-    of a chunk: the products with its incoming state S and the gradient dS of its outgoing state. of_v: pointers to do,
-    r, v_new; states: to S, dS; place: n, h, first and last token, j."""
-    p_do, p_r, p_v_new = of_v
-    p_states, p_dstates = states
-    n, h, start, end, j = place
-    b_dq = tl.zeros([BT, BJ], tl.float32)
-    b_x = tl.zeros([BT, BJ], tl.float32)
-    b_dk = tl.zeros([BT, BJ], tl.float32)
-    for i_v in range((V + BV - 1) // BV):
-        base_v, at_v, inside_v = tile(h, start, end, H, V, BT, BV, i_v)
-        base_s, at_s, inside_s = state_tile(n * H + h, i_v, K, V, BJ, BV, j)
-        b_state, b_dstate = load(p_states + base_s, at_s, inside_s), load(p_dstates + base_s, at_s, inside_s)
-        b_last += tl.sum(b_state.to(tl.float32) * b_dstate.to(tl.float32), 1)
-        b_state = tl.trans(b_state)
-        b_dq = product(load(p_do + base_v, at_v, inside_v), b_state, b_dq, PRECISION)
-        b_x = product(load(p_r + base_v, at_v, inside_v), b_state, b_x, PRECISION)
-        b_dk = product(load(p_v_new + base_v, at_v, inside_v), tl.trans(b_dstate), b_dk, PRECISION)
-    return b_dq, b_x, b_dk, b_last
 
 
 @triton.jit
 def gradient_kernel(
     p_q,  # [tokens, HK, K]
     p_k,  # [tokens, HK, K]
+    p_v,  # [tokens, H, V]
     p_g,  # [tokens, H, K], natural logarithms
     p_beta,  # [tokens, H]
     p_chunks,  # int32 [NC, 2]
@@ -141,13 +168,12 @@ def gradient_kernel(
     p_dstates,  # [NC, H, K, V], the gradient of its outgoing state
     p_v_new,  # [tokens, H, V]
     p_do,  # [tokens, H, V]
-    p_dv_new,  # r [tokens, H, V]
-    p_pairs,  # [NC, H, 2, BT, BT], of pairs_kernel
-    p_parts,  # float32 [NC, H, 2, BT], of pairs_kernel
+    p_r,  # [tokens, H, V]
     p_dq,  # [tokens, H, K]; out
     p_dk,  # [tokens, H, K]; out
+    p_dv,  # [tokens, H, V]; out
     p_dg,  # like p_g; out
-    p_dbeta,  # like p_beta; out
+    p_parts,  # float32 [NC, H, NJ, BT]: dbeta of BJ columns; out
     scale,  # float
     H: tl.constexpr,
     HK: tl.constexpr,
@@ -158,51 +184,91 @@ def gradient_kernel(
     BV: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """dq, dk [tokens, H, K], dg and dbeta of one weak chunk and head; runs after pairs_kernel."""
-    n, h = tl.program_id(0) // H, tl.program_id(0) % H  # heads of a token are adjacent in memory
+    """Of one weak chunk and head BJ columns of dq, dk and dg, and what these give to dbeta; dv."""
+    NJ: tl.constexpr = (K + BJ - 1) // BJ
+    DTYPE: tl.constexpr = tl.bfloat16 if PRECISION == "bf16" else tl.float32
+    j, h, n = tl.program_id(0) % NJ, tl.program_id(0) // NJ % H, tl.program_id(0) // (NJ * H)
     if tl.load(p_strong + n * H + h) != 0:
         return
-    DTYPE: tl.constexpr = tl.bfloat16 if PRECISION == "bf16" else tl.float32
     start, end, at_t, inside_t, b_beta = chunk_of(p_chunks, p_beta, n, h, H, BT)
-    p_parts += sums_at(n, h, H, BT)
-    b_same, b_dbeta = tl.load(p_parts), tl.load(p_parts + BT)
-    p_pairs += (n * H + h).to(tl.int64) * (2 * BT * BT)
-    for j in range((K + BJ - 1) // BJ):
-        b_g = gates_at(p_g, h, start, end, j, H, K, BT, BJ)
-        base_k, at_k, inside_k = tile(h // (H // HK), start, end, HK, K, BT, BJ, j)
-        base, at, inside = tile(h, start, end, H, K, BT, BJ, j)
-        b_sums = gate_sums(p_weights, ONWARD, True, b_g, BT, PRECISION)
-        b_decay = exp2(tl.sum(b_g, 0))
-        of_v, states, place = (p_do, p_dv_new, p_v_new), (p_states, p_dstates), (n, h, start, end, j)
-        b_sum, b_x, b_dk, b_last = by_states(
-            of_v, states, place, tl.zeros([BJ], tl.float32), H, K, V, BT, BJ, BV, PRECISION
-        )
-        b_k = load(p_k + base_k, at_k, inside_k)
-        b_keys = cast(b_k.to(tl.float32) * (exp2(-b_sums) * SMALL), DTYPE)
-        b_dk *= (b_decay * BIG)[None, :]
-        b_last = b_last * b_decay + tl.sum(b_keys.to(tl.float32) * b_dk, 0)
-        b_sum = product(load_weights(p_pairs, 0, BT), b_keys, b_sum * (scale * SMALL), PRECISION)
-        b_x = product(load_weights(p_pairs, 1, BT), b_keys, b_x * -SMALL, PRECISION)
-        b_q = load(p_q + base_k, at_k, inside_k)
-        b_before = exp2(b_sums) * BIG
-        b_queries = cast(b_q.to(tl.float32) * b_before, DTYPE)
-        b_dk = product(tl.trans(load_weights(p_pairs, 0, BT)), b_queries, b_dk, PRECISION)
-        b_gates = b_queries.to(tl.float32) * b_sum  # dG
-        b_sum = tl.fma(b_before, b_sum, b_same[:, None] * b_k.to(tl.float32))
-        tl.store(p_dq + base + at, cast(b_sum, p_dq.dtype.element_ty), mask=inside)
-        b_later = cast(b_k.to(tl.float32) * b_before * b_beta[:, None], DTYPE)
-        b_dk = product(tl.trans(load_weights(p_pairs, 1, BT)), b_later, b_dk, PRECISION)
-        b_gates += b_later.to(tl.float32) * b_x
-        b_gates -= b_keys.to(tl.float32) * b_dk
-        b_x *= b_before
-        b_dbeta += tl.sum(b_k.to(tl.float32) * b_x, 1)
-        b_x = tl.fma(b_x, b_beta[:, None] + tl.zeros([BT, BJ], tl.float32), b_same[:, None] * b_q.to(tl.float32))
-        b_dk = tl.fma(exp2(-b_sums) * SMALL, b_dk, b_x)
-        tl.store(p_dk + base + at, cast(b_dk, p_dk.dtype.element_ty), mask=inside)
-        b_through = b_last[None, :] + tl.zeros([BT, BJ], tl.float32)
-        b_gates = weighted(p_weights, ONWARD, False, b_gates, b_through, BT, PRECISION)
-        tl.store(p_dg + base + at, cast(b_gates, p_dg.dtype.element_ty), mask=inside)
-    tl.store(p_dbeta + at_t, cast(b_dbeta, p_dbeta.dtype.element_ty), mask=inside_t)
+    place, place_s = (h, start, end), (n * H + h, j)
+    base_k, at_k, inside_k = tile(h // (H // HK), start, end, HK, K, BT, BJ, j)
+    base, at, inside = tile(h, start, end, H, K, BT, BJ, j)
+    b_dbeta = tl.zeros([BT], tl.float32)
+    if j == 0:
+        b_dbeta = of_values(p_v, p_r, p_dv, b_beta, place, H, V, BT, BV)
+
+    b_g = gates_at(p_g, h, start, end, j, H, K, BT, BJ)
+    b_sums = gate_sums(p_weights, ONWARD, True, b_g, BT, PRECISION)
+    b_decay = exp2(tl.sum(b_g, 0))
+    b_keys = cast(load(p_k + base_k, at_k, inside_k).to(tl.float32) * (exp2(-b_sums) * SMALL), DTYPE)
+    b_before = exp2(b_sums) * BIG
+    b_sum = times_state(p_v_new, p_dstates, place, place_s, H, K, V, BT, BJ, BV, PRECISION)
+    b_sum *= (b_decay * BIG)[None, :]
+    b_last = inner(p_states, p_dstates, place_s, K, V, BJ, BV) * b_decay
+    b_last += tl.sum(b_keys.to(tl.float32) * b_sum, 0)
+    tl.debug_barrier()  # no load moves across, which saves registers, as below
+
+    b_pairs = times_values(p_do, p_v_new, place, H, V, BT, BV, PRECISION) * scale
+    b_same = same_of(b_pairs, BT)
+    b_pairs = cast(tl.where(lower(BT, 1), b_pairs, 0.0), DTYPE)
+    b_d = times_state(p_do, p_states, place, place_s, H, K, V, BT, BJ, BV, PRECISION)
+    b_d = product(b_pairs, b_keys, b_d * (scale * SMALL), PRECISION)
+    b_later = cast(load(p_q + base_k, at_k, inside_k).to(tl.float32) * b_before, DTYPE)
+    b_sum = product(tl.trans(b_pairs), b_later, b_sum, PRECISION)
+    b_gates = b_later.to(tl.float32) * b_d  # dG
+    b_d = tl.fma(b_before, b_d, b_same[:, None] * load(p_k + base_k, at_k, inside_k).to(tl.float32))
+    tl.store(p_dq + base + at, cast(b_d, p_dq.dtype.element_ty), mask=inside)
+    tl.debug_barrier()
+
+    b_pairs = times_values(p_r, p_v_new, place, H, V, BT, BV, PRECISION)
+    b_pairs = cast(tl.where(lower(BT, 1), -b_pairs, 0.0), DTYPE)
+    b_d = times_state(p_r, p_states, place, place_s, H, K, V, BT, BJ, BV, PRECISION)
+    b_d = product(b_pairs, b_keys, b_d * -SMALL, PRECISION)
+    b_k = load(p_k + base_k, at_k, inside_k).to(tl.float32)
+    b_later = cast(b_k * b_before * b_beta[:, None], DTYPE)
+    b_sum = product(tl.trans(b_pairs), b_later, b_sum, PRECISION)
+    b_gates = tl.fma(b_later.to(tl.float32), b_d, b_gates)  # as strong_gradient_kernel, with the same bits
+    b_d *= b_before
+    b_dbeta += tl.sum(b_k * b_d, 1)
+    p_parts += ((n * H + h).to(tl.int64) * NJ + j) * BT + tl.arange(0, BT)
+    tl.store(p_parts, b_dbeta)
+    b_q = load(p_q + base_k, at_k, inside_k).to(tl.float32)
+    b_d = tl.fma(b_d, b_beta[:, None] + tl.zeros([BT, BJ], tl.float32), b_same[:, None] * b_q)
+    tl.debug_barrier()
+
+    b_g = gates_at(p_g, h, start, end, j, H, K, BT, BJ)
+    b_column = exp2(-gate_sums(p_weights, ONWARD, True, b_g, BT, PRECISION)) * SMALL
+    b_keys = cast(load(p_k + base_k, at_k, inside_k).to(tl.float32) * b_column, DTYPE)
+    b_d = tl.fma(b_column, b_sum, b_d)
+    tl.store(p_dk + base + at, cast(b_d, p_dk.dtype.element_ty), mask=inside)
+    b_gates = tl.fma(-b_keys.to(tl.float32), b_sum, b_gates)
+    b_through = b_last[None, :] + tl.zeros([BT, BJ], tl.float32)
+    b_gates = weighted(p_weights, ONWARD, False, b_gates, b_through, BT, PRECISION)
+    tl.store(p_dg + base + at, cast(b_gates, p_dg.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def dbeta_kernel(
+    p_parts,  # float32 [NC, H, NJ, BT], of gradient_kernel
+    p_chunks,  # int32 [NC, 2]
+    p_strong,  # int32 [NC, H], see anchors_kernel
+    p_dbeta,  # [tokens, H]; out
+    H: tl.constexpr,
+    BT: tl.constexpr,
+    NJ: tl.constexpr,
+):
+    """dbeta of a weak chunk and head: a sum in a fixed order."""
+    n, h = tl.program_id(0) // H, tl.program_id(0) % H
+    if tl.load(p_strong + n * H + h) != 0:
+        return
+    t = tl.load(p_chunks + 2 * n) + tl.arange(0, BT)
+    p_parts += (n * H + h).to(tl.int64) * (NJ * BT) + tl.arange(0, BT)
+    b_dbeta = tl.load(p_parts)
+    for j in tl.static_range(1, NJ):
+        b_dbeta += tl.load(p_parts + j * BT)
+    b_dbeta = cast(b_dbeta, p_dbeta.dtype.element_ty)
+    tl.store(p_dbeta + t.to(tl.int64) * H + h, b_dbeta, mask=t < tl.load(p_chunks + 2 * n + 1))
 
 
 @triton.jit
@@ -263,7 +329,7 @@ def strong_gradient_kernel(
     p_dstates,  # [NC, H, K, V], the gradient of its outgoing state
     p_v_new,  # [tokens, H, V]
     p_do,  # [tokens, H, V]
-    p_dv_new,  # r [tokens, H, V]
+    p_r,  # [tokens, H, V]
     p_pairs,  # [NC, H, 2, BT, BT], of pairs_kernel
     p_parts,  # float32 [NC, H, 2, BT], of pairs_kernel
     p_dq,  # [tokens, H, K]; out
@@ -303,7 +369,7 @@ def strong_gradient_kernel(
             base_s, at_s, inside_s = state_tile(n * H + h, i_v, K, V, BJ, BV, j)
             b_state = tl.trans(load(p_states + base_s, at_s, inside_s))
             b_dq = product(load(p_do + base_v, at_v, inside_v), b_state, b_dq, PRECISION)
-            b_x = product(load(p_dv_new + base_v, at_v, inside_v), b_state, b_x, PRECISION)
+            b_x = product(load(p_r + base_v, at_v, inside_v), b_state, b_x, PRECISION)
         b_same = tl.load(p_parts)[:, None]
         b_dk = b_same * load(p_q + base_k, at_k, inside_k).to(tl.float32)
         b_of_q, b_of_k = b_dq * (scale * SMALL), b_x * -SMALL

@@ -33,44 +33,11 @@ from .blocks import (
     product,
     rows,
     state_at,
-    tf32_product,
     upper,
 )
 from .delta import gradient_behind, load_incoming, store_gradients, store_summary, times_keys, transposed_at
-from .delta_chunks import chunk_of, halves, state_tile, tile
+from .delta_chunks import chunk_of, inverse, state_tile, tile
 from .segment_table import ENTERED, FIRST, FLAGS, LAST, SEQUENCE, segment
-
-
-@triton.jit
-def small_inverses(b_a, B: tl.constexpr, BT: tl.constexpr, PRECISION: tl.constexpr):
-    """Inverses of 1 + the B diagonal blocks of BT tokens of a, [B * BT, B * BT] with zeros elsewhere."""
-    b, t = tl.arange(0, B), tl.arange(0, BT)
-    diagonal = b[:, None, None, None] == b[None, None, :, None]
-    b_a = tl.sum(tl.where(diagonal, tl.reshape(b_a, [B, BT, B, BT]), 0.0), 2)
-    r, c = t[None, :, None], t[None, None, :]
-    b_x = tl.where(r == c, 1.0, tl.where((r >> 1) == (c >> 1), -b_a, 0.0))
-    n = 1
-    while (2 << n) <= BT:
-        middle = ((r >> (n + 1)) << (n + 1)) + (1 << n)
-        b_pairs = (r >= middle) & (c < middle) & ((c >> (n + 1)) == (r >> (n + 1)))
-        b_y = tl.zeros([B, BT, BT], tl.float32)
-        b_y = tf32_product(b_x, tl.where(b_pairs, b_a, 0.0), b_y, PRECISION)
-        b_x = tf32_product(-b_y, b_x, b_x, PRECISION)
-        n += 1
-    return tl.reshape(tl.where(diagonal, b_x[:, :, None, :], 0.0), [B * BT, B * BT])
-
-
-@triton.jit
-def inverse_by_blocks(b_a, BT: tl.constexpr, PRECISION: tl.constexpr):
-    """Return delta_chunks.inverse(b_a), BT = 64, with fewer operations: its first levels by blocks of 16 tokens, two
-    more of the whole."""
-    b_x = small_inverses(b_a, BT // 16, 16, PRECISION)
-    for n in tl.static_range(4, 6):
-        where, b_pairs = halves(n, BT)
-        b_y = tl.zeros([BT, BT], tl.float32)
-        b_y = tf32_product(b_x, tl.where(b_pairs, b_a, 0.0), b_y, PRECISION)
-        b_x = tf32_product(-b_y, b_x, b_x, PRECISION)
-    return b_x
 
 
 @triton.jit
@@ -166,7 +133,7 @@ def solved_of(
         b_k = load(p_k + base, at, inside)
         b_a = product(b_k, tl.trans(b_k), b_a, PRECISION)
     b_a = tl.where(lower(BT, 1), b_a * decays_of(b_sums, BT) * b_beta[:, None], 0.0)
-    b_x = inverse_by_blocks(b_a, BT, PRECISION)
+    b_x = inverse(b_a, BT, PRECISION)
     base, at, inside = tile(h, start, end, H, BT, BT, BT)
     tl.store(p_solved + base + at, cast(b_x, p_solved.dtype.element_ty), mask=inside)
 

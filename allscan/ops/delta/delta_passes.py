@@ -340,7 +340,7 @@ class StatePass:
         self, plan: Plan, name: str, x: Between, d: OfOutput, *pointers: Buffer | None, scale: float
     ) -> None:
         scores = d.scores if d.dv is None else None
-        tensors = x.q, x.k, x.w, x.g, d.do, d.dv, scores, self._segments(plan), *pointers
+        tensors = x.q, x.k, x.w, x.g, d.do, d.dv, scores, d.solved, self._segments(plan), *pointers
         self._by_segments(plan, name, adjoint_kernel, *tensors, scale=scale)
 
     def _segments(self, plan: Plan) -> Any:

@@ -12,7 +12,7 @@ from ...base.tiling import cdiv, next_power_of_2
 from ...comm.communicator import Communicator
 from ...launch.plan import Buffer, Plan
 from ...shmem_kernels.delta_chunks import anchors_kernel, operands_kernel, output_kernel
-from ...shmem_kernels.delta_chunks_bwd import gradient_kernel, pairs_kernel, strong_gradient_kernel
+from ...shmem_kernels.delta_chunks_bwd import dbeta_kernel, gradient_kernel, pairs_kernel, strong_gradient_kernel
 from ...tokens.packing import CHUNK_TOKENS, Layout, chunk_weights
 from .delta_passes import StatePass, _words
 from .fla_chunks import ChunkCall
@@ -24,7 +24,6 @@ def chunk_blocks(BK: int, BV_max: int, dtype: torch.dtype) -> dict[str, dict[str
     generates wrong code in some kernels (tests/shmem_kernels/test_compile.py checks each)."""
     fine = dtype != torch.bfloat16
     both = dict(BJ=32 if fine else 64, BV=32 if fine else 64, num_warps=4, num_stages=1)
-    few_columns = both | dict(BJ=32)
     wide = BK > 128 or fine
     columns = min(16 if fine else 32 if wide else 64, BV_max)
     output = dict(BV=columns, BJ=min(32, BK), num_warps=8 if wide else 4, num_stages=1 if wide else 2)
@@ -37,7 +36,8 @@ def chunk_blocks(BK: int, BV_max: int, dtype: torch.dtype) -> dict[str, dict[str
         solved=both | few,
         output=output,
         pairs=both if fine else both | dict(BV=128),
-        gradient=few_columns,
+        gradient=both if fine else both | dict(BJ=32, BV=128),
+        dbeta=dict(num_warps=1),
         strong_gradient=both,
     )
 
@@ -45,7 +45,7 @@ def chunk_blocks(BK: int, BV_max: int, dtype: torch.dtype) -> dict[str, dict[str
 def chunk_blocks_of_cpus(BK: int, BV_max: int) -> dict[str, dict[str, int]]:
     """Return the block sizes for the interpreter, whose time grows with the number of operations."""
     names = "operands", "solved", "output", "pairs", "gradient", "strong_gradient"
-    return dict.fromkeys(names, dict(BJ=BK, BV=BV_max)) | dict(anchors={})
+    return dict.fromkeys(names, dict(BJ=BK, BV=BV_max)) | dict(anchors={}, dbeta={})
 
 
 class ChunkPass(StatePass):
@@ -124,29 +124,33 @@ class ChunkPass(StatePass):
         strong = plan.scratch(self.layout.num_chunks, self.H, dtype=torch.int32)
         qg, kg, w, u, sums = operands = self._operands_memory(plan, v)
         self._operands(plan, x, strong, saved, operands, scale=scale, SOLVED=True, STRONG=False)
-        between, d = Between(kg, w, u, sums, qg), OfOutput(do, None, scores)
+        between, d = Between(kg, w, u, sums, qg), OfOutput(do, None, scores, solved)
         incoming, scratch = plan.scratch(*self.of_states), self._scratch(plan.scratch, plan.scratch, True)
         local = self._local_gradients(plan, between, d, dfinal, scale)
         with plan.side_stream(lambda carrier: carrier.stream()):
             self._carry(plan, saved_states._replace(incoming=incoming), local, dfinal, True, scratch)
         h, dh = (plan.scratch(*self.of_chunks, dtype=self.fine) for _ in "hd")  # large states overflow float16
-        v_new, dv_new = (plan.scratch(*v.shape, dtype=self.fine) for _ in "vd")
+        v_new, r = (plan.scratch(*v.shape, dtype=self.fine) for _ in "vr")
         self._states(plan, between, IncomingStates(saved_states.incoming), None, (h, v_new))
         plan.join()
-        self._adjoint(plan, between, d, scratch.incoming(incoming), (dh, dv_new, dinitial), scale)
-        chunks, strong, weights = self._tables(plan, strong)
-        pairs = plan.scratch(self.layout.num_chunks * self.H, 2, CHUNK_TOKENS, CHUNK_TOKENS, dtype=self.fine)
-        parts = plan.scratch(self.layout.num_chunks, self.H, 2, CHUNK_TOKENS)
-        inputs: tuple[Any, ...] = v, beta, chunks, solved, v_new, do, dv_new
-        outputs: tuple[Buffer, ...] = dv, pairs, parts
-        self._launch_chunks(plan, "pairs", pairs_kernel, *inputs, *outputs, scale=scale)
-        inputs, outputs = (h, dh, v_new, do, dv_new, pairs, parts), (dq, dk, dg, dbeta)
+        self._adjoint(plan, between, d, scratch.incoming(incoming), (dh, r, dinitial), scale)
         self._anchors(plan, g, strong)
-        inputs = q, k, g, beta, chunks, strong, weights, *inputs
-        self._launch_chunks(plan, "gradient", gradient_kernel, *inputs, *outputs, scale=scale)
+        chunks, strong, weights = self._tables(plan, strong)
+        columns, programs = cdiv(self.K, self.blocks["gradient"]["BJ"]), self.layout.num_chunks * self.H
+        parts = plan.scratch(programs, columns, CHUNK_TOKENS)
+        inputs: tuple[Any, ...] = q, k, v, g, beta, chunks, strong, weights, h, dh, v_new, do, r
+        outputs: tuple[Buffer, ...] = dq, dk, dv, dg, parts
+        self._launch_chunks(plan, "gradient", gradient_kernel, *inputs, *outputs, programs=columns, scale=scale)
+        sizes = dict(H=self.H, BT=CHUNK_TOKENS, NJ=columns)
+        plan.launch(dbeta_kernel, (programs,), parts, chunks, strong, dbeta, **sizes, **self.blocks["dbeta"])
+        pairs = plan.scratch(programs, 2, CHUNK_TOKENS, CHUNK_TOKENS, dtype=self.fine)
+        parts = plan.scratch(programs, 2, CHUNK_TOKENS)
+        inputs, outputs = (v, beta, chunks, strong, v_new, do, r), (dv, pairs, parts)
+        self._launch_chunks(plan, "pairs", pairs_kernel, *inputs, *outputs, scale=scale)
+        inputs = q, k, g, beta, chunks, strong, weights, h, dh, v_new, do, r, pairs, parts
         for REST in False, True:
             fixed: dict[str, Any] = dict(scale=scale, REST=REST)
-            self._launch_chunks(plan, "strong_gradient", strong_gradient_kernel, *inputs, *outputs, **fixed)
+            self._launch_chunks(plan, "strong_gradient", strong_gradient_kernel, *inputs, dq, dk, dg, dbeta, **fixed)
         return dq, dk, dv, dg, dbeta
 
     def _operands_memory(self, plan: Plan, v: Buffer) -> tuple:
@@ -157,21 +161,9 @@ class ChunkPass(StatePass):
 
     def _operands(self, plan: Plan, x: Inputs, strong: Buffer, saved: Saved, operands: tuple, **fixed: Any) -> None:
         qg, kg, w, u, sums = operands
-        self._launch_chunks(
-            plan,
-            "solved" if fixed["SOLVED"] else "operands",
-            operands_kernel,
-            *x,
-            *self._tables(plan, strong),
-            saved.scores,
-            saved.solved,
-            w,
-            u,
-            kg,
-            qg,
-            sums,
-            **fixed,
-        )
+        tensors = *x, *self._tables(plan, strong), saved.scores, saved.solved, w, u, kg, qg, sums
+        name = "solved" if fixed["SOLVED"] else "operands"
+        self._launch_chunks(plan, name, operands_kernel, *tensors, **fixed)
 
     def _anchors(self, plan: Plan, g: Buffer, strong: Buffer) -> None:
         """Record the kernel that overwrites the flags of strong chunks by their anchors."""
@@ -182,10 +174,13 @@ class ChunkPass(StatePass):
     def _tables(self, plan: Plan, strong: Buffer) -> tuple:
         return plan.constant(self.layout.chunks), strong, plan.constant(self.weights)
 
-    def _launch_chunks(self, plan: Plan, name: str, kernel: Any, *buffers: Buffer | None, **fixed: Any) -> None:
+    def _launch_chunks(
+        self, plan: Plan, name: str, kernel: Any, *buffers: Buffer | None, programs: int = 1, **fixed: Any
+    ) -> None:
+        """Record a launch of ``programs`` for each chunk and head."""
         sizes = dict(H=self.H, HK=self.HK, K=self.K, V=self.V, BT=CHUNK_TOKENS)
         precision = self.chunked["PRECISION"]
-        grid = (self.layout.num_chunks * self.H,)
+        grid = (self.layout.num_chunks * self.H * programs,)
         plan.launch(kernel, grid, *buffers, **sizes, PRECISION=precision, **self.blocks[name], **fixed)
 
 

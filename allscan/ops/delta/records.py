@@ -101,6 +101,7 @@ class OfOutput(NamedTuple):
     do: Any
     dv: Any
     scores: Any = None
+    solved: Any = None  # T: then r = T^T dv' is computed in place of dv'
 
 
 class Ends(NamedTuple):
