@@ -385,6 +385,26 @@ def local_kda() -> str:
     return _table(["forward / both passes", "weak", "mild", "strong"], rows)
 
 
+def local_kda_shapes() -> str:
+    """docs/delta.md: delta rules by shape, allscan's chunk kernels on an H100; fla's on an H200, from bench.delta."""
+    told = {"kda": "KDA", "gated_delta_rule": "Gated DeltaNet"}
+    rows = []
+    for row in _rows("local_kda_h100"):
+        shape, _, packed = row["shape"].partition(", ")
+        _, T, H, _, V = shape.split("x")
+        cells = [f"{float(row[x]) / 1e3:.2f}" for x in ("forward_us", "forward_backward_us")]
+        for passes in ("forward", "forward+backward"):
+            wanted = dict(rule=row["rule"], T=T, H=H, gates="near 1", method="fla, one rank") | {"pass": passes}
+            plain = row["gates"] == "weak" and not packed and V == "128"
+            found = [x for x in _rows("delta") if plain and all(x[key] == value for key, value in wanted.items())]
+            cells.append(f"{float(found[0]['graph_us']) / 1e3:.2f}" if found else "")
+        rows.append(
+            [told[row["rule"]], f"{int(T):,}, {H}, {V}", ", ".join([row["gates"], *filter(None, [packed])]), *cells]
+        )
+    head = ["", "T, heads, V", "gates", "ours, forward, ms", "both passes", "fla on an H200, forward", "both passes"]
+    return _table(head, rows)
+
+
 def kda() -> str:
     """docs/delta.md."""
     return _delta("kda")
@@ -461,7 +481,19 @@ def last_run() -> str:
 
 
 _MEASURED = headline, scan, operator, operator_h100, training, hybrid, zigzag, worth, worth_kda, memory, alternatives
-_MEASURED += dense, kda, gated_delta_rule, kda_cp, gated_delta_rule_cp, chain, hop, invariant, local_kda, last_run
+_MEASURED += (
+    dense,
+    kda,
+    gated_delta_rule,
+    kda_cp,
+    gated_delta_rule_cp,
+    chain,
+    hop,
+    invariant,
+    local_kda,
+    local_kda_shapes,
+    last_run,
+)
 _MEASURED += (megatron,)
 TABLES = {f.__name__: f for f in _MEASURED}
 
