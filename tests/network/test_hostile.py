@@ -161,8 +161,12 @@ def receive(wire, epochs, taken, word):
 def test_pairs_overtake_each_other_and_no_signal_its_data(wire):
     before = wire.count("overtakings"), wire.count("of_groups")
     wire.set("reorder", 300_000)
-    assert receive(wire, 200, lambda seen, epoch: seen == epoch, wire.slot) == 0
-    assert wire.count("overtakings") - before[0] > 1000 and wire.count("of_groups") - before[1] > 100
+    rounds, counted = 0, (0, 0)
+    while rounds < 10 and not (counted[0] > 1000 and counted[1] > 100):  # on a busy machine one round may reorder less
+        ctypes.memset(wire.arrived, 0, ctypes.sizeof(wire.arrived))
+        assert receive(wire, 200, lambda seen, epoch: seen == epoch, wire.slot) == 0
+        rounds, counted = rounds + 1, (wire.count("overtakings") - before[0], wire.count("of_groups") - before[1])
+    assert counted[0] > 1000 and counted[1] > 100, counted
     assert wire.count("held") == 0
     moved, brought = wire.events(), {}
     signals = []
@@ -175,7 +179,7 @@ def test_pairs_overtake_each_other_and_no_signal_its_data(wire):
             brought[(address - ctypes.addressof(wire.arrived)) // 8] -= 1
             assert min(brought.values()) >= 0, "a signal before its data"
             signals.append(value)
-    assert len(signals) == 200 * wire.TILES and signals != sorted(signals) and not any(brought.values())
+    assert len(signals) == rounds * 200 * wire.TILES and signals != sorted(signals) and not any(brought.values())
 
 
 def test_a_receiver_that_takes_a_later_epoch_fails_there(wire):
