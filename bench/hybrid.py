@@ -64,7 +64,7 @@ from bench import plots
 from bench.baselines import Turn
 from bench.harness import Table, results
 from bench.model import text, training_rows
-from bench.proof import breakdown, kind_of, launched, overlapped, ran
+from bench.proof import DELTA_STATES, breakdown, kind_of, launched, overlapped, ran
 from bench.tuning import Job, compile_ahead
 
 STEPS, CHECKED = 7, 512  # measured steps; tokens per rank in the check
@@ -92,7 +92,7 @@ COLUMNS = (
     "sources",
 )
 METHODS = ("allscan", "allscan, zigzag", "heads", "gathered")
-STATE = ("delta_states_kernel", "transition_kernel")
+STATE = *DELTA_STATES, "transition_kernel"
 
 
 class Hybrid(NamedTuple):
@@ -173,7 +173,7 @@ def seen(layers, alone=False) -> dict:
     """Return by method ({kernels that a step must run: how often, None for any}, kernels that it must not). alone:
     whether the operator on one rank is allscan's."""
     # a layer's collectives are one group call, which NCCL maps to one or several kernels
-    ours = {STATE[0]: None, "AllGather": None, "ReduceScatter": None}, ("SendRecv",)
+    ours = {"|".join(DELTA_STATES): None, "AllGather": None, "ReduceScatter": None}, ("SendRecv",)
     of_state = () if alone else STATE
     return {
         "allscan": ours,

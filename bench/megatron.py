@@ -47,7 +47,7 @@ from allscan.zigzag import zigzag_positions
 from bench.harness import ROOT, Table, results
 from bench.hybrid import communicators, freed, kill
 from bench.model import text, training_rows
-from bench.proof import kernels, ran
+from bench.proof import DELTA_STATES, kernels, ran
 
 STEPS, CHECKED, VOCABULARY = 7, 512, 8192  # measured steps; tokens per rank in the check
 PATTERNS = "MG*-MG*-", "GGGG", "MMMM"
@@ -187,7 +187,7 @@ def prove_scans(name, shape, comm, before) -> None:
 def seen(shape) -> dict:
     """Return by method the kernels that a step must run, and those that it must not."""
     gathers = {"AllGather": None, "ReduceScatter": None} if "*" in shape.pattern else {}
-    of_scans = "scan_kernel|gated_segments_kernel" if "M" in shape.pattern else "delta_states_kernel"
+    of_scans = "scan_kernel|gated_segments_kernel" if "M" in shape.pattern else "|".join(DELTA_STATES)
     no_gathers = () if gathers else ("AllGather", "ReduceScatter")
     return {
         "allscan, zigzag": ({of_scans: None, **gathers}, ("SendRecv", *no_gathers)),

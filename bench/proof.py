@@ -81,6 +81,8 @@ def launched(once) -> list[Launched]:
     ]
 
 
+# Between the chunks of a delta rule: KDA, and any rule with fla's kernels inside chunks; Gated DeltaNet
+DELTA_STATES = "delta_states_kernel", "scalar_states_kernel"
 # Kinds of launches by parts of kernel names; the first match counts
 KINDS = {
     "NCCL": "nccl",

@@ -49,7 +49,7 @@ def times_values(
     """Return x v_new^T [BT, BT]. place: h, first and last token."""
     h, start, end = place
     b_sum = tl.zeros([BT, BT], tl.float32)
-    for i_v in tl.static_range((V + BV - 1) // BV):
+    for i_v in range((V + BV - 1) // BV):
         base, at, inside = tile(h, start, end, H, V, BT, BV, i_v)
         b_v_new = tl.trans(load(p_v_new + base, at, inside))
         b_sum = product(load(p_x + base, at, inside), b_v_new, b_sum, PRECISION)
@@ -61,7 +61,7 @@ def of_values(p_v, p_r, p_dv, b_beta, place, H: tl.constexpr, V: tl.constexpr, B
     """Store dv; return v . r [BT]. place: h, first and last token."""
     h, start, end = place
     b_dbeta = tl.zeros([BT], tl.float32)
-    for i_v in tl.static_range((V + BV - 1) // BV):
+    for i_v in range((V + BV - 1) // BV):
         base, at, inside = tile(h, start, end, H, V, BT, BV, i_v)
         b_r = load(p_r + base, at, inside).to(tl.float32)
         b_dbeta += tl.sum(b_r * load(p_v + base, at, inside).to(tl.float32), 1)
@@ -93,7 +93,7 @@ def times_state(
     h, start, end = place
     i_state, j = place_s
     b_sum = tl.zeros([BT, BJ], tl.float32)
-    for i_v in tl.static_range((V + BV - 1) // BV):
+    for i_v in range((V + BV - 1) // BV):
         base, at, inside = tile(h, start, end, H, V, BT, BV, i_v)
         base_s, at_s, inside_s = state_tile(i_state, i_v, K, V, BJ, BV, j)
         b_state = tl.trans(load(p_states + base_s, at_s, inside_s))
@@ -106,7 +106,7 @@ def inner(p_x, p_y, place_s, K: tl.constexpr, V: tl.constexpr, BJ: tl.constexpr,
     """Return the sums of x y over V, of BJ rows of two states [BJ]. place_s as in times_state."""
     i_state, j = place_s
     b_sum = tl.zeros([BJ], tl.float32)
-    for i_v in tl.static_range((V + BV - 1) // BV):
+    for i_v in range((V + BV - 1) // BV):
         base, at, inside = state_tile(i_state, i_v, K, V, BJ, BV, j)
         b_x, b_y = load(p_x + base, at, inside).to(tl.float32), load(p_y + base, at, inside).to(tl.float32)
         b_sum += tl.sum(b_x * b_y, 1)

@@ -28,6 +28,7 @@ from bench import (
     host,
     hybrid,
     local,
+    local_delta,
     megatron,
     model,
     packed,
@@ -41,7 +42,8 @@ from bench import (
     versions,
 )
 from bench.harness import ROOT, results
-from support.gla import F32, LIMIT, NAMES, GLACase, Whole
+from support.gla import BF16, F32, LIMIT, NAMES, GLACase, Whole
+from support.launches import Launches, launch_chunks
 from support.values import place, relative_all
 
 _alone = {}
@@ -389,3 +391,24 @@ def test_what_the_delta_rules_are_measured_at():
     assert not any("fla" in name for at in ours for name in at.names) and not any(at.jobs() for at in ours)
     assert {*delta.INVARIANT} < {*ours[0].names} and not {*delta.INVARIANT} & {*plan[0].names}
     assert delta.seen("zeco, one rank", "allscan")[0] == ("operands_kernel",)
+
+
+@pytest.mark.parametrize("rule", ["kda", "gated_delta_rule"])
+def test_kernels_that_delta_benches_expect_are_those_of_the_plans(rule, monkeypatch):
+    """Our own chunk kernels of both passes, and the kernels of all methods' communication."""
+    launch_chunks(128, 128, BF16, rule == "gated_delta_rule", monkeypatch)
+    found = collections.Counter(kernel.__name__ for kernel, *_ in Launches.made)
+    for name, method in local_delta.METHODS.items():
+        if method.rule == rule and name.endswith("chunk=allscan"):
+            proof.ran(name, found, method.wanted, method.unwanted)
+    scans = found + collections.Counter(scan_kernel=2, delta_segments_kernel=2)
+    for name in (name for name in delta.SEEN if name.startswith("zeco") and "one rank" not in name):
+        communication = collections.Counter(SendRecv=2) if "moved" in name else collections.Counter()
+        proof.ran(name, scans + communication, *delta.seen(name, "allscan"))
+    gathers = collections.Counter(AllGather=3, ReduceScatter=3)
+    for name in ("allscan", "allscan, zigzag"):
+        proof.ran(name, scans + gathers, *hybrid.seen(12)[name])
+        if rule == "gated_delta_rule":
+            proof.ran(name, scans, *megatron.seen(types.SimpleNamespace(pattern="GGGG"))[name])
+    with pytest.raises(AssertionError, match="was not what ran"):  # a method without a state must not launch them
+        proof.ran("heads", found + collections.Counter(SendRecv=48), *hybrid.seen(12)["heads"])

@@ -423,8 +423,17 @@ def test_delta_kernels(K, V, scalar, most_spilled, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "scalar, K, V",
-    [(False, 128, 128), (True, 128, 128), (False, 256, 64), (True, 64, 256), (True, 32, 32), (True, 32, 64)],
+    "scalar, K, V, dtype",
+    [
+        (False, 128, 128, torch.bfloat16),
+        (True, 128, 128, torch.bfloat16),
+        (False, 256, 64, torch.bfloat16),
+        (True, 64, 256, torch.bfloat16),
+        (True, 32, 32, torch.bfloat16),
+        (True, 32, 64, torch.bfloat16),
+        (False, 128, 128, torch.float32),
+        (True, 128, 128, torch.float32),
+    ],
     ids=[
         "KDA",
         "Gated DeltaNet",
@@ -432,11 +441,13 @@ def test_delta_kernels(K, V, scalar, most_spilled, monkeypatch):
         "Gated DeltaNet, K=64, V=256",
         "Gated DeltaNet, K=V=32",
         "K=32, V=64",
+        "KDA in float32",
+        "Gated DeltaNet in float32",
     ],
 )
-def test_delta_chunk_kernels(scalar, K, V, monkeypatch):
+def test_delta_chunk_kernels(scalar, K, V, dtype, monkeypatch):
     """Our own chunk kernels compile; no product reads unset registers."""
-    launch_chunks(K, V, torch.bfloat16, scalar, monkeypatch)
+    launch_chunks(K, V, dtype, scalar, monkeypatch)
     if scalar:
         pipelined = (
             delta_scalar.scalar_summary_kernel,

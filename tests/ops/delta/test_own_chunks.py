@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import allscan
+from allscan.ops.delta import own_chunks, scalar_chunks
 from allscan.shmem_kernels.delta_scalar import scalar_operands_kernel
 from support.delta import LOG2_E, NAMES, DeltaCase, Whole, of_rank, own_case
 from support.delta_chunks import LIMIT as STEEP
@@ -189,6 +190,28 @@ def test_widths_of_gated_delta_rule(run, K, V, H, HV):
     case = DeltaCase("gated_delta_rule", tokens, H=H, HV=HV, K=K, V=V, gates="mixed", lengths=lengths)
     for errors in run(2, own_case, case):
         assert max(errors.values()) < 3e-6, errors
+
+
+def small_blocks_case(group, case):
+    """own_case with blocks of 16 columns: several in K and in V."""
+    several = mock.patch.multiple(own_chunks, chunk_blocks_of_cpus=small(own_chunks.chunk_blocks_of_cpus))
+    with several, mock.patch.object(scalar_chunks, "scalar_blocks_of_cpus", small(scalar_chunks.scalar_blocks_of_cpus)):
+        return own_case(group, case)
+
+
+def small(blocks):
+    """The block sizes of ``blocks``, at most 16."""
+    return lambda *x: {
+        name: {key: min(16, value) for key, value in sizes.items()} for name, sizes in blocks(*x).items()
+    }
+
+
+@pytest.mark.parametrize("rule", ["kda", "gated_delta_rule"])
+@pytest.mark.parametrize("dtype, limit", [(F32, 3e-6), (BF16, 1e-2)])
+def test_several_blocks_of_columns(run, rule, dtype, limit):
+    case = DeltaCase(rule, [70, 33], H=1, HV=2, K=40, V=40, gates="mixed", dtype=dtype, lengths=[0, 20, 20, 52, 103])
+    for errors in run(2, small_blocks_case, case):
+        assert max(errors.values()) < limit, errors
 
 
 def triangle_case(group, dtype):
