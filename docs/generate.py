@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import csv
 import functools
+import itertools
 import json
 import re
 import sys
@@ -73,7 +74,8 @@ def headline() -> str:
     both = {"pass": "forward+backward"}
     gla = {ranks: step(method="zeco", ranks=ranks, **both) for ranks in (2, 4)}
     gathered = step(method="all_gather overlapped", ranks=4, **both)
-    kda = functools.partial(_find, "delta", rule="kda", T=16384, H=32, gates="near 1", ranks=2, **both)
+    of_kda = dict(rule="kda", T=16384, H=32, gates="near 1", ranks=2) | both
+    own, cp = _find("delta_allscan", method="zeco", **of_kda), _find("delta", method="fla cp_context", **of_kda)
 
     def hybrid(method: str) -> str:
         found = _hybrids(method).items()
@@ -92,11 +94,14 @@ def headline() -> str:
         return f"{float(row['p50_us']) / float(row['one_rank_us']):.3f}"
 
     alone = {
-        row["method"]: row for row in _rows("local_kda") if row["gates"] == "weak" and "packed" not in row["shape"]
+        row["method"]: row["forward_backward_us"]
+        for row in _rows("local_kda")
+        if row["gates"] == "weak" and "packed" not in row["shape"]
     }
+    of_one = _find("delta_allscan", method="zeco, one rank", **of_kda)["graph_us"]
 
-    def ms(row):
-        return f"{float(row['forward_backward_us']) / 1e3:.2f}"
+    def ms(us: str) -> str:
+        return f"{float(us) / 1e3:.2f}"
 
     rows = [
         [
@@ -113,10 +118,10 @@ def headline() -> str:
             f"NCCL all-gather, overlapped, 4 ranks: {over(gathered)}",
         ],
         [
-            'KDA, both passes, chunk="fla", over fla\'s on one GPU',
-            _number(kda(method="zeco")["times_one_rank"], 3),
+            "KDA, both passes, ms; over the same kernels' time on one GPU",
+            f"{ms(own['p50_us'])}; {_number(own['times_one_rank'], 3)}",
             "",
-            f"fla's context parallelism: {_number(kda(method='fla cp_context')['times_one_rank'], 3)}",
+            f"fla's context parallelism: {ms(cp['p50_us'])}; {_number(cp['times_one_rank'], 3)}",
         ],
         [
             "training a GLA model, tokens/s, of data parallel's",
@@ -132,9 +137,9 @@ def headline() -> str:
         ],
         [
             "GLA (16 heads); KDA (32 heads, weak gates) on one GPU, both passes, ms",
-            f"1 GPU: {ms(ours)}; {ms(alone['zeco_kda, chunk=allscan'])}",
+            f"1 GPU: {ms(ours['forward_backward_us'])}; {ms(of_one)}",
             "",
-            f"fla's `chunk_gla`: {ms(fla)}; `chunk_kda`: {ms(alone['fla chunk_kda'])}, "
+            f"fla's `chunk_gla`: {ms(fla['forward_backward_us'])}; `chunk_kda`: {ms(alone['fla chunk_kda'])}, "
             f"with `safe_gate` {ms(alone['fla chunk_kda, safe_gate'])}",
         ],
     ]
@@ -405,6 +410,31 @@ def local_kda_shapes() -> str:
     return _table(head, rows)
 
 
+def delta_allscan() -> str:
+    """docs/delta.md: both rules with allscan's chunk kernels, eager and as a CUDA graph."""
+    told = {"kda": "KDA", "gated_delta_rule": "Gated DeltaNet"}
+    names = {
+        "zeco, one rank": "one rank",
+        "zeco": "**2 ranks**",
+        "zeco, middle rank's work": _DELTA["zeco, middle rank's work"],
+        "zeco, zigzag": _DELTA["zeco, zigzag"],
+        "zeco, invariant 2048": "`invariant=2048`",
+        "zeco, invariant 1024": "`invariant=1024`",
+    }
+    rows = []
+    for rule, method in itertools.product(told, names):
+        cells: list[str] = []
+        for passes in ("forward", "forward+backward"):
+            at = dict(rule=rule, T=16384, H=32, gates="near 1") | {"pass": passes}
+            row, one = (_find("delta_allscan", method=name, **at) for name in (method, "zeco, one rank"))
+            graphs = float(row["graph_us"]) / float(one["graph_us"])
+            cells += [_number(row["p50_us"], 0), _number(row["times_one_rank"], 3)]
+            cells += [_number(row["graph_us"], 0), f"{graphs:.3f}"]
+        rows.append([told[rule], names[method], *cells])
+    part = ["over one rank", "graph, us", "over one rank"]
+    return _table(["", "", "forward, us", *part, "both passes, us", *part], rows)
+
+
 def kda() -> str:
     """docs/delta.md."""
     return _delta("kda")
@@ -492,6 +522,7 @@ _MEASURED += (
     invariant,
     local_kda,
     local_kda_shapes,
+    delta_allscan,
     last_run,
 )
 _MEASURED += (megatron,)

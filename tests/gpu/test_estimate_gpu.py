@@ -68,8 +68,9 @@ def peaks_case(group, rule, layout, H, D):
 @pytest.mark.parametrize("size, layout", [(1, "contiguous"), (2, "contiguous"), (2, "zigzag")])
 @pytest.mark.parametrize("rule", OPERATORS)
 def test_peaks_are_those_estimated(run, size, layout, rule):
-    for ratios in run(size, peaks_case, rule, layout, 16, 128):
-        assert len(ratios) == 6 and all(abs(ratio - 1) < 0.1 for ratio in ratios), ratios
+    ratios = list(zip(*run(size, peaks_case, rule, layout, 16, 128), strict=True))  # by rank
+    # a middle rank is estimated: the first one receives no state, the last one sends none
+    assert len(ratios) == 6 and all(abs(max(of_ranks) - 1) < 0.1 for of_ranks in ratios), ratios
 
 
 SHAPE = dict(layers=4, width=2048, heads=16, head=128, vocabulary=8192)  # three recurrent layers and one softmax layer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import importlib.metadata
 import json
 import os
 
@@ -17,6 +18,16 @@ from allscan.tools.estimate import Cut, Recurrent, Softmax
 from support import ROOT
 
 MIB = 1 << 20
+
+
+def installed(package):
+    """Return (major, minor) of an installed package; (0,) without it."""
+    try:
+        return tuple(map(int, importlib.metadata.version(package).split(".")[:2]))
+    except importlib.metadata.PackageNotFoundError:
+        return (0,)
+
+
 pytestmark = [pytest.mark.cpu, pytest.mark.quick]
 
 
@@ -90,6 +101,9 @@ def measured_hybrids():
     return [pytest.param(x, id=f"{x['model']}, {x['method']}") for x in rows if x["method"] != "gathered"]
 
 
+@pytest.mark.skipif(
+    installed("transformers") < (5, 23), reason="measured with transformers 5.23, whose layers save less than 5.20's"
+)
 @pytest.mark.parametrize("row", measured_hybrids())
 def test_whole_hybrids_are_within_a_percent_of_what_was_measured(row):
     pytest.importorskip("transformers")
@@ -204,7 +218,7 @@ def test_a_step_from_the_command_line(tmp_path, capsys):
     def told(config, ranks, *options):
         path.write_text(json.dumps(config, default=str))
         status = estimate_command.main(
-            [str(path), "--tokens", str(256 * ranks), "--ranks", str(ranks), "--step", *options]
+            [str(path), "--tokens", str(4096 * ranks), "--ranks", str(ranks), "--step", *options]
         )
         return status, capsys.readouterr()
 
