@@ -344,6 +344,7 @@ def dense() -> str:
     return _table(["heads, K, V", "All-Scan", "NCCL all-gather alone", "and fla's merge"], rows)
 
 
+_RULES = {"kda": "KDA", "gated_delta_rule": "Gated DeltaNet"}
 _DELTA = {
     "fla, one rank": "fla's operator, one rank",
     "zeco, one rank": "ours, one rank",
@@ -392,7 +393,6 @@ def local_kda() -> str:
 
 def local_kda_shapes() -> str:
     """docs/delta.md: delta rules by shape, allscan's chunk kernels on an H100; fla's on an H200, from bench.delta."""
-    told = {"kda": "KDA", "gated_delta_rule": "Gated DeltaNet"}
     rows = []
     for row in _rows("local_kda_h100"):
         shape, _, packed = row["shape"].partition(", ")
@@ -404,7 +404,7 @@ def local_kda_shapes() -> str:
             found = [x for x in _rows("delta") if plain and all(x[key] == value for key, value in wanted.items())]
             cells.append(f"{float(found[0]['graph_us']) / 1e3:.2f}" if found else "")
         rows.append(
-            [told[row["rule"]], f"{int(T):,}, {H}, {V}", ", ".join([row["gates"], *filter(None, [packed])]), *cells]
+            [_RULES[row["rule"]], f"{int(T):,}, {H}, {V}", ", ".join([row["gates"], *filter(None, [packed])]), *cells]
         )
     head = ["", "T, heads, V", "gates", "ours, forward, ms", "both passes", "fla on an H200, forward", "both passes"]
     return _table(head, rows)
@@ -412,7 +412,6 @@ def local_kda_shapes() -> str:
 
 def delta_allscan() -> str:
     """docs/delta.md: both rules with allscan's chunk kernels, eager and as a CUDA graph."""
-    told = {"kda": "KDA", "gated_delta_rule": "Gated DeltaNet"}
     names = {
         "zeco, one rank": "one rank",
         "zeco": "**2 ranks**",
@@ -422,7 +421,7 @@ def delta_allscan() -> str:
         "zeco, invariant 1024": "`invariant=1024`",
     }
     rows = []
-    for rule, method in itertools.product(told, names):
+    for rule, method in itertools.product(_RULES, names):
         cells: list[str] = []
         for passes in ("forward", "forward+backward"):
             at = dict(rule=rule, T=16384, H=32, gates="near 1") | {"pass": passes}
@@ -430,7 +429,7 @@ def delta_allscan() -> str:
             graphs = float(row["graph_us"]) / float(one["graph_us"])
             cells += [_number(row["p50_us"], 0), _number(row["times_one_rank"], 3)]
             cells += [_number(row["graph_us"], 0), f"{graphs:.3f}"]
-        rows.append([told[rule], names[method], *cells])
+        rows.append([_RULES[rule], names[method], *cells])
     part = ["over one rank", "graph, us", "over one rank"]
     return _table(["", "", "forward, us", *part, "both passes, us", *part], rows)
 

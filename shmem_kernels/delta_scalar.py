@@ -37,6 +37,7 @@ from .blocks import (
 )
 from .delta import gradient_behind, load_incoming, store_gradients, store_summary, times_keys, transposed_at
 from .delta_chunks import chunk_of, inverse, state_tile, tile
+from .delta_chunks_bwd import same_of
 from .segment_table import ENTERED, FIRST, FLAGS, LAST, SEQUENCE, segment
 
 
@@ -415,7 +416,7 @@ def scalar_gradients_kernel(
     b_sums, b_g = gate_sums_of(p_g, t.to(tl.int64) * H + h, t < end)
     b_between = decays_of(b_sums, BT)
     b_pq *= b_between * scale
-    b_same = tl.sum(tl.where(lower(BT, 0) & upper(BT, 0), b_pq, 0.0), 1)
+    b_same = same_of(b_pq, BT)
     b_pq = cast(tl.where(lower(BT, 1), b_pq, 0.0), DTYPE)
     b_pk = cast(tl.where(lower(BT, 1), -b_pk * b_between, 0.0), DTYPE)
     base_k, at_k, inside_k = tile(h // (H // HK), start, end, HK, K, BT, BJ, j)

@@ -80,6 +80,7 @@ class StatePass:
         self.comm, self.layout, self.B, self.H, self.K, self.V, self.dtype = comm, layout, B, H, K, V, dtype
         self.zigzag, self.num_states = zigzag, 2 * B if zigzag else B
         self.alone = comm.size == 1 and not zigzag  # nothing is sent
+        self.summarizes = not self.alone or layout.num_segments > B  # a segment has another one, or a rank, after it
         self.in_order = in_order
         self.carrier = (InOrderCarrier if in_order else AllScanCarrier).of(comm, dense=True)
         BK = max(16, next_power_of_2(K))
@@ -174,7 +175,7 @@ class StatePass:
         outputs = self._chunks(plan, x.k, x.u)
         saved_states = _words(plan, saved_states)
         local = plan.scratch(*self.of_states)
-        if not self.alone or self.layout.num_segments > self.B:
+        if self.summarizes:
             self._summaries(plan, x, saved_states.transitions, local)
         scratch = self._scratch(plan.scratch, plan.scratch, False)
         self._carry(plan, saved_states, local, ends.inputs, False, scratch)

@@ -86,7 +86,7 @@ class ChunkPass(StatePass):
         self._anchors(plan, x.g, strong)
         self._operands(plan, x, strong, Saved(scores, solved), operands, **fixed, STRONG=True)
         local = plan.scratch(*self.of_states)
-        if not self.alone or self.layout.num_segments > self.B:
+        if self.summarizes:
             self._summaries(plan, Between(kg, w, u, sums), saved_states.transitions, local)
         scratch = self._scratch(plan.scratch, plan.scratch, False)
         self._carry(plan, saved_states, local, ends.inputs, False, scratch)
@@ -116,11 +116,7 @@ class ChunkPass(StatePass):
     ) -> tuple[Buffer, ...]:
         """Record whole_backward in a plan."""
         (q, k, v, g, beta), (scores, solved), (do, dfinal, dinitial) = x, saved, outer
-        saved_states = _words(plan, saved_states)
-        of_head = *v.shape[:3], self.K
-        whole = self.H == self.HK  # no sum over value heads is needed
-        dq, dk = (plan.output(*of_head, dtype=q.dtype if whole else torch.float32) for _ in "qk")
-        dv, dg, dbeta = (plan.output_like(x) for x in (v, g, beta))
+        saved_states, (dq, dk, dv, dg, dbeta) = _words(plan, saved_states), self._gradients_memory(plan, x)
         strong = plan.scratch(self.layout.num_chunks, self.H, dtype=torch.int32)
         qg, kg, w, u, sums = operands = self._operands_memory(plan, v)
         self._operands(plan, x, strong, saved, operands, scale=scale, SOLVED=True, STRONG=False)
@@ -152,6 +148,12 @@ class ChunkPass(StatePass):
             fixed: dict[str, Any] = dict(scale=scale, REST=REST)
             self._launch_chunks(plan, "strong_gradient", strong_gradient_kernel, *inputs, dq, dk, dg, dbeta, **fixed)
         return dq, dk, dv, dg, dbeta
+
+    def _gradients_memory(self, plan: Plan, x: Inputs) -> tuple[Buffer, ...]:
+        """Allocate dq and dk for each head of v, dv, dg and dbeta."""
+        dtype = x.q.dtype if self.H == self.HK else torch.float32  # summed over value heads
+        dq, dk = (plan.output(*x.v.shape[:3], self.K, dtype=dtype) for _ in "qk")
+        return dq, dk, *(plan.output_like(y) for y in (x.v, x.g, x.beta))
 
     def _operands_memory(self, plan: Plan, v: Buffer) -> tuple:
         """Allocate qg, kg, w, u and the sums of each chunk's gates, one row more: see chunk_decay of delta.py."""

@@ -87,7 +87,7 @@ class ScalarChunkPass(ChunkPass):
         tensors: tuple[Any, ...] = q, k, g, beta, chunks, scores, solved, factors
         plan.launch(scalar_operands_kernel, grid, *tensors, scale=scale, **fixed)
         local = plan.scratch(*self.of_states)
-        if not self.alone or self.layout.num_segments > self.B:
+        if self.summarizes:
             rows, columns = cdiv(self.K, self.blocks["scalar_summary"]["BR"]), self._columns("scalar_summary")
             of_segments = rows * columns, self.layout.num_segments, self.H
             inputs = k, v, factors, solved, segments, saved_states.transitions, local
@@ -104,10 +104,7 @@ class ScalarChunkPass(ChunkPass):
         """Record whole_backward in a plan."""
         (q, k, v, g, beta), (scores, solved), (do, dfinal, dinitial) = x, saved, outer
         saved_states, segments = _words(plan, saved_states), self._segments(plan)
-        of_head = *v.shape[:3], self.K
-        whole = self.H == self.HK  # no sum over value heads is needed
-        dq, dk = (plan.output(*of_head, dtype=q.dtype if whole else torch.float32) for _ in "qk")
-        dv, dg, dbeta = (plan.output_like(y) for y in (v, g, beta))
+        dq, dk, dv, dg, dbeta = self._gradients_memory(plan, x)
         factors, chunks = self._factors_memory(plan), plan.constant(self.layout.chunks)
         programs = self.layout.num_chunks * self.H
         sizes = dict(H=self.H, BT=CHUNK_TOKENS)
