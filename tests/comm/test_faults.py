@@ -451,8 +451,8 @@ def test_a_missed_first_call_does_not_shift_the_later_ones(fresh):
 
 def late_on_the_host_case():
     """Rank 0 makes each call later than EXCHANGE_TIMEOUT_S, like a rank that writes a checkpoint."""
+    comm = allscan.Communicator(timeout=20.0)  # its exchanges have the default limits: ranks start at different times
     host_exchange.EXCHANGE_TIMEOUT_S = host_exchange.GRACE_S = 0.2
-    comm = allscan.Communicator(timeout=20.0)
     x = torch.ones(1, 4, 1, 16)
 
     def gla():
@@ -915,9 +915,10 @@ def many_tiles_case():
 
 
 def test_all_tiles_give_up_at_once(fresh):
-    """This holds in the interpreter, too, where tiles wait in sequence."""
+    """This holds in the interpreter, too, where 200 tiles wait in sequence: one after the other they would take 200
+    times the limit."""
     _, seconds = fresh(2).run(many_tiles_case, timeout=120)
-    assert TIMEOUT < seconds < 2 * TIMEOUT + 1
+    assert TIMEOUT < seconds < 10 * TIMEOUT
 
 
 def dropped_case():
