@@ -1,0 +1,494 @@
+"""Tables of README.md and docs/**/*.md from bench/results/*.csv and tests/gpu/last_run.json.
+
+Each public function returns one table in Markdown; generate.py writes it where a page names the function.
+"""
+
+from __future__ import annotations
+
+import csv
+import functools
+import itertools
+import json
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@functools.cache
+def _rows(name: str) -> list[dict[str, str]]:
+    with open(ROOT / "bench" / "results" / f"{name}.csv", encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def _find(name: str, **wanted: object) -> dict[str, str]:
+    """Return the only row with these values."""
+    found = [row for row in _rows(name) if all(row[key] == str(value) for key, value in wanted.items())]
+    if len(found) != 1:
+        raise LookupError(f"{len(found)} rows of {name}.csv have {wanted}")
+    return found[0]
+
+
+def _number(text: str, digits: int) -> str:
+    return f"{float(text):,.{digits}f}"
+
+
+def _pair(row: dict[str, str]) -> str:
+    """Format latency / back-to-back time, in microseconds."""
+    back = row.get("back_to_back_us") or row["free_running_us"]
+    return f"{_number(row['p50_us'], 1)} / {_number(back, 1)}"
+
+
+def _ratio(above: dict[str, str], below: dict[str, str], column: str = "p50_us") -> str:
+    return f"{float(above[column]) / float(below[column]):.3f}"
+
+
+def _table(head: list[str], rows: list[list[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
+
+
+def _scan(method: str, ranks: int, size: int = 2 << 20) -> dict[str, str]:
+    return _find("scan", method=method, ranks=ranks, bytes=size)
+
+
+def headline() -> str:
+    """README.md: split models against one GPU, and against the strongest alternative measured."""
+    windows = _find("scan_h100", bytes=2 << 20, method="windows (fused fold)")
+    now = _find("scan_variants_h100", bytes=2 << 20, variant="now", words=4096, warps=8)
+    step = functools.partial(_find, "operator", gates=0, T=16384)
+    both = {"pass": "forward+backward"}
+    gla = {ranks: step(method="zeco", ranks=ranks, **both) for ranks in (2, 4)}
+    gathered = step(method="all_gather overlapped", ranks=4, **both)
+    of_kda = dict(rule="kda", T=16384, H=32, gates="near 1", ranks=2) | both
+    own, cp = _find("delta_allscan", method="zeco", **of_kda), _find("delta", method="fla cp_context", **of_kda)
+
+    def hybrid(method: str) -> str:
+        found = _hybrids(method).items()
+        gpus = {told: row["gpu"].split()[1] for told, row in found}
+        return "; ".join(
+            f"{_number(row['percent_of_data_parallel'], 1)} % ({told}, {gpus[told]}s)" for told, row in found
+        )
+
+    trained = {n: _find("model", method="zeco", ranks=n, T=16384) for n in (2, 4)}
+    moved = _find("model", method="all_to_all", ranks=4, T=16384)
+    shape = "1x16384x16x128x128"
+    ours = _find("local", shape=shape, sequences="", method="zeco_gla", sources="c2ee9aef2fcb")
+    fla = _find("local", shape=shape, sequences="", method="fla chunk_gla", sources="313947c01e12")
+
+    def over(row: dict[str, str]) -> str:
+        return f"{float(row['p50_us']) / float(row['one_rank_us']):.3f}"
+
+    alone = {
+        row["method"]: row["forward_backward_us"]
+        for row in _rows("local_kda")
+        if row["gates"] == "weak" and "packed" not in row["shape"]
+    }
+    of_one = _find("delta_allscan", method="zeco, one rank", **of_kda)["graph_us"]
+
+    def ms(us: str) -> str:
+        return f"{float(us) / 1e3:.2f}"
+
+    rows = [
+        [
+            "scan of 2 MiB, us, latency / back to back",
+            _pair(_scan("sentinel", 2)),
+            _pair(_scan("sentinel", 4)),
+            "NCCL all-gather of symmetric windows and a fused fold, 2 H100s: "
+            f"{_pair(windows)}; All-Scan there {_number(now['us'], 1)} / {_number(now['back_to_back_us'], 1)}",
+        ],
+        [
+            "GLA, both passes, over one GPU's time",
+            over(gla[2]),
+            over(gla[4]),
+            f"NCCL all-gather, overlapped, 4 ranks: {over(gathered)}",
+        ],
+        [
+            "KDA, both passes, ms; over the same kernels' time on one GPU",
+            f"{ms(own['p50_us'])}; {_number(own['times_one_rank'], 3)}",
+            "",
+            f"fla's context parallelism: {ms(cp['p50_us'])}; {_number(cp['times_one_rank'], 3)}",
+        ],
+        [
+            "training a GLA model, tokens/s, of data parallel's",
+            f"{_number(trained[2]['percent_of_data_parallel'], 1)} %",
+            f"{_number(trained[4]['percent_of_data_parallel'], 1)} %",
+            f"heads by all-to-all, 4 ranks: {_number(moved['percent_of_data_parallel'], 1)} %",
+        ],
+        [
+            "training hybrids (Kimi-Linear, Qwen3-Next), the same",
+            hybrid("allscan, zigzag"),
+            "",
+            f"heads by all-to-all: {hybrid('heads')}",
+        ],
+        [
+            "GLA (16 heads); KDA (32 heads, weak gates) on one GPU, both passes, ms",
+            f"1 GPU: {ms(ours['forward_backward_us'])}; {ms(of_one)}",
+            "",
+            f"fla's `chunk_gla`: {ms(fla['forward_backward_us'])}; `chunk_kda`: {ms(alone['fla chunk_kda'])}, "
+            f"with `safe_gate` {ms(alone['fla chunk_kda, safe_gate'])}",
+        ],
+    ]
+    return _table(["", "2 ranks", "4 ranks", "instead"], rows)
+
+
+def scan() -> str:
+    """docs/results.md: the scan against other methods, H200s."""
+    methods = ["sentinel", "peer copy", "all_gather (no fold)", "all_gather (fused fold)", "all_gather", "ring"]
+    names = ["All-Scan", "bare copy to a neighbour, latency", "NCCL all-gather alone"]
+    names += ["and its fold, fused", "and its fold, by operators", "NCCL ring"]
+    rows = []
+    for ranks in (2, 4):
+        found = [_scan(method, ranks) for method in methods]
+        rows.append([str(ranks), *(_pair(x) for x in found)])
+        rows[-1][2] = _number(found[1]["p50_us"], 1)
+    return _table(["ranks", *names], rows)
+
+
+_OPERATOR = "zeco", "all_gather", "all_gather overlapped", "ring", "all_to_all"
+
+
+def _operator(name: str) -> str:
+    rows = []
+    kinds = {(x["gates"], x["pass"], int(x["ranks"])): None for x in _rows(name) if x["T"] == "16384"}
+    for gates, both, ranks in sorted(kinds, key=lambda kind: (kind[0] != "0", kind)):
+        where = {"gates": gates, "pass": both, "ranks": ranks, "T": 16384}
+        zeco, *others = (_find(name, method=method, **where) for method in _OPERATOR)
+        one = zeco["one_rank_us"]
+        over = f"{float(zeco['p50_us']) / float(one):.3f}"
+        times = [_number(x["p50_us"], 0) for x in others]
+        told = both.replace("+", " + ")
+        rows.append([gates, told, str(ranks), _number(one, 0), f"**{_number(zeco['p50_us'], 0)}**", over, *times])
+    head = ["gates", "pass", "ranks", "1 rank", "**ZeCO**", "over 1 rank", "all-gather (LASP-2)", "overlapped"]
+    return _table([*head, "ring (LASP-1)", "all-to-all"], rows)
+
+
+def operator() -> str:
+    """docs/results.md: zeco_gla against the same local kernels with other communication, H200s."""
+    return _operator("operator")
+
+
+def operator_h100() -> str:
+    """docs/results.md: the table of ``operator`` on 2 H100s."""
+    return _operator("operator_h100")
+
+
+def training() -> str:
+    """docs/results.md: a GLA model."""
+    rows = []
+    for ranks in (2, 4):
+        ideal, *found = (_find("model", method=x, ranks=ranks, T=16384) for x in ("data parallel", *_OPERATOR))
+        speeds = [_number(x["tokens_per_s_per_gpu"], 0) for x in (ideal, *found)]
+        told = [f"{s} ({_number(x['percent_of_data_parallel'], 1)} %)" for s, x in zip(speeds[1:], found, strict=True)]
+        rows.append([str(ranks), speeds[0], f"**{told[0]}**", *told[1:]])
+    head = ["ranks", "data parallel", "**ZeCO**", "all-gather (LASP-2)", "overlapped", "ring (LASP-1)", "all-to-all"]
+    return _table(head, rows)
+
+
+def hybrid() -> str:
+    """docs/results.md: transformers' hybrids."""
+    names = {
+        "data parallel": "data parallel, a sequence of 16,384 tokens a rank",
+        "allscan, zigzag": "**`integrations.transformers`, zigzag**",
+        "allscan": "the same, consecutive parts",
+        "heads": "heads by all-to-all, in both kinds of layers",
+    }
+    rows = []
+    for method, told in names.items():
+        rows.append([told])
+        for row in _hybrids(method).values():
+            percent = _number(row["percent_of_data_parallel"], 1)
+            rows[-1] += [_number(row["tokens_per_s_per_gpu"], 0), f"{percent} %"]
+    found = _hybrids("data parallel")
+    kernels = {"allscan": "All-Scan's", "fla": "fla's"}
+    rows.append(["kernels inside of chunks, of all methods"])
+    for row in found.values():
+        rows[-1] += [kernels[row["chunk"]], ""]
+    return _table(["", *(name for told in found for name in (told, "of data parallel"))], rows)
+
+
+def megatron() -> str:
+    """docs/integrations/megatron.md: Megatron's hybrids, measured by bench.megatron."""
+    if not (ROOT / "bench" / "results" / "megatron.csv").exists():
+        return "`python -m bench.megatron` writes a csv; none is in bench/results yet.\n"
+    names = {
+        "data parallel": "data parallel, a sequence as long as a rank's part on each",
+        "allscan, zigzag": "**`integrations.megatron`, zigzag**",
+        "allscan": "the same, contiguous",
+        "all-to-all": "Megatron's own: all-to-all",
+    }
+    patterns = list(dict.fromkeys(row["pattern"] for row in _rows("megatron")))
+    rows = []
+    for method, told in names.items():
+        rows.append([told])
+        for pattern in patterns:
+            row = _find("megatron", pattern=pattern, method=method)
+            rows[-1].append(f"{_number(row['step_ms'], 1)} ({_number(row['percent_of_data_parallel'], 1)} %)")
+    rows.append(["stand-ins"])
+    for pattern in patterns:
+        rows[-1].append(_find("megatron", pattern=pattern, method="allscan")["stand_ins"])
+    row = _rows("megatron")[0]
+    head = f"ms of a training step, {row['ranks']} x {row['gpu']}, {int(row['T']):,} tokens a rank"
+    return _table([head, *(f"`{pattern}`" for pattern in patterns)], rows)
+
+
+HYBRIDS = {
+    "kimi_linear, MLA 128": "heads of 128",
+    "kimi_linear, MLA 192": "Kimi's own, 192 / 128",
+    "qwen3_next": "Qwen3-Next",
+}
+
+
+def _hybrids(method: str) -> dict[str, dict[str, str]]:
+    """Return the rows of the measured models, by the model's name in the text."""
+    return {
+        told: _find("hybrid", model=model, method=method)
+        for model, told in HYBRIDS.items()
+        if any(row["model"] == model for row in _rows("hybrid"))
+    }
+
+
+def zigzag() -> str:
+    """docs/api/zigzag.md: zeco_gla in both layouts, 2 H100s."""
+    names = {"zeco": "rank order", "zeco, zigzag": "zigzag", "zeco, tokens moved": "zigzag, tokens moved and back"}
+    rows = []
+    for gates in ("0", "near 1"):
+        for both in ("forward", "forward+backward"):
+            found = [_find("operator_h100", method=x, gates=gates, T=16384, **{"pass": both}) for x in names]
+            cells = [f"{_number(x['p50_us'], 0)} ({float(x['p50_us']) / float(x['one_rank_us']):.3f})" for x in found]
+            rows.append([gates, both.replace("+", " + "), *cells])
+    return _table(["gates", "pass", *names.values()], rows)
+
+
+def worth() -> str:
+    """docs/worth_it.md: time that the split adds to both passes of zeco_gla on one rank, us."""
+    rows = []
+    for ranks in (2, 4):
+        where = {"gates": 0, "pass": "forward+backward", "T": 16384, "ranks": ranks}
+        found = [_find("operator", method=x, **where) for x in _OPERATOR]
+        one = float(found[0]["one_rank_us"])
+        rows.append([str(ranks), f"{one:,.0f}", *(f"{float(x['p50_us']) - one:+,.0f}" for x in found)])
+    return _table(["ranks", "one rank", "ZeCO", "all-gather", "overlapped", "ring", "all-to-all"], rows)
+
+
+def worth_kda() -> str:
+    """docs/worth_it.md: time that the split adds to fla's chunk_kda on one rank, by tokens, as CUDA graphs; fla's own
+    exchange is eager."""
+    rows = []
+    for tokens in (2048, 4096, 16384):
+        row = [f"{tokens:,}"]
+        for both in ("forward", "forward+backward"):
+            where = {"rule": "kda", "T": tokens, "H": 32, "gates": "near 1", "ranks": 2, "pass": both}
+            zeco, one, theirs = (
+                _find("delta", method=method, **where) for method in ("zeco", "fla, one rank", "fla cp_context")
+            )
+            row += [_ratio(zeco, one, "graph_us"), _number(theirs["times_one_rank"], 3)]
+        rows.append(row)
+    head = ["T a rank", "forward, All-Scan", "fla's `cp_context`", "both passes, All-Scan", "fla's `cp_context`"]
+    return _table(head, rows)
+
+
+def memory() -> str:
+    """docs/memory.md: peak memory without the inputs, both passes, one GPU or a rank of 2."""
+    rows = []
+    for method in ("zeco_gla", "zeco_gla, recompute=False", "fla chunk_gla"):
+        row = _find("local", shape="1x16384x16x128x128", sequences="", method=method, sources="c2ee9aef2fcb")
+        rows.append([method, "16 heads of 128 x 128", _number(row["extra_mib"], 0)])
+    for method, told in (("zeco", 'zeco_kda(chunk="fla"), 2 ranks'), ("fla, one rank", "fla chunk_kda")):
+        row = _find("delta", method=method, rule="kda", T=16384, H=32, gates="near 1", **{"pass": "forward+backward"})
+        rows.append([told, "32 heads of 128 x 128", _number(row["extra_mib"], 0)])
+    return _table(["16,384 tokens a rank, bfloat16", "", "peak beside inputs, MiB"], rows)
+
+
+def alternatives() -> str:
+    """docs/results.md: the scan against the strongest others, 2 H100s; All-Scan from scan_variants_h100.csv."""
+    rows = []
+    names = "peer copy", "pull and fold", "windows (fused fold)", "windows (no fold)"
+    for size, told, words, warps in ((1 << 18, "0.25 MiB", 1024, 2), (2 << 20, "2 MiB", 4096, 8)):
+        now = _find("scan_variants_h100", variant="now", bytes=size, words=words, warps=warps)
+        others = [[x for x in _rows("scan_h100") if x["method"] == m and x["bytes"] == str(size)] for m in names]
+        cells = [_pair(found[0]) if found else "" for found in others]
+        rows.append([told, f"**{_number(now['us'], 1)} / {_number(now['back_to_back_us'], 1)}**", *cells])
+    head = ["state", "All-Scan", "bare copy", "pull and fold", "NCCL, symmetric windows, and its fold, fused"]
+    return _table([*head, "the same, alone"], rows)
+
+
+def dense() -> str:
+    """docs/results.md: transitions on 4 ranks, latency."""
+    rows = []
+    for sizes in (("32", "128", "128"), ("32", "64", "64"), ("6", "256", "512")):
+        cells = [", ".join(sizes)]
+        for method in ("All-Scan", "all_gather alone", "all_gather and fla's merge"):
+            at = ("4", *sizes)
+            found = [
+                x
+                for x in _rows("transitions")
+                if x["method"] == method and (x["ranks"], x["heads"], x["K"], x["V"]) == at
+            ]
+            cells.append(_number(found[0]["p50_us"], 1) if found else "not measured")
+        rows.append(cells)
+    return _table(["heads, K, V", "All-Scan", "NCCL all-gather alone", "and fla's merge"], rows)
+
+
+_RULES = {"kda": "KDA", "gated_delta_rule": "Gated DeltaNet"}
+_DELTA = {
+    "fla, one rank": "fla's operator, one rank",
+    "zeco, one rank": "ours, one rank",
+    "zeco": "**ours, 2 ranks**",
+    "zeco, middle rank's work": "the same where both ranks do a middle rank's work",
+    "zeco, zigzag": "the same in the zigzag layout",
+    "zeco, tokens moved": "tokens moved from zigzag to rank order and back",
+    "fla cp_context": "fla's `cp_context`",
+    "fla cp_context, All-Scan": "fla's `cp_context` with `fla_cp`",
+}
+
+
+def _delta(rule: str, methods: dict[str, str] = _DELTA, sizes=((16384, 32), (16384, 8), (4096, 32))) -> str:
+    rows = []
+    for tokens, heads in sizes:
+        for method, told in methods.items():
+            cells: list[str] = []
+            for both in ("forward", "forward+backward"):
+                wanted = dict(rule=rule, T=str(tokens), H=str(heads), gates="near 1", method=method) | {"pass": both}
+                found = [x for x in _rows("delta") if all(x[key] == value for key, value in wanted.items())]
+                one = found and (_number(found[0]["p50_us"], 0), _number(found[0]["times_one_rank"], 3))
+                cells += one or ("", "")
+            if any(cells):
+                rows.append([f"{tokens:,}, {heads}", told, *cells])
+    return _table(["T, heads", "", "forward, us", "over one rank", "both passes, us", "over one rank"], rows)
+
+
+def local_kda() -> str:
+    """docs/delta.md: KDA on one GPU, allscan's chunk kernels against fla's."""
+    names = {
+        "zeco_kda, chunk=allscan": "**`zeco_kda`**",
+        "zeco_kda, chunk=fla": '`zeco_kda(chunk="fla")`',
+        "fla chunk_kda": "fla 0.6.0's `chunk_kda`",
+        "fla chunk_kda, safe_gate": "the same, `safe_gate`",
+        "fla chunk_kda, disable_recompute": "the same, `disable_recompute`",
+    }
+    rows = []
+    for method, told in names.items():
+        row = [told]
+        for gates in ("weak", "mild", "strong"):
+            found = _find("local_kda", shape="1x16384x32x128x128", method=method, gates=gates)
+            row.append(" / ".join(f"{float(found[x]) / 1e3:.2f}" for x in ("forward_us", "forward_backward_us")))
+        rows.append(row)
+    return _table(["forward / both passes", "weak", "mild", "strong"], rows)
+
+
+def local_kda_shapes() -> str:
+    """docs/delta.md: delta rules by shape, allscan's chunk kernels on an H100; fla's on an H200, from bench.delta."""
+    rows = []
+    for row in _rows("local_kda_h100"):
+        shape, _, packed = row["shape"].partition(", ")
+        _, T, H, _, V = shape.split("x")
+        cells = [f"{float(row[x]) / 1e3:.2f}" for x in ("forward_us", "forward_backward_us")]
+        for passes in ("forward", "forward+backward"):
+            wanted = dict(rule=row["rule"], T=T, H=H, gates="near 1", method="fla, one rank") | {"pass": passes}
+            plain = row["gates"] == "weak" and not packed and V == "128"
+            found = [x for x in _rows("delta") if plain and all(x[key] == value for key, value in wanted.items())]
+            cells.append(f"{float(found[0]['graph_us']) / 1e3:.2f}" if found else "")
+        rows.append(
+            [_RULES[row["rule"]], f"{int(T):,}, {H}, {V}", ", ".join([row["gates"], *filter(None, [packed])]), *cells]
+        )
+    head = ["", "T, heads, V", "gates", "ours, forward, ms", "both passes", "fla on an H200, forward", "both passes"]
+    return _table(head, rows)
+
+
+def delta_allscan() -> str:
+    """docs/delta.md: both rules with allscan's chunk kernels, eager and as a CUDA graph."""
+    names = {
+        "zeco, one rank": "one rank",
+        "zeco": "**2 ranks**",
+        "zeco, middle rank's work": _DELTA["zeco, middle rank's work"],
+        "zeco, zigzag": _DELTA["zeco, zigzag"],
+        "zeco, invariant 2048": "`invariant=2048`",
+        "zeco, invariant 1024": "`invariant=1024`",
+    }
+    rows = []
+    for rule, method in itertools.product(_RULES, names):
+        cells: list[str] = []
+        for passes in ("forward", "forward+backward"):
+            at = dict(rule=rule, T=16384, H=32, gates="near 1") | {"pass": passes}
+            row, one = (_find("delta_allscan", method=name, **at) for name in (method, "zeco, one rank"))
+            graphs = float(row["graph_us"]) / float(one["graph_us"])
+            cells += [_number(row["p50_us"], 0), _number(row["times_one_rank"], 3)]
+            cells += [_number(row["graph_us"], 0), f"{graphs:.3f}"]
+        rows.append([_RULES[rule], names[method], *cells])
+    part = ["over one rank", "graph, us", "over one rank"]
+    return _table(["", "", "forward, us", *part, "both passes, us", *part], rows)
+
+
+def kda() -> str:
+    """docs/delta.md."""
+    return _delta("kda")
+
+
+def gated_delta_rule() -> str:
+    """docs/delta.md."""
+    return _delta("gated_delta_rule")
+
+
+def _delta_cp(rule: str) -> str:
+    methods = {name: _DELTA[name] for name in ("fla, one rank", "fla cp_context", "fla cp_context, All-Scan", "zeco")}
+    return _delta(rule, methods, ((16384, 32), (16384, 8)))
+
+
+def kda_cp() -> str:
+    """docs/integrations/fla_cp.md."""
+    return _delta_cp("kda")
+
+
+def gated_delta_rule_cp() -> str:
+    """docs/integrations/fla_cp.md."""
+    return _delta_cp("gated_delta_rule")
+
+
+_CHAIN_BYTES = {1 << 16: "64 KiB", 1 << 18: "0.25 MiB", 1 << 19: "0.5 MiB", 1 << 20: "1 MiB", 2 << 20: "2 MiB"}
+
+
+def _chain(kind: str, size: int, ranks: int) -> dict[str, str]:
+    return _find("chain", kind=kind, bytes=size, ranks=ranks)
+
+
+def chain() -> str:
+    """docs/results.md: virtual ranks on two GPUs, each hop over their link."""
+    rows = []
+    for size, name in _CHAIN_BYTES.items():
+        times = {ranks: float(_chain("chain", size, ranks)["p50_us"]) for ranks in (2, 3, 4, 5, 8, 9)}
+        rows.append([name, *(f"{us:.1f}" for us in times.values()), f"**{times[3] - times[2]:.2f}**"])
+    return _table(["state", *(f"{ranks} ranks" for ranks in (2, 3, 4, 5, 8, 9)), "a further hop"], rows)
+
+
+def hop() -> str:
+    """docs/results.md: times of the parts of a hop, by clocks in the kernel."""
+    parts = [row for row in _rows("chain") if row["kind"].startswith("hop: ")]
+    sizes = {int(row["bytes"]): _CHAIN_BYTES[int(row["bytes"])] for row in parts}
+    kinds = dict.fromkeys(row["kind"] for row in parts)
+    rows = []
+    for kind in kinds:
+        found = [_chain(kind, size, 3) for size in sizes]
+        times = [_number(row["p50_us"], 2) + (f" ± {row['error_us'][:4]}" * (row["error_us"] != "0")) for row in found]
+        rows.append([kind.removeprefix("hop: "), *times])
+    return _table(["", *sizes.values()], rows)
+
+
+def invariant() -> str:
+    """docs/invariant.md: zeco_gla with segments against without."""
+    rows = []
+    for name in ("zeco", "zeco, invariant 2048", "zeco, invariant 1024"):
+        both = [_find("operator_invariant", method=name, **{"pass": one}) for one in ("forward", "forward+backward")]
+        plain = [_find("operator_invariant", method="zeco", **{"pass": row["pass"]}) for row in both]
+        cells = [(_number(a["p50_us"], 0), _ratio(a, b)) for a, b in zip(both, plain, strict=True)]
+        rows.append([name.removeprefix("zeco, "), *(cell for pair in cells for cell in pair)])
+    return _table(["", "forward, us", "of without", "both passes, us", "of without"], rows)
+
+
+def last_run() -> str:
+    """docs/status.md: tests/gpu/last_run.json."""
+    run = json.loads((ROOT / "tests" / "gpu" / "last_run.json").read_text(encoding="utf-8"))
+    failed = [f"`{x.removeprefix('tests/gpu/')}`" for x in run["tests_that_failed"]]
+    counts = [str(run[name]) for name in ("passed", "failed", "error", "skipped")]
+    gpus = f"{len(run['gpus'])} x {run['gpus'][0]}"
+    head = ["GPUs", "date", "sources", "passed", "failed", "errors", "skipped", "which failed"]
+    return _table(head, [[gpus, run["date"], run["sha256"][:12], *counts, ", ".join(failed) or "none"]])
