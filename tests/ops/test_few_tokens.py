@@ -75,12 +75,12 @@ def called(name, given, final, **where):
     return getattr(allscan, name)(**given, output_final_state=final, **where)
 
 
-def few_case(group, name, batches, packed, layout):
+def few_case(group, name, batches, packed, layout, debug=False):
     """Return the largest error of outputs, states and gradients for each batch: in turns without states, with final
     states, and with them on every rank, where every second rank uses them."""
     if name in ("zeco_kda", "zeco_gated_delta_rule"):
         import_fla(models=False)
-    with allscan.Communicator(group, timeout=60) as comm:
+    with allscan.Communicator(group, timeout=60, debug=debug) as comm:
         found = []
         for number, (tokens, boundary) in enumerate(batches):
             tokens, final, errors = tokens[: comm.size], (False, True, "all")[number % 3], []
@@ -140,6 +140,13 @@ def test_operators(run, size, name, packed):
 @pytest.mark.parametrize("size", [1, 3])
 def test_delta_rules(run, size, name, packed):
     check(run(size, few_case, name, BATCHES, packed, "contiguous"))
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("name", REFERENCES)
+def test_in_debug_mode(run, name, size=3):
+    """The ranks compare all results, also those of ranks without tokens."""
+    check(run(size, few_case, name, BATCHES[1:5], False, "contiguous", debug=True))
 
 
 @pytest.mark.cpu
