@@ -80,7 +80,8 @@ def check_gates(name: str, g: torch.Tensor, tokens: int | None = None) -> None:
     logarithms of this many tokens; a sum below LEAST_SUM, such as -inf, raises too. Synchronizes with the GPU."""
     if not g.numel():
         return
-    least, most = torch.stack(torch.aminmax(g.detach())).tolist()
+    # in float32: torch.autocast rejects stack() of bfloat16 in a region of float16, and of float16 in one of bfloat16
+    least, most = torch.stack([x.float() for x in torch.aminmax(g.detach())]).tolist()
     if most != most:
         raise ValueError(f"{name} must not be NaN")
     if most > 0:

@@ -406,6 +406,25 @@ def test_gates_that_operators_make(run):
             assert answer[0] == "ValueError" and "at least -1,048,576" in answer[1] and (rank or "rank 1" in answer[1])
 
 
+def autocast_case(group):
+    """Return whether first calls get the same results under torch.autocast to the other 16-bit type."""
+    same = []
+    for call in (gla, own_kda, own_gdn):
+        for dtype, other in ((torch.float16, torch.bfloat16), (torch.bfloat16, torch.float16)):
+            found = []
+            for enabled in (False, True):
+                with allscan.Communicator(group, timeout=5.0) as comm:
+                    x, g = (y.to(dtype) for y in tensors(comm))
+                    with torch.autocast(comm.device.type, other, enabled=enabled):
+                        found.append(call(comm, x, g)[0])
+            same.append(torch.equal(*found))
+    return same
+
+
+def test_gates_are_checked_under_autocast(run, size=2):
+    assert run(size, autocast_case) == [[True] * 6] * size
+
+
 def nan_case(group, call):
     """Return debug mode's errors for NaN in results and gradients on the rank that has them and on the others; other
     calls go on."""
