@@ -35,7 +35,7 @@ from .transformers_layers import (
     name_of_cache,
     softmax_forward,
 )
-from .transformers_sequence import Asked, SplitSequence, agree_sequence
+from .transformers_sequence import Alike, Asked, SplitSequence, agree_sequence
 
 with needing(__name__, "transformers"):
     from transformers import PreTrainedModel
@@ -92,7 +92,8 @@ def sequence_parallel(
     ``allscan.zigzag.zigzag_positions``, too.
     The loss is this rank's share of the mean over the labels of all ranks: the sum over the ranks is the loss
     (DistributedDataParallel and FSDP over all ranks average gradients instead: multiply the loss by ``comm.size``).
-    Labels are shifted across shard boundaries. ``num_items_in_batch`` is the number of labels on all ranks.
+    Labels are shifted across shard boundaries. ``num_items_in_batch`` is the number of labels on all
+    ranks, equal on every rank.
 
     ``use_cache`` defaults to False. With ``use_cache=True``, on all ranks or on none, every rank's cache is that of the
     row. Each rank can then generate with the ordinary model by itself: ``sequence_parallel(model, comm=None)``. The
@@ -291,6 +292,13 @@ def _model(
         if getattr(model.config, name, False) if option is None else option:
             reject(comm, f"{name} is not covered")
     x: Any = input_ids if inputs_embeds is None else inputs_embeds
+    both = input_ids is not None and inputs_embeds is not None
+    if both or getattr(x, "ndim", 0) != (2 if inputs_embeds is None else 3):
+        inputs = {"input_ids": input_ids, "inputs_embeds": inputs_embeds}
+        shapes = (f"{name} {tuple(getattr(value, 'shape', ()))}" for name, value in inputs.items() if value is not None)
+        reject(
+            comm, f"expected either input_ids [B, T] or inputs_embeds [B, T, H], got {', '.join(shapes) or 'neither'}"
+        )
     if position_ids is not None and (position_ids.ndim != 2 or position_ids.shape[1] != x.shape[1]):
         reject(comm, f"position_ids must be [B, T] with T = {x.shape[1]}, got {tuple(position_ids.shape)}")
     cu_seqlens = options.pop("cu_seq_lens_q", None)
@@ -303,7 +311,8 @@ def _model(
     told = stamp, looked_at(comm, input_ids, stamp)
     kernel = max(getattr(model.config, name, 0) for name in KERNELS) if use_cache else 0
     B, T = x.shape[:2]
-    asked = Asked(B, T, cu_seqlens, zigzag, per_document, attention, inner, home)
+    alike = Alike(torch.is_grad_enabled(), *(options.get(name) for name in ("num_items_in_batch", "shift_labels")))
+    asked = Asked(B, T, cu_seqlens, zigzag, per_document, attention, inner, home, alike)
     sequence, wanted_by_any = agree_sequence(comm, asked, position_ids, wanted, told, kernel)
     if wanted_by_any and not wanted and torch.is_grad_enabled():
         # another rank's embeddings are trained: with all else frozen this rank would run no backward

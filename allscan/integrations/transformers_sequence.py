@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..base.checks import boundaries
 from ..comm.communicator import Communicator
-from ..comm.host_exchange import by_rank
+from ..comm.host_exchange import by_rank, differing
 from ..tokens.packing import TokenRange, boundaries_on_host, cut, document_places, without_empty
 from .attention import WHOLE, Attention
 from .batches import DOCUMENTS, documents_misfit, misfit
@@ -97,6 +97,27 @@ class SplitSequence:
         )
 
 
+class Alike(NamedTuple):
+    """Arguments that decide which collectives follow, in the loss and in backward: equal on all ranks."""
+
+    grad: bool
+    num_items_in_batch: Any
+    shift_labels: Any
+
+    def told(self, debug: bool) -> list[tuple[str, object]]:
+        """(name, value) pairs. A number in the GPU's memory is read in debug mode only: reading it synchronizes."""
+        count = self.num_items_in_batch
+        if isinstance(count, Tensor) and count.device.type != "cpu" and not debug:
+            known: Any = "a tensor"
+        else:
+            known = None if count is None else float(count)
+        return [
+            ("torch.is_grad_enabled()", self.grad),
+            ("num_items_in_batch", known),
+            ("shift_labels is None", self.shift_labels is None),
+        ]
+
+
 class Asked(NamedTuple):
     """A rank's tokens and options, before the exchange with the other ranks."""
 
@@ -108,6 +129,7 @@ class Asked(NamedTuple):
     attention: Attention
     inner: str
     home: str
+    alike: Alike
 
 
 def agree_sequence(
@@ -118,16 +140,16 @@ def agree_sequence(
     ``wanted``: whether this rank's embeddings need a gradient; ``stamp``: (the batch's stamp, result of ``looked_at``),
     see batches.py; ``kernel``: number of tokens in the convolutions' states, 0 without a cache.
     """
-    B, T, cu_seqlens, zigzag, per_document, attention, inner, home = asked
+    B, T, cu_seqlens, zigzag, per_document, attention, inner, home, alike = asked
     with comm.call():
         lengths = None if cu_seqlens is None else boundaries_on_host(boundaries(cu_seqlens))
         rises, begun = None, []  # position_ids at the beginnings of sequences
         if lengths is None and position_ids is not None:
             rises = [_rises(half) for half in position_ids.chunk(1 + zigzag, -1)] if T else []
         layout = DOCUMENTS if per_document else "zigzag" if zigzag else "contiguous"
-        told = B, T, lengths, rises, layout, wanted, *stamp, kernel, list(attention)
+        told = B, T, lengths, rises, layout, wanted, *stamp, kernel, list(attention), alike.told(comm.debug)
         answers = comm.order.exchange(told, "the tokens of each rank")
-        rows, tokens, _, _, _, _, stamps, contents, kernels, kinds = map(list, zip(*answers, strict=True))
+        rows, tokens, _, _, _, _, stamps, contents, kernels, kinds, others = map(list, zip(*answers, strict=True))
         if len(set(kernels)) > 1:
             why = f"use_cache differs between ranks: {by_rank(bool(kernel) for kernel in kernels)}"
             raise comm.order.raised_everywhere(ValueError(why))
@@ -142,6 +164,8 @@ def agree_sequence(
         if any(kind != kinds[0] for kind in kinds):
             different = by_rank(Attention(*kind) for kind in kinds)
             raise comm.order.raised_everywhere(ValueError(f"attention differs between ranks: {different}"))
+        if different := differing(others):
+            raise comm.order.raised_everywhere(ValueError(f"ranks call with different arguments: {different}"))
         cut_row = per_document and lengths is None  # the row is one sequence
         problem = misfit(comm, rows, tokens, "zigzag" if cut_row else layout, stamps, contents)
         if problem is not None:

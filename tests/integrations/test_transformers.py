@@ -1089,6 +1089,46 @@ def configs_case(group):
         return max(errors), answers
 
 
+def one_rank_case(group):
+    """Return ({expected text: error}, relative error of a call after them) where one rank's arguments differ."""
+    from allscan.integrations.transformers import sequence_parallel
+
+    with allscan.Communicator(group, timeout=5) as comm:
+        tokens, answers = [11, 9], {}
+        whole, mine = torch.randint(1, VOCABULARY, (1, 20)), place(comm, tokens)
+        dist.broadcast(whole, 0, group=comm.group)
+        model, part = made("nemotron_h"), whole[:, mine]
+        want = model(input_ids=whole, use_cache=False).logits[:, mine]
+        sequence_parallel(model, comm=comm)
+        embedded = model.get_input_embeddings()(part).detach()
+        different = {
+            "num_items_in_batch: 7.0 on rank 0; None on rank 1": dict(num_items_in_batch=7),
+            "num_items_in_batch: None on rank 0; 7.0 on rank 1": dict(num_items_in_batch=torch.tensor(7)),
+            "shift_labels is None: False on rank 0; True on rank 1": dict(shift_labels=part),
+            "got input_ids (1, 11), inputs_embeds (1, 11, 32)": dict(inputs_embeds=embedded),
+            "got input_ids (11,)": dict(input_ids=part[0]),
+            "got neither": dict(input_ids=None),
+        }
+        for text, wrong in different.items():
+            chosen = comm.rank == text.endswith("7.0 on rank 1")
+            answers[text] = raised(model, **dict(input_ids=part, labels=part) | (wrong if chosen else {}))
+        text = "num_items_in_batch: 7.0 on rank 0; 8.0 on rank 1"
+        answers[text] = raised(model, input_ids=part, labels=part, num_items_in_batch=7 + comm.rank)
+        with torch.set_grad_enabled(comm.rank == 0):
+            text = "torch.is_grad_enabled(): True on rank 0; False on rank 1"
+            answers[text] = raised(model, input_ids=part, labels=part)
+        return relative(model(input_ids=part).logits, want), answers
+
+
+def test_arguments_of_one_rank(run, size=2):
+    """An argument that decides which collectives follow, or that is wrong, on one rank is an error on every rank."""
+    for error, answers in run(size, one_rank_case):
+        assert error < 1e-5
+        for text, answer in answers.items():
+            assert answer is not None and answer[0] in ("ValueError", "AllScanRejected"), (text, answer)
+            assert text in answer[1], (text, answer)
+
+
 @pytest.mark.parametrize("case", [options_case, zigzag_case, configs_case])
 def test_options_and_what_is_rejected_when_called(run, case, size=2):
     for error, answers in run(size, case):
