@@ -37,7 +37,7 @@ from .blocks import (
 )
 from .delta import gradient_behind, load_incoming, store_gradients, store_summary, times_keys, transposed_at
 from .delta_chunks import chunk_of, inverse, state_tile, tile
-from .delta_chunks_bwd import same_of
+from .delta_chunks_bwd import inner, of_values, same_of, times_state, times_values
 from .segment_table import ENTERED, FIRST, FLAGS, LAST, SEQUENCE, segment
 
 
@@ -394,16 +394,17 @@ def scalar_gradients_kernel(
 ):
     """Of one chunk and head BJ columns of dq and dk, and what these give to dg and dbeta; dv."""
     NJ: tl.constexpr = (K + BJ - 1) // BJ
-    NV: tl.constexpr = (V + BV - 1) // BV
+    ONE: tl.constexpr = V <= BV
     DTYPE: tl.constexpr = tl.bfloat16 if PRECISION == "bf16" else tl.float32
     j, h, n = tl.program_id(0) % NJ, tl.program_id(0) // NJ % H, tl.program_id(0) // (NJ * H)
     start, end = tl.load(p_chunks + 2 * n), tl.load(p_chunks + 2 * n + 1)
     b_beta, b_before, b_behind, decay = factors_of(p_factors, n, h, H, BT)
+    place, place_s = (h, start, end), (n * H + h, j)
     b_pq = tl.zeros([BT, BT], tl.float32)
     b_pk = tl.zeros([BT, BT], tl.float32)
     b_dbeta = tl.zeros([BT], tl.float32)
-    for i_v in tl.static_range(NV):
-        base_v, at_v, inside_v = tile(h, start, end, H, V, BT, BV, i_v)
+    if ONE:  # each tile is loaded once
+        base_v, at_v, inside_v = tile(h, start, end, H, V, BT, BV, 0)
         b_do, b_r = load(p_do + base_v, at_v, inside_v), load(p_r + base_v, at_v, inside_v)
         b_v_new = load(p_v_new + base_v, at_v, inside_v)
         b_pq = product(b_do, tl.trans(b_v_new), b_pq, PRECISION)
@@ -412,6 +413,11 @@ def scalar_gradients_kernel(
             b_dv = b_r.to(tl.float32)
             b_dbeta += tl.sum(b_dv * load(p_v + base_v, at_v, inside_v).to(tl.float32), 1)
             tl.store(p_dv + base_v + at_v, cast(b_dv * b_beta[:, None], p_dv.dtype.element_ty), mask=inside_v)
+    else:
+        b_pq = times_values(p_do, p_v_new, place, H, V, BT, BV, PRECISION)
+        b_pk = times_values(p_r, p_v_new, place, H, V, BT, BV, PRECISION)
+        if j == 0:
+            b_dbeta = of_values(p_v, p_r, p_dv, b_beta, place, H, V, BT, BV)
     t = start + tl.arange(0, BT)
     b_sums, b_g = gate_sums_of(p_g, t.to(tl.int64) * H + h, t < end)
     b_between = decays_of(b_sums, BT)
@@ -424,26 +430,22 @@ def scalar_gradients_kernel(
     b_q, b_k = load(p_q + base_k, at_k, inside_k), load(p_k + base_k, at_k, inside_k)
 
     b_d = tl.zeros([BT, BJ], tl.float32)
-    for i_v in tl.static_range(NV):
-        base_s, at_s, inside_s = state_tile(n * H + h, i_v, K, V, BJ, BV, j)
+    if ONE:
+        base_s, at_s, inside_s = state_tile(n * H + h, 0, K, V, BJ, BV, j)
         b_state = load(p_states + base_s, at_s, inside_s)
-        if NV > 1:
-            base_v, at_v, inside_v = tile(h, start, end, H, V, BT, BV, i_v)
-            b_do = load(p_do + base_v, at_v, inside_v)
         b_d = product(b_do, tl.trans(b_state), b_d, PRECISION)
+    else:
+        b_d = times_state(p_do, p_states, place, place_s, H, K, V, BT, BJ, BV, PRECISION)
     b_d = product(b_pq, b_k, b_d * (b_before * scale)[:, None], PRECISION)
     b_gates = tl.sum(b_q.to(tl.float32) * b_d, 1)  # dG
     b_d += b_same[:, None] * b_k.to(tl.float32)
     tl.store(p_dq + base + at, cast(b_d, p_dq.dtype.element_ty), mask=inside)
 
     b_d = tl.zeros([BT, BJ], tl.float32)
-    for i_v in tl.static_range(NV):
-        if NV > 1:
-            base_s, at_s, inside_s = state_tile(n * H + h, i_v, K, V, BJ, BV, j)
-            b_state = load(p_states + base_s, at_s, inside_s)
-            base_v, at_v, inside_v = tile(h, start, end, H, V, BT, BV, i_v)
-            b_r = load(p_r + base_v, at_v, inside_v)
+    if ONE:
         b_d = product(b_r, tl.trans(b_state), b_d, PRECISION)
+    else:
+        b_d = times_state(p_r, p_states, place, place_s, H, K, V, BT, BJ, BV, PRECISION)
     b_d = product(b_pk, b_k, b_d * -b_before[:, None], PRECISION)
     b_later = cast(b_k.to(tl.float32) * b_beta[:, None], DTYPE)
     b_gates += tl.sum(b_later.to(tl.float32) * b_d, 1)
@@ -456,15 +458,13 @@ def scalar_gradients_kernel(
     b_d += b_sum
     b_sum = tl.zeros([BT, BJ], tl.float32)
     through = 0.0
-    for i_v in tl.static_range(NV):
-        base_s, at_s, inside_s = state_tile(n * H + h, i_v, K, V, BJ, BV, j)
+    if ONE:
         b_dstate = load(p_dstates + base_s, at_s, inside_s)
-        if NV > 1:
-            b_state = load(p_states + base_s, at_s, inside_s)
-            base_v, at_v, inside_v = tile(h, start, end, H, V, BT, BV, i_v)
-            b_v_new = load(p_v_new + base_v, at_v, inside_v)
         through += tl.sum(b_state.to(tl.float32) * b_dstate.to(tl.float32))
         b_sum = product(b_v_new, tl.trans(b_dstate), b_sum, PRECISION)
+    else:
+        through += tl.sum(inner(p_states, p_dstates, place_s, K, V, BJ, BV))
+        b_sum = times_state(p_v_new, p_dstates, place, place_s, H, K, V, BT, BJ, BV, PRECISION)
     b_sum *= b_behind[:, None]
     b_left = tl.sum(b_k.to(tl.float32) * b_sum, 1)  # what a token leaves in the state, of dg after it
     tl.store(p_dk + base + at, cast(b_d + b_sum, p_dk.dtype.element_ty), mask=inside)

@@ -466,6 +466,9 @@ def test_delta_chunk_kernels(scalar, K, V, dtype, monkeypatch):
         assert compiled.count(r"\bmma\.|wgmma\.mma"), kernel
         if VERSION == (3, 6) and kernel not in pipelined:
             assert not compiled.lost_operands(), kernel
+        if VERSION == (3, 6) and kernel is delta_scalar.scalar_gradients_kernel:
+            # with loops over blocks of values written out 1,288 in float32, whose products have three parts
+            assert compiled.spilled_bytes <= (640 if dtype == torch.float32 else 256), compiled.spilled_bytes
     assert seen == set(ours)
 
 
