@@ -530,6 +530,8 @@ def _loss(
         raise ValueError("use_l2warp does not go with a split sequence")
     criterion = getattr(model, "criterion", None)
     ignored = getattr(criterion, "ignore_index", -100)
+    if not (labels is None and shift_labels is None):
+        _agree_loss(comm, num_items_in_batch, shift_labels)
     if shift_labels is None and labels is not None:
         shift_labels = shifted(labels, ignored, comm, zigzag, documents[0] if documents else None)
     if shift_labels is not None and num_items_in_batch is None:
@@ -550,6 +552,22 @@ def _loss(
         num_items_in_batch=num_items_in_batch,
         **options,
     )
+
+
+@dynamo_disabled
+def _agree_loss(comm: Communicator, num_items_in_batch: Any, shift_labels: Any) -> None:
+    """Compare the arguments that decide which collectives follow: at the first loss with them, and in debug mode."""
+    none = num_items_in_batch is None
+    fields = (
+        ("call", "the loss"),
+        ("num_items_in_batch is None", none),
+        ("shift_labels is None", shift_labels is None),
+    )
+    if comm.debug or fields not in comm.agreed.arguments:
+        with comm.call():
+            number = None if none or not comm.debug else float(num_items_in_batch)
+            comm.order.agree((*fields, ("num_items_in_batch", number)), None, "the first loss with its arguments")
+            comm.agreed.arguments.remember(fields)
 
 
 def _divisor(criterion: Any, labels: Tensor, counted: Any) -> torch.Tensor | None:

@@ -334,6 +334,37 @@ def test_options(run):
         assert lengths == [16, 14, 15, 11] and error < 1e-5
 
 
+def one_rank_case(group):
+    """Return (error of the loss of a call after them, {expected text: error}) where one rank's arguments differ."""
+    fla = import_fla()
+    from allscan.integrations.fla import sequence_parallel
+
+    answers = {}
+    with allscan.Communicator(group, timeout=5) as comm, torch.no_grad():
+        torch.manual_seed(0)
+        model = model_of(fla, "gla", num_hidden_layers=1, fuse_cross_entropy=False).to(comm.device)
+        whole, mine = torch.randint(97, (2, 15)).to(comm.device), place(comm, [8, 7])
+        sequence_parallel(model, comm=comm)
+        batch = dict(input_ids=whole[:, mine], labels=whole[:, mine], use_cache=False)
+        for rank in range(comm.size):
+            different = dict(num_items_in_batch=7) if rank == comm.rank else {}
+            answers[f"num_items_in_batch is None: {rank > 0} on rank 0; {rank < 1} on rank 1"] = raised(
+                model, **batch, **different
+            )
+        losses = [model(**batch, **some).loss for some in ({}, dict(num_items_in_batch=28))]
+        for loss in losses:
+            dist.all_reduce(loss, group=comm.group)
+        return relative(losses[0], losses[1]), answers
+
+
+def test_arguments_of_one_rank(run, size=2):
+    """An argument that decides which collectives follow is an error on every rank if one rank alone passes it."""
+    for error, answers in run(size, one_rank_case):
+        assert error < 1e-6
+        for text, answer in answers.items():
+            assert answer is not None and answer[0] == "ValueError" and text in answer[1], (text, answer)
+
+
 def test_other_layers_are_rejected():
     from fla.layers import DeltaNet, GatedLinearAttention
 
