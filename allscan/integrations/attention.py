@@ -9,9 +9,10 @@ reduce-scatter of their gradients.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ import torch
 import torch.nn.functional as F
 import triton
 from torch import Tensor
+from torch.utils.checkpoint import get_device_states, set_device_states
 
 from ..base.checks import is_zigzag
 from ..bindings.torch_compat import operator
@@ -493,6 +495,7 @@ class _Steps(torch.autograd.Function):
             enabled=torch.is_autocast_enabled(device),
             cache_enabled=False,
         )
+        ctx.random = None if plan.project is None else (torch.get_rng_state(), *get_device_states(q))
         gather, plan.first, exact = plan.first, None, o.float()  # rounded once, after all steps
         for step in range(len(plan.ranges)):
             following = plan.start(step + 1, tensors)
@@ -509,6 +512,11 @@ class _Steps(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, do: Tensor) -> tuple[torch.Tensor | None, ...]:
+        with _replayed(ctx.random, do.device.type):
+            return _Steps._backward(ctx, do)
+
+    @staticmethod
+    def _backward(ctx: Any, do: Tensor) -> tuple[torch.Tensor | None, ...]:
         q, o, lse, *inputs = ctx.saved_tensors
         plan, tensors, sources = ctx.plan, inputs[: ctx.count], inputs[ctx.count :]
         do, total = strided_like(do, o), torch.zeros_like(q, dtype=torch.float32)
@@ -541,6 +549,19 @@ class _Steps(torch.autograd.Function):
             plan.last, gather = (step, gather, tensors), following
         ctx.shared.merged, ctx.shared.parts = (o, lse), [(slice(None), total)]
         return None, None, None, do, None, do.new_zeros(0), *[None] * ctx.count, *weights
+
+
+@contextlib.contextmanager
+def _replayed(states: tuple | None, device: str) -> Iterator[None]:
+    """Context in which random numbers follow these states of the generators, as dropout in a projection repeats it."""
+    if states is None:
+        yield
+        return
+    on_host, devices, on_devices = states
+    with torch.random.fork_rng(devices, device_type="cuda" if device == "cpu" else device):
+        torch.set_rng_state(on_host)
+        set_device_states(devices, on_devices, device_type=device)
+        yield
 
 
 def _leaves(tensors: Sequence[Tensor], inputs: Sequence[Tensor]) -> list:

@@ -66,6 +66,37 @@ def test_a_limit_of_memory(run, size, kind, layout, memory, steps, how):
         assert lengths == steps * (1 + again)
 
 
+def dropout_case(group, layout, memory):
+    """Return (loss, the product of the weight and its gradient) on this rank, which are equal: without queries all
+    keys have one weight, and the loss is linear in the values' weight. The projection drops latents at random."""
+    H, D = 2, 8
+    with allscan.Communicator(group, timeout=60) as comm:
+        torch.manual_seed(comm.rank)
+        tokens, width = [8] * comm.size, 6
+        latents, do = torch.randn(1, 8, 1, width), torch.randn(1, 8, H, D)
+        weight = torch.randn(width, 2 * H * D).requires_grad_()
+
+        def expand(latents):
+            found = torch.nn.functional.dropout(latents[:, 0]) @ weight
+            return found.unflatten(-1, (H, -1)).transpose(1, 2).split(D, -1)
+
+        own = latents.transpose(1, 2)
+        k, v = expand(own)
+        gather = attention.Later(comm, tokens, layout == "zigzag", memory, latents)
+        o = attention.attend(torch.zeros_like(k), k, v, gather, None, expand, (own,))
+        loss, before = (o * do).sum(), torch.get_rng_state()
+        (gradient,) = torch.autograd.grad(loss, weight)
+        assert torch.equal(torch.get_rng_state(), before)
+        return loss.item(), (weight * gradient).sum().item()
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_dropout_of_latents(run, layout, size=3):
+    """Backward projects keys again, with forward's random numbers."""
+    for loss, product in run(size, dropout_case, layout, 1500):
+        assert loss == pytest.approx(product, rel=1e-4)
+
+
 @pytest.mark.parametrize("how", ["reentrant", "not reentrant", "no_grad"])
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 def test_checkpoints(run, how, layout, size=3):
