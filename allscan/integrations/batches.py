@@ -41,7 +41,7 @@ class _Stamp(NamedTuple):
     rows: int
     tokens: tuple[int, ...]  # of each rank
     layout: str
-    digests: tuple[int, ...] | None  # of each rank's input_ids
+    digests: tuple[int, ...] | None  # of each rank's input_ids or inputs_embeds
     others: int | None  # digest of the other tensors
 
 
@@ -77,9 +77,8 @@ def cut_batch(
     """
     check_communicator(comm)
     zigzag, size = is_zigzag(layout), comm.size
-    x: Any = batch.get("input_ids")
-    if x is None:
-        x = batch.get("inputs_embeds")
+    tokens_are = "input_ids" if batch.get("input_ids") is not None else "inputs_embeds"
+    x: Any = batch.get(tokens_are)
     if not isinstance(x, torch.Tensor) or x.ndim < 2:
         reject(comm, "a batch has input_ids [B, T] or inputs_embeds [B, T, H]")
     B, T = x.shape[:2]
@@ -112,10 +111,9 @@ def cut_batch(
         else:
             reject(comm, f"{name} {tuple(value.shape)}: cut_batch does not know how to cut it")
     digests = others = None
-    ids = batch.get("input_ids")
-    if ids is not None and (ids.device.type == "cpu" or comm.debug):
-        digests = [checksum(part_of(ids, rank)) for rank in range(size)]
-        rest = {n: v for n, v in batch.items() if n in (*CUT, *UNCUT) and n != "input_ids"}
+    if x.device.type == "cpu" or comm.debug:
+        digests = [checksum(part_of(x, rank)) for rank in range(size)]
+        rest = {n: v for n, v in batch.items() if n in (*CUT, *UNCUT) and n != tokens_are}
         others = checksum(*(rest[name] for name in sorted(rest)))
     return found | {STAMP: json.dumps([B, tokens, layout, digests, others])}
 
