@@ -195,6 +195,11 @@ class InOrderCarrier(AllScanCarrier):
         tile = transition_tile(shape[-2]) if self._dense and shape is not None else None
         return get_or_create_scan(self.comm, shape, agree, deferred, at_first, ScanVariant(tile))
 
+    def pending(self, prepared: Any, zigzag: bool) -> list[PendingBackward]:
+        # of the first scan only: a plan looks for backwards before its first launch, where the other rank cannot have
+        # begun its second scan, which waits for this rank's first
+        return pending_backwards(prepared.launcher.backwards, False)
+
     def record_segments(
         self, plan: Plan, kernel: Any, buffers: Sequence[Buffer | None], how: tuple[bool, bool, int], **fixed: Any
     ) -> None:

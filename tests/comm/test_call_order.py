@@ -306,6 +306,31 @@ def test_validation_without_backward(run, pool):
     assert all(run(min(3, pool.size), validation_case))
 
 
+def operators_validation_case(group, name, invariant):
+    """Return the seconds of a call in the zigzag layout whose results no rank uses, and of a call and its backward
+    after that, over the time-out."""
+    timeout = 30.0
+    with allscan.Communicator(group, timeout=timeout) as comm:
+        x = torch.full((1, 128, 1, 16), 0.25, device=comm.device, requires_grad=True)
+        one = x.detach()[..., 0]
+        gates = -one if name == "zeco_gated_delta_rule" else -x.detach()
+        beta = [] if name == "zeco_gla" else [one]
+        where, start = dict(layout="zigzag", invariant=invariant, comm=comm), time.monotonic()
+        for _ in range(2):
+            o, _ = getattr(allscan, name)(x, x, x, gates, *beta, **where)
+        o.sum().backward()
+        return (time.monotonic() - start) / timeout
+
+
+@pytest.mark.cpu  # on GPUs the first call compiles its kernels
+@pytest.mark.parametrize("invariant", [0, 64])
+@pytest.mark.parametrize("name", ["zeco_gla", "zeco_kda", "zeco_gated_delta_rule"])
+@pytest.mark.parametrize("size", [2, 3])
+def test_validation_without_backward_in_zigzag(run, size, name, invariant):
+    """No rank waits, before its first scan, for another one's second scan, which waits for that first one."""
+    assert max(run(size, operators_validation_case, name, invariant)) < 1
+
+
 def checkpoint_case(group):
     """Activation checkpointing recomputes a call in backward, and stops there: no call is rejected or dropped."""
     from torch.utils.checkpoint import checkpoint

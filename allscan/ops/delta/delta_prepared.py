@@ -57,7 +57,7 @@ class PreparedDelta:
         self.fixed = comm.handle, *options
         self.state_shape = x.sequences, x.HV, x.K, x.V
         self._state_specs = state_specs(x, zigzag)
-        carrier = AllScanCarrier.of(comm, dense=True)
+        carrier = self.states.carrier
         self.pending = partial(carrier.pending, carrier.prepare(x.carried(zigzag)), self.zigzag)
 
     def forward(self, *inputs: Any) -> tuple[Any, ...]:
