@@ -17,7 +17,7 @@ from torch import Tensor
 from ..base.checks import PER_DOCUMENT, boundaries, is_zigzag
 from ..bindings.torch_compat import has_backward_hooks
 from ..comm.communicator import Communicator
-from ..comm.host_exchange import by_rank
+from ..comm.host_exchange import by_rank, differing
 from ..launch.compiled_kernel import dynamo_disabled
 from ..ops.allscan import Using
 from ..ops.delta import zeco_gated_delta_rule, zeco_kda
@@ -414,8 +414,10 @@ def _read(comm: Communicator, cu_seqlens: Tensor | None) -> tuple[int, ...]:
 def _tokens_of_all(comm: Communicator, x: Tensor, layout: str, stamp: Any, attention: Attention = WHOLE) -> list[int]:
     """Exchange the number of tokens of each rank, and check that all ranks have parts of one batch."""
     with comm.call():  # reports a rejection to the other ranks, which would otherwise wait
-        told = *x.shape[:2], stamp, list(attention)
-        rows, tokens, stamps, kinds = zip(*comm.order.exchange(told, "the tokens of each rank"), strict=True)
+        told = *x.shape[:2], stamp, list(attention), [["torch.is_grad_enabled()", torch.is_grad_enabled()]]
+        rows, tokens, stamps, kinds, grads = zip(*comm.order.exchange(told, "the tokens of each rank"), strict=True)
+        if different := differing(grads):  # in backward the others would wait in collectives of torch
+            raise comm.order.raised_everywhere(ValueError(f"ranks call with different arguments: {different}"))
         if any(kind != kinds[0] for kind in kinds):
             different = by_rank(Attention(*kind) for kind in kinds)
             raise comm.order.raised_everywhere(ValueError(f"attention differs between ranks: {different}"))

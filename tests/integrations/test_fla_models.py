@@ -342,7 +342,7 @@ def one_rank_case(group):
     answers = {}
     with allscan.Communicator(group, timeout=5) as comm, torch.no_grad():
         torch.manual_seed(0)
-        model = model_of(fla, "gla", num_hidden_layers=1, fuse_cross_entropy=False).to(comm.device)
+        model = model_of(fla, "gla", fuse_cross_entropy=False, attn=SOFTMAX).to(comm.device)
         whole, mine = torch.randint(97, (2, 15)).to(comm.device), place(comm, [8, 7])
         sequence_parallel(model, comm=comm)
         batch = dict(input_ids=whole[:, mine], labels=whole[:, mine], use_cache=False)
@@ -351,6 +351,8 @@ def one_rank_case(group):
             answers[f"num_items_in_batch is None: {rank > 0} on rank 0; {rank < 1} on rank 1"] = raised(
                 model, **batch, **different
             )
+        with torch.set_grad_enabled(comm.rank == 0):
+            answers["torch.is_grad_enabled(): True on rank 0; False on rank 1"] = raised(model, **batch)
         losses = [model(**batch, **some).loss for some in ({}, dict(num_items_in_batch=28))]
         for loss in losses:
             dist.all_reduce(loss, group=comm.group)
