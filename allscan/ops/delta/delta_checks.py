@@ -47,6 +47,9 @@ def checked(
     try:
         zigzag = zigzag_of(asked.layout, asked.per_document, asked.cu_seqlens)
         check_for_an_operator(dict(x._asdict(), initial_state=initial_state), scale)
+        _check_types(x)
+        if before.state_v_first and initial_state is not None and initial_state.ndim < 2:
+            raise ValueError(f"initial_state must be [.., HV, V, K], got {tuple(initial_state.shape)}")
         cu_seqlens = None if asked.cu_seqlens is None else own_boundaries(asked.cu_seqlens)
         first_token = own_place(asked.first_token, cu_seqlens)
         if before.chunk not in CHUNKS:
@@ -74,6 +77,16 @@ def checked(
     return cu_seqlens, Options(rule, scale, fields, bound, first_token, zigzag, invariant)
 
 
+def _check_types(x: Inputs) -> None:
+    """Raise TypeError for inputs whose dtype is wrong before raw arguments are converted."""
+    for name, y in x._asdict().items():
+        if not y.is_floating_point():
+            raise TypeError(f"{name} must have a float type, got {y.dtype}")
+    q, k, v, *_ = x
+    if q.dtype not in (torch.bfloat16, torch.float16, torch.float32) or not q.dtype == k.dtype == v.dtype:
+        raise TypeError(f"q, k, v must be bfloat16, float16 or float32 alike, got {q.dtype}, {k.dtype}, {v.dtype}")
+
+
 def _check_before(before: Before, rule: str, q: Tensor, v: Tensor, g: Tensor) -> None:
     """Raise TypeError or ValueError for wrong options of raw gates and beta."""
     scalar = RULES[rule].scalar
@@ -87,7 +100,9 @@ def _check_before(before: Before, rule: str, q: Tensor, v: Tensor, g: Tensor) ->
         raise ValueError(f"safe_gate with use_gate_in_kernel needs -5 <= lower_bound < 0, got {before.lower_bound}")
     if before.A_log is None and before.lower_bound is None:
         raise ValueError("use_gate_in_kernel needs A_log")
-    heads, K = v.shape[-2], q.shape[-1]
+    if v.ndim != 4:
+        raise ValueError(f"v must be [B, T, HV, V], got {tuple(v.shape)}")
+    heads, K = v.shape[2], q.shape[3]
     if tuple(g.shape[2:]) != ((heads,) if scalar else (heads, K)):
         raise ValueError(f"g must be {['B', 'T', heads] if scalar else ['B', 'T', heads, K]}, got {list(g.shape)}")
     for name, x, count in (("A_log", before.A_log, heads), ("dt_bias", before.dt_bias, heads * (1 if scalar else K))):
@@ -95,6 +110,8 @@ def _check_before(before: Before, rule: str, q: Tensor, v: Tensor, g: Tensor) ->
             continue
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+        if x.layout != torch.strided or not x.is_floating_point():
+            raise TypeError(f"{name} must be dense, of a float type, got {x.dtype}, {x.layout}")
         if x.numel() != count or x.device != g.device:
             raise ValueError(f"{name} must be {count} numbers on {g.device}, got {tuple(x.shape)} on {x.device}")
 
@@ -107,10 +124,6 @@ def check_tensors(
     for name, x in dict(q=q, k=k, v=v, g=g, beta=beta).items():
         if x.device != comm.device:
             raise ValueError(f"{name} must be on {comm.device}, got {x.device}")
-        if not x.is_floating_point():
-            raise TypeError(f"{name} must have a float type, got {x.dtype}")
-    if q.dtype not in (torch.bfloat16, torch.float16, torch.float32) or not q.dtype == k.dtype == v.dtype:
-        raise TypeError(f"q, k, v must be bfloat16, float16 or float32 alike, got {q.dtype}, {k.dtype}, {v.dtype}")
     if q.dtype == torch.bfloat16 and q.device.type == "cpu" and not isinstance(RULES[rule], OwnChunks):
         raise TypeError(
             "q, k, v must be float32 or float16 on CPUs: Triton's interpreter, in which fla's kernels run "

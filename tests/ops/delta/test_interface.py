@@ -192,3 +192,35 @@ def promise_case(group):
 def test_what_safe_gate_does_not_promise_is_rejected_on_all_ranks(run, size=2):
     for problems in run(size, promise_case):
         assert all(found and found[0] == "ValueError" and "lower_bound" in found[1] for found in problems), problems
+
+
+def types_case(group, rule):
+    """Return errors where rank 0 alone passes a tensor of a wrong kind in place of a raw argument."""
+    with allscan.Communicator(group) as comm:
+        whole, mine = Whole(DeltaCase(rule, [20, 20]), comm.device), place(comm, [20, 20])
+        right = dict(
+            zip(("q", "k", "v", "g", "beta"), (x[:, mine] for x in whole.tensors()), strict=True), A_log=torch.zeros(1)
+        )
+        flags = dict(use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, state_v_first=True, comm=comm)
+        wrong = dict(
+            k=right["k"].to(torch.float8_e4m3fn),
+            v=right["v"][0, 0, 0],
+            g=right["g"].to(torch.complex64),
+            beta=right["beta"] > 0.5,
+            A_log=right["A_log"].to_sparse(),
+            dt_bias=torch.zeros(16 if rule == "kda" else 1, dtype=torch.int64),
+            initial_state=torch.zeros(16),
+        )
+        found = {}
+        for name, x in wrong.items():
+            given = right | flags | ({} if comm.rank else {name: x})
+            found[name] = raised(lambda given=given: RULES[rule](**given))
+        return found
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_tensors_of_a_wrong_kind_are_rejected_on_all_ranks(run, rule, size=2):
+    for rank, problems in enumerate(run(size, types_case, rule)):
+        for name, (kind, text) in problems.items():
+            wanted = "ValueError" if rank or name in ("v", "initial_state") else "TypeError"
+            assert kind == wanted and name in text and (not rank or "rank 0" in text), (rank, name, kind, text)
