@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 import triton
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 from ..base.checks import is_zigzag
@@ -293,8 +294,7 @@ def attend(
     else:
         o, lse = _Own.apply(shared, kernel, scale, q, k, v)
         slots, rows = _rows(gather, q)
-        keys = gather.read(slots)
-        keys = _keys(keys, project, q.dtype) if rows else keys
+        keys = _keys(gather.read(slots), project, q.dtype, bool(rows))
         o = _Others.apply(shared, (kernel, scale, rows), q.detach(), o, lse, *keys)
     return o.transpose(1, 2)
 
@@ -323,10 +323,18 @@ def _rows(gather: Gather, q: Tensor) -> tuple[list[int], list[tuple[slice, slice
     return slots, rows
 
 
-def _keys(found: Sequence[Tensor], project: Callable[..., Any] | None, dtype: torch.dtype) -> list[torch.Tensor]:
-    """[k, v], each [B, G, tokens, width], from the gathered tensors."""
+def _keys(
+    found: Sequence[Tensor], project: Callable[..., Any] | None, dtype: torch.dtype, seen: bool
+) -> list[torch.Tensor]:
+    """[k, v], each [B, G, tokens, width], from the gathered tensors; no tokens if this rank attends to none of them.
+
+    Such a rank projects one token of zeros: the projection's parameters may be sharded over the ranks (FSDP2), whose
+    collectives all of them must call.
+    """
     found = [x.transpose(1, 2) for x in found]
-    return [x.to(dtype) for x in (found if project is None else project(*found))]
+    if project is None or seen:
+        return [x.to(dtype) for x in (found if project is None else project(*found))]
+    return [x[:, :, :0].to(dtype) for x in project(*(F.pad(x[:, :, :0], (0, 0, 0, 1)) for x in found))]
 
 
 class _Shared:
@@ -502,7 +510,7 @@ class _Steps(torch.autograd.Function):
             assert gather is not None  # true for each step of plan.ranges
             slots, rows = _rows(gather, q)
             found = gather.finish(slots)
-            keys = _keys(found, plan.project, q.dtype) if rows else ()
+            keys = _keys(found, plan.project, q.dtype, bool(rows))
             ctx.blocks.append(_add(plan.kernel, plan.scale, rows, _Queries(q, exact, lse), keys))
             gather = following
         o = o.copy_(exact).detach()
@@ -521,28 +529,34 @@ class _Steps(torch.autograd.Function):
         plan, tensors, sources = ctx.plan, inputs[: ctx.count], inputs[ctx.count :]
         do, total = strided_like(do, o), torch.zeros_like(q, dtype=torch.float32)
         weights: list[torch.Tensor | None] = [None] * len(sources)
+        trained = [x for x in sources if x.requires_grad]
         gradients: Sequence[torch.Tensor]
         gather = plan.start(0, tensors)
         for step in range(len(plan.ranges)):
             following = plan.start(step + 1, tensors)
             slots, rows = _rows(gather, q)
             found = [x.detach().requires_grad_() for x in gather.finish(slots)]
-            sums = [torch.zeros_like(x) for x in found]
-            if rows:
-                with torch.enable_grad(), torch.autocast(**ctx.autocast):
-                    keys = _keys(found, plan.project, q.dtype)
-                detached = [x.detach() for x in keys]
-                blocks = list(zip(rows, ctx.blocks[step], strict=True))
-                parts, gradients = _gradients(plan.scale, blocks, do, _Queries(q, o, lse), detached)
-                for mine, dq in parts:
-                    total[:, :, mine] += dq
-                leaves = [*found, *(x for x in sources if x.requires_grad)]
-                gradients = torch.autograd.grad(keys, leaves, gradients, allow_unused=True)
-                sums = [a if b is None else b for a, b in zip(sums, gradients)]
-                weights = [
-                    b if a is None else a if b is None else a + b
-                    for a, b in zip(weights, gradients[len(found) :], strict=True)
-                ]
+            with torch.enable_grad(), torch.autocast(**ctx.autocast):
+                keys = _keys(found, plan.project, q.dtype, bool(rows))
+                known, used = (
+                    {get_gradient_edge(x).node for x in some} for some in (trained, _leaves(keys, found))
+                )  # sources may be copies of forward's parameters (saved_tensors_hooks), with their nodes
+            if not used <= known:
+                raise RuntimeError(
+                    "with attention.memory backward projects keys again, and the projection has other parameters than "
+                    "in forward (torch.func.functional_call?)"
+                )
+            detached = [x.detach() for x in keys]
+            blocks = list(zip(rows, ctx.blocks[step], strict=True))
+            parts, gradients = _gradients(plan.scale, blocks, do, _Queries(q, o, lse), detached)
+            for mine, dq in parts:
+                total[:, :, mine] += dq
+            gradients = torch.autograd.grad(keys, [*found, *trained], gradients, allow_unused=True)
+            sums = [torch.zeros_like(a) if b is None else b for a, b in zip(found, gradients)]
+            weights = [
+                b if a is None else a if b is None else a + b
+                for a, b in zip(weights, gradients[len(found) :], strict=True)
+            ]
             if plan.last is not None:
                 plan.collect(*plan.last)
             gather.start_sum(slots, sums)

@@ -168,12 +168,13 @@ def order_case(group, layout):
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 def test_the_order(run, layout, size=3):
-    """The own block overlaps with the gather of keys, and in backward with the sums of their gradients."""
+    """The own block overlaps with the gather of keys, and in backward with the sums of their gradients. Every rank
+    projects, also the first one in the contiguous layout, which attends to no other rank's keys."""
     for rank, events in enumerate(run(size, order_case, layout)):
         blocks = len(attention.reads(rank, size, layout == "zigzag")[1])
-        others = ["expand"] * (blocks > 0) + ["forward, causal False"] * blocks
+        others = ["expand"] + ["forward, causal False"] * blocks
         assert events[: 4 + len(others)] == ["start", "expand", "forward, causal True", "finish", *others]
-        back = ["backward, causal False"] * blocks + ["expand's backward"] * (blocks > 0)
+        back = ["backward, causal False"] * blocks + ["expand's backward"]
         back += ["start_sum", "backward, causal True", "expand's backward", "finish_sum"]
         assert events[4 + len(others) :] == back
 

@@ -933,6 +933,40 @@ def test_ten_steps_of_training(run, family, how, layout, size=2):
         assert max(abs(a - b) for a, b in zip(alone, split, strict=True)) < 1e-4, (alone, split)
 
 
+def sharded_projection_case(group, memory):
+    """Return (relative errors of gradients, error of a backward pass without forward's parameters). FSDP2 shards the
+    projection of latents, in which all ranks then call collectives."""
+    from allscan.integrations.attention import Attention
+    from allscan.integrations.transformers import sequence_parallel
+
+    with allscan.Communicator(group, timeout=20) as comm:
+        tokens = [20, 12]
+        whole = torch.randint(1, VOCABULARY, (2, 32), generator=torch.Generator().manual_seed(1))
+        part, model = whole[:, place(comm, tokens)], made("kimi_linear")
+        model(input_ids=whole, labels=whole, use_cache=False).loss.backward()
+        expected = gradients(model)
+        model = sequence_parallel(made("kimi_linear"), comm=comm, attention=Attention(memory=memory))
+        mesh = DeviceMesh.from_group(group, "cpu")
+        for module in (model.model.layers[1].self_attn.kv_b_proj, *model.model.layers, model):
+            fully_shard(module, mesh=mesh)
+        (model(input_ids=part, labels=part).loss * comm.size).backward()
+        found = {name: getattr(x, "full_tensor", lambda x=x: x)() for name, x in gradients(model).items()}
+        errors = {name: relative(found[name], x) for name, x in expected.items() if x.any()}
+        model = sequence_parallel(made("kimi_linear"), comm=comm, attention=Attention(memory=memory))
+        others = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
+        loss = torch.func.functional_call(model, others, (), dict(input_ids=part, labels=part)).loss
+        return errors, raised(loss.backward)
+
+
+@pytest.mark.parametrize("memory", [None, 3000])
+def test_a_sharded_projection(run, memory, size=2):
+    """Also the first rank, which attends to no other rank's keys, projects them."""
+    for errors, answer in run(size, sharded_projection_case, memory):
+        assert max(errors.values()) < 2e-5, errors
+        assert (answer is None) == (memory is None)
+        assert memory is None or (answer[0] == "RuntimeError" and "has other parameters than" in answer[1])
+
+
 def flash(query, key, value, attention_mask, query_length, is_causal, softmax_scale, attn_implementation, **options):
     """FlashAttention as transformers calls it: [B, T, H, D], the last query at the last key, groups of heads."""
     assert attention_mask is None and is_causal and attn_implementation == "flash_attention_2"
