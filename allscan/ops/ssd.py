@@ -346,7 +346,7 @@ def _in_order(
 
         def outputs(state: Tensor) -> Tensor:
             found = y.float() + tokens.read(whole, state)
-            return (found if "z" not in own else found * F.silu(own["z"].float())).to(x.dtype)
+            return found if "z" not in own else found * F.silu(own["z"].float())
 
         return Segment(last.float(), tokens.decay(whole)[..., 0, 0], outputs)
 
@@ -366,7 +366,8 @@ def _in_order(
     used = found.scanned if initial is None else (*found.scanned, initial)
     if not found.outputs:  # without tokens the gradients are zeros, not None
         used = *used, *(t for t in inputs.values() if t is not None)
-    y = Using.apply(torch.cat(found.outputs or [x[:, :0]], 1), *used)
+    # concatenated in float32: torch.autocast to another 16-bit type than x's would reject x's
+    y = Using.apply(torch.cat(found.outputs or [x[:, :0].float()], 1).to(x.dtype), *used)
     none = before(None)
     if asked.cu_seqlens is None:
         final = found.final.get(EACH, none)

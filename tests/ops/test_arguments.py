@@ -406,23 +406,25 @@ def test_gates_that_operators_make(run):
             assert answer[0] == "ValueError" and "at least -1,048,576" in answer[1] and (rank or "rank 1" in answer[1])
 
 
-def autocast_case(group):
+def autocast_case(group, call):
     """Return whether first calls get the same results under torch.autocast to the other 16-bit type."""
     same = []
-    for call in (gla, own_kda, own_gdn):
-        for dtype, other in ((torch.float16, torch.bfloat16), (torch.bfloat16, torch.float16)):
+    for dtype, other in ((torch.float16, torch.bfloat16), (torch.bfloat16, torch.float16)):
+        for invariant in (0, 64):
             found = []
             for enabled in (False, True):
                 with allscan.Communicator(group, timeout=5.0) as comm:
-                    x, g = (y.to(dtype) for y in tensors(comm))
+                    x, g = (y.to(dtype) for y in tensors(comm, 64))
                     with torch.autocast(comm.device.type, other, enabled=enabled):
-                        found.append(call(comm, x, g)[0])
-            same.append(torch.equal(*found))
+                        y = call(comm, x, g, invariant=invariant)
+                    found.append(y[0] if isinstance(y, tuple) else y)
+            same.append(torch.equal(*found) and found[0].dtype == dtype)
     return same
 
 
-def test_gates_are_checked_under_autocast(run, size=2):
-    assert run(size, autocast_case) == [[True] * 6] * size
+@pytest.mark.parametrize("call", [gla, own_kda, own_gdn, ssd], ids=lambda call: call.__name__)
+def test_the_other_16_bit_type_under_autocast(run, call, size=2):
+    assert run(size, autocast_case, call) == [[True] * 4] * size
 
 
 def nan_case(group, call):
