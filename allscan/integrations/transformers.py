@@ -35,7 +35,7 @@ from .transformers_layers import (
     name_of_cache,
     softmax_forward,
 )
-from .transformers_sequence import Alike, Asked, SplitSequence, agree_sequence
+from .transformers_sequence import BY_POSITIONS, Alike, Asked, SplitSequence, agree_sequence
 
 with needing(__name__, "transformers"):
     from transformers import PreTrainedModel
@@ -321,7 +321,8 @@ def _model(
     if sequence.lengths is not None and attention.memory is not None:
         reject(comm, "packed sequences take all keys at once: attention.memory must be None")
     if sequence.lengths is not None and use_cache:
-        reject(comm, "packed sequences leave no cache: pass use_cache=False")
+        why = BY_POSITIONS if cu_seqlens is None else ""
+        reject(comm, f"packed sequences leave no cache: pass use_cache=False{why}")
     if not sequence.own:  # run one padding token
         if inputs_embeds is not None:
             inputs_embeds = F.pad(inputs_embeds, (0, 0, 0, 1))

@@ -97,6 +97,13 @@ class SplitSequence:
         )
 
 
+# of errors where packed sequences may be unintended
+BY_POSITIONS = (
+    "; position_ids begin a sequence wherever they do not rise by 1 (generate() is for the ordinary model: "
+    "sequence_parallel(model, comm=None))"
+)
+
+
 class Alike(NamedTuple):
     """Arguments that decide which collectives follow, in the loss and in backward: equal on all ranks."""
 
@@ -202,7 +209,7 @@ def agree_sequence(
         elif lengths is not None and lengths[-1] != sum(tokens):
             problem = f"cu_seq_lens_q must end with the {sum(tokens)} tokens of all ranks, got {lengths[-1]}"
         elif lengths is not None and B != 1:
-            problem = f"packed sequences must be in a batch of one, got {B}"
+            problem = f"packed sequences must be in a batch of one, got {B}{'' if rises is None else BY_POSITIONS}"
         elif per_document and not cut_row:
             assert lengths is not None  # follows from the branches above
             problem = documents_misfit(lengths, comm.size, sum(tokens))

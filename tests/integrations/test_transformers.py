@@ -1019,6 +1019,8 @@ def options_case(group):
         with torch.no_grad():
             for text, wrong in rejected.items():
                 answers[text] = raised(model, **dict(input_ids=part) | wrong)
+            for text, ids in (("leave no cache: pass use_cache=False; ", part), ("got 2; ", part.expand(2, -1))):
+                answers[text + "position_ids begin a sequence wherever"] = raised(model.generate, ids, max_new_tokens=2)
             again = model(input_ids=part, attention_mask=torch.ones_like(part))
         errors.append(relative(again.logits, found.logits))
         from allscan.integrations.attention import Attention
