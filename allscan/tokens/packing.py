@@ -105,7 +105,8 @@ class Tables:
 def weights(BT: int) -> torch.Tensor:
     """The three tables that blocks.load_weights reads: [3, BT, BT] bfloat16, on the CPU."""
     t, u = torch.arange(BT, device="cpu")[:, None], torch.arange(BT, device="cpu")
-    return torch.stack([x.to(torch.bfloat16) for x in (torch.where(t >= u, 0.5, -0.5), t <= u, t > u)])
+    # stacked in float32: torch.autocast of CPUs to float16 rejects stack() of bfloat16
+    return torch.stack([x.float() for x in (torch.where(t >= u, 0.5, -0.5), t <= u, t > u)]).to(torch.bfloat16)
 
 
 @functools.lru_cache
@@ -118,8 +119,8 @@ def chunk_weights(BT: int, device: torch.device) -> torch.Tensor:
         sums.append((u > middle) & (u <= t) | (u > t) & (u <= middle))
         pairs.append((t >= middle) & (u < middle) & (t >> (m + 1) == u >> (m + 1)))
     anchored = [1.0 * (u <= anchor) - 1.0 * (u <= t) for anchor in range(-1, BT)]
-    tables = torch.stack([x.to(torch.bfloat16) for x in (*sums, *pairs, *anchored)])
-    return to_device([torch.cat([weights(BT), tables])], device)[0]
+    tables = torch.stack([x.float() for x in (*weights(BT), *sums, *pairs, *anchored)])
+    return to_device([tables.to(torch.bfloat16)], device)[0]
 
 
 class Layout(Tables):

@@ -471,3 +471,13 @@ def test_more_chunks_than_kernels_take(fresh, layout, size=3):
     of = size - 1 if layout == "contiguous" else 0
     for found in fresh(size).run(chunks_case, None, layout, timeout=100):
         assert found[0] == "ValueError" and f"packed sequences: rank {of} " in found[1], found
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_weights_under_autocast(dtype):
+    """The first call of a process may be within torch.autocast."""
+    cpu = torch.device("cpu")
+    expected = packing.chunk_weights(64, cpu)
+    with torch.autocast("cpu", dtype):
+        assert torch.equal(packing.weights.__wrapped__(64), expected[:3])
+        assert torch.equal(packing.chunk_weights.__wrapped__(64, cpu), expected)
