@@ -8,6 +8,7 @@ from __future__ import annotations
 import pytest
 
 from support.gla import LIMIT
+from support.properties.delta_calls import delta_case
 from support.properties.draw import size_of
 from support.properties.gla_calls import gla_calls, gla_case
 from support.properties.halo_calls import halo_case
@@ -33,6 +34,10 @@ def test_gla(run, seed, size):
     for number, call in enumerate(calls):
         errors = call.errors([found[number] for found in answers])
         assert max(errors.values()) < LIMIT[call.dtype], f"SEED {seed}, {size} ranks: {call.text}: {errors}"
+
+
+def test_delta_rules(run, seed, size):
+    run(size, delta_case, seed)
 
 
 def test_halos(run, seed, size):
