@@ -69,52 +69,43 @@ class PreparedDelta:
         ends = Ends(initial_state, x.q.new_zeros(self.state_shape, dtype=torch.float32) if final else None)
         saved_states = SavedStates(*(x.q.new_empty(shape, dtype=dtype) for dtype, shape in self._state_specs))
         self.layout.use(self.comm)
-        if x.v.shape[1]:
-            o, *chunks = self._forward(x, ends, saved_states)
-        else:
+        v_shape = x.v.shape
+        if not v_shape[1]:
             self.states.forward_of_none(ends, saved_states)
             o, *chunks = torch.empty_like(x.v), *sums_and_chunks(self.rule, x.k, x.v, x.g)
+        else:
+            if self.zigzag:
+                x = Inputs(*_in_one(*x))
+            o, sums, (scores, solved) = self.rule.forward(self.call, x, ends, saved_states)
+            if self.zigzag:
+                o = unsafe_view(o, v_shape)  # not a view for autograd: a caller may write to o in place
+                solved = solved.view(v_shape[0], -1, *solved.shape[2:])
+                sums = sums.view(v_shape[0], -1, *sums.shape[2:]) if sums.numel() else sums
+                scores = scores.view(solved.shape) if scores.numel() else scores
+            chunks = [sums, scores.view(WORDS[scores.dtype]), solved]
         if self.comm.debug:
             self.comm._look_for_nan(self.name, o=o, final_state=ends.outputs)
         return o, ends.outputs, *chunks, *saved_states
 
-    def _forward(self, x: Inputs, ends: Ends, saved_states: SavedStates) -> tuple[Tensor, ...]:
-        """Run forward on a rank with tokens; return (o, sums of gates, the fields of Saved)."""
-        v_shape = x.v.shape
-        if self.zigzag:
-            x = Inputs(*_in_one(*x))
-        o, sums, (scores, solved) = self.rule.forward(self.call, x, ends, saved_states)
-        if self.zigzag:
-            o = unsafe_view(o, v_shape)  # not a view for autograd: a caller may write to o in place
-            solved = solved.view(v_shape[0], -1, *solved.shape[2:])
-            sums = sums.view(v_shape[0], -1, *sums.shape[2:]) if sums.numel() else sums
-            scores = scores.view(solved.shape) if scores.numel() else scores
-        return o, sums, scores.view(WORDS[scores.dtype]), solved
-
     def backward(self, x: Inputs, saved: Saved, outer: Outer, saved_states: SavedStates) -> list[Any]:
         """Run backward; return the gradients of the inputs."""
         self.layout.use(self.comm)
-        if x.q.shape[1]:
-            grads = self._backward(x, saved, outer, saved_states)
-        else:
+        if not x.q.shape[1]:
             self.states.backward_of_none(Ends(outer.dfinal, outer.dinitial), saved_states)
-            grads = [torch.empty_like(y) for y in x]
+            grads: Any = [torch.empty_like(y) for y in x]
+        else:
+            saved, like = saved._replace(scores=saved.scores.view(saved.solved.dtype)), x
+            if self.zigzag:
+                x, scores = Inputs(*_in_one(*x)), saved.scores
+                saved = Saved(*_in_one(scores if scores.numel() else None, saved.solved))
+                outer = outer._replace(do=outer.do.flatten(0, 1)[None])
+            grads = self.rule.backward(self.call, x, saved, outer, saved_states)
+            grads = [d.to(y.dtype).contiguous() for d, y in zip(grads, like, strict=True)]
+            if self.zigzag:
+                grads = [d.view(y.shape) for d, y in zip(grads, like, strict=True)]
         if self.comm.debug:
             named = dict(zip(("dq", "dk", "dv", "dg", "dbeta"), grads), dinitial_state=outer.dinitial)
             self.comm._look_for_nan(f"{self.name}'s backward", **named)
-        return grads
-
-    def _backward(self, x: Inputs, saved: Saved, outer: Outer, saved_states: SavedStates) -> list[Tensor]:
-        """Run backward on a rank with tokens."""
-        saved, like = saved._replace(scores=saved.scores.view(saved.solved.dtype)), x
-        if self.zigzag:
-            x, scores = Inputs(*_in_one(*x)), saved.scores
-            saved = Saved(*_in_one(scores if scores.numel() else None, saved.solved))
-            outer = outer._replace(do=outer.do.flatten(0, 1)[None])
-        grads: Any = self.rule.backward(self.call, x, saved, outer, saved_states)
-        grads = [d.to(y.dtype).contiguous() for d, y in zip(grads, like, strict=True)]
-        if self.zigzag:
-            grads = [d.view(y.shape) for d, y in zip(grads, like, strict=True)]
         return grads
 
 
