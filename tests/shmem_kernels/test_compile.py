@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import types
@@ -41,7 +42,17 @@ from allscan.tools.compiled import channel_type
 from allscan.tools.timing import copy_kernel
 from allscan.tools.virtual import gated_rails_kernel
 from support.delta import saved_states_for
-from support.launches import VERSION, Launches, NoScan, compiled_launches, launch_chunks, launch_gla, most
+from support.launches import (
+    VERSION,
+    Launches,
+    NoScan,
+    compiled_for_both,
+    compiled_launches,
+    launch_chunks,
+    launch_gla,
+    most,
+    with_gpu_blocks,
+)
 from support.sm90 import Compiled
 
 pytestmark = pytest.mark.cpu
@@ -387,11 +398,22 @@ def test_gla_kernels(K, V, dtype, keeps, monkeypatch):
 )
 def test_delta_kernels(K, V, scalar, most_spilled, monkeypatch):
     """All kernels between the chunks compile, forward and backward, with a GPU's block sizes."""
+    seen, more = set(), most(216, v37=280, v38=296, v39=304)
+    launch = functools.partial(launch_states, K, V, scalar)
+    for kernel, compiled in compiled_for_both(launch, monkeypatch, most_spilled, more):
+        seen.add(kernel)
+        assert compiled.count(r"\bmma\.|wgmma\.mma"), kernel
+    kernels = {delta.summary_kernel, delta.delta_carry_kernel, delta.delta_states_kernel, delta.adjoint_kernel}
+    assert seen == kernels | ({delta.scalar_gradient_kernel} if scalar else set())
+
+
+def launch_states(K, V, scalar, monkeypatch, capability):
+    """Record in Launches the launches of both passes over the states of chunks."""
     for name, kernel in list(vars(delta_passes).items()):
         if name.endswith("_kernel"):
             monkeypatch.setattr(delta_passes, name, Launches(kernel))
     dtype, H, T = torch.bfloat16, 4, 130
-    monkeypatch.setattr(delta_passes, "blocks_of_cpus", lambda BK, BV_max: delta_passes.blocks(BK, BV_max, dtype))
+    with_gpu_blocks(monkeypatch, dtype, capability)
     monkeypatch.setattr(Launches, "made", [])
     layout = Layout([TokenRange(0, T, 0, 0, 0)], 1, 64, "cpu")  # in the middle of a sequence
     device = torch.device("cpu")
@@ -410,16 +432,9 @@ def test_delta_kernels(K, V, scalar, most_spilled, monkeypatch):
     )
     _, _, incoming = states.turn(between, d if scalar else OfOutput(wide, None, scores), outside, kept, 0.1)
     states.backward(between, d, incoming, outside, 0.1)
-    kernels = {delta.summary_kernel, delta.delta_carry_kernel, delta.delta_states_kernel, delta.adjoint_kernel}
     if scalar:
         chunks = torch.zeros(layout.num_chunks, H, K, V, dtype=dtype)
         states.gradients(between, wide, d, (chunks, chunks), 0.1)
-        kernels.add(delta.scalar_gradient_kernel)
-    seen = set()
-    for kernel, compiled in compiled_launches(most_spilled, more_on_sm_100=most(216, v37=280, v38=296, v39=304)):
-        seen.add(kernel)
-        assert compiled.count(r"\bmma\.|wgmma\.mma"), kernel
-    assert seen == kernels
 
 
 @pytest.mark.parametrize(
@@ -447,7 +462,6 @@ def test_delta_kernels(K, V, scalar, most_spilled, monkeypatch):
 )
 def test_delta_chunk_kernels(scalar, K, V, dtype, monkeypatch):
     """Our own chunk kernels compile; no product reads unset registers."""
-    launch_chunks(K, V, dtype, scalar, monkeypatch)
     if scalar:
         pipelined = (
             delta_scalar.scalar_summary_kernel,
@@ -459,9 +473,13 @@ def test_delta_chunk_kernels(scalar, K, V, dtype, monkeypatch):
         pipelined = (delta_chunks.output_kernel,)
         ours = *pipelined, delta_chunks.operands_kernel, delta_chunks_bwd.pairs_kernel
         ours += delta_chunks_bwd.gradient_kernel, delta_chunks_bwd.strong_gradient_kernel
-    Launches.made = [launch for launch in Launches.made if launch[0] in ours]
+
+    def launch(patch, capability):
+        launch_chunks(K, V, dtype, scalar, patch, capability)
+        Launches.made = [launched for launched in Launches.made if launched[0] in ours]
+
     seen = set()
-    for kernel, compiled in compiled_launches(more_on_sm_100=360):
+    for kernel, compiled in compiled_for_both(launch, monkeypatch, more_on_sm_100=360):
         seen.add(kernel)
         assert compiled.count(r"\bmma\.|wgmma\.mma"), kernel
         if VERSION == (3, 6) and kernel not in pipelined:
@@ -470,6 +488,15 @@ def test_delta_chunk_kernels(scalar, K, V, dtype, monkeypatch):
             # with loops over blocks of values written out 1,288 in float32, whose products have three parts
             assert compiled.spilled_bytes <= (640 if dtype == torch.float32 else 256), compiled.spilled_bytes
     assert seen == set(ours)
+
+
+@pytest.mark.parametrize("rule", ["GLA", "KDA", "Gated DeltaNet"])
+def test_kernels_fit_an_a100(rule, monkeypatch):
+    if rule == "GLA":
+        launch_gla(128, 128, torch.bfloat16, False, monkeypatch)
+    else:
+        launch_chunks(128, 128, torch.bfloat16, rule == "Gated DeltaNet", monkeypatch, 80)
+    assert sum(compiled.count(r"\bmma\.sync") > 0 for _, compiled in compiled_launches(capability=80)) >= 6
 
 
 def test_products_that_ptxas_gets_wrong_are_found():

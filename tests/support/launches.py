@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import types
 
@@ -14,7 +15,6 @@ from allscan.launch.streams import Streams
 from allscan.ops.delta import delta_passes, own_chunks, scalar_chunks
 from allscan.ops.delta.records import DeltaShape, Ends, Inputs, Outer, Saved
 from allscan.ops.gla import gla_operator, gla_plans
-from allscan.shmem_kernels import delta, delta_chunks_bwd, delta_scalar
 from allscan.tokens.packing import Layout, TokenRange
 
 from .delta import saved_states_for
@@ -73,18 +73,10 @@ def most(usual, **others):
     return others.get("v{}{}".format(*VERSION), usual)
 
 
-# Columns of tensor memory of kernels whose launch Triton up to 3.8 rejects on sm_100, which has 512: docs/status.md
-TOO_LARGE_ON_SM_100 = {
-    delta.adjoint_kernel: 544,
-    delta_scalar.scalar_adjoint_kernel: 544,
-    delta_chunks_bwd.strong_gradient_kernel: 608,
-}
-
-
-def compiled_launches(most_spilled=None, more_on_sm_100=None, seen=None, look=True):
+def compiled_launches(most_spilled=None, more_on_sm_100=None, seen=None, look=True, capability=90):
     """Return (kernel, Compiled) of each different recorded launch that is not in ``seen``. more_on_sm_100: also compile
     for sm_100, with so many more spilled bytes per thread allowed; one launch of those that differ in dtypes only.
-    look: fail if code reads registers that are not set."""
+    look: fail if code for sm_90 reads registers that are not set."""
     kinds = {
         torch.float32: "*fp32",
         torch.bfloat16: "*bf16",
@@ -103,17 +95,34 @@ def compiled_launches(most_spilled=None, more_on_sm_100=None, seen=None, look=Tr
             continue
         other_dtypes = any(x[:2] == (kernel, options) for x in seen)
         seen.append((kernel, options, arguments))
-        compiled = Compiled(kernel, arguments, options, **launch)
-        assert compiled.shared <= 227 << 10
-        assert not look or not compiled.unset_registers(), (kernel, options)
+        compiled = Compiled(kernel, arguments, options, **launch, capability=capability)
+        assert compiled.shared <= (163 if capability == 80 else 227) << 10, (kernel, options, compiled.shared)
+        assert compiled.tensor_memory <= 512, (kernel, options, compiled.tensor_memory)
+        assert not look or capability != 90 or not compiled.unset_registers(), (kernel, options)
         assert most_spilled is None or compiled.spilled_bytes <= most_spilled, (kernel, options, compiled.spilled_bytes)
         if more_on_sm_100 is not None and not other_dtypes:
             other = Compiled(kernel, arguments, options, **launch, capability=100)
-            assert other.shared <= 227 << 10, (kernel, options)
+            assert other.shared <= 227 << 10 and other.tensor_memory <= 512, (kernel, options, other.tensor_memory)
             assert other.spilled_bytes <= compiled.spilled_bytes + more_on_sm_100, (kernel, options)
-            too_large = TOO_LARGE_ON_SM_100.get(kernel) if VERSION < (3, 9) else None
-            assert other.tensor_memory <= 512 or other.tensor_memory == too_large, (kernel, other.tensor_memory)
         yield kernel, compiled
+
+
+def compiled_for_both(launch, monkeypatch, most_spilled=None, more_on_sm_100=0):
+    """As compiled_launches, of the launches that ``launch(monkeypatch, capability)`` records; those for sm_100, with
+    its block sizes, are compiled too. more_on_sm_100: bytes that a thread of a kernel may spill more than on sm_90."""
+    spilled = collections.Counter()
+    for capability in (90, 100):
+        with monkeypatch.context() as patch:
+            launch(patch, capability)
+            for kernel, compiled in compiled_launches(
+                most_spilled if capability == 90 else None, capability=capability
+            ):
+                if capability == 90:
+                    spilled[kernel] = max(spilled[kernel], compiled.spilled_bytes)
+                    yield kernel, compiled
+                else:
+                    found = compiled.spilled_bytes
+                    assert found <= spilled[kernel] + more_on_sm_100, (kernel, found, spilled[kernel])
 
 
 def launch_gla(K, V, dtype, kept, monkeypatch, H=4, T=130):
@@ -147,15 +156,24 @@ class NoScan:
         return contextlib.nullcontext(lambda: None)
 
 
-def chunk_pass(layout, K, V, dtype, scalar, monkeypatch):
+def with_gpu_blocks(monkeypatch, dtype, capability):
+    """Give passes over CPU tensors the block sizes of a GPU."""
+    cuda = types.SimpleNamespace(type="cuda")
+    monkeypatch.setattr(delta_passes, "is_hopper", lambda device: capability == 90)
+    for module in (delta_passes, own_chunks, scalar_chunks):
+        monkeypatch.setattr(module, "fit", lambda sizes, device, fit=delta_passes.fit: fit(sizes, cuda))
+    monkeypatch.setattr(delta_passes, "blocks_of_cpus", lambda BK, BV_max: delta_passes.blocks(BK, BV_max, dtype))
+    monkeypatch.setattr(scalar_chunks, "scalar_blocks_of_cpus", lambda *x: scalar_chunks.scalar_blocks(*x, dtype))
+    monkeypatch.setattr(own_chunks, "chunk_blocks_of_cpus", lambda *x: own_chunks.chunk_blocks(*x, dtype))
+
+
+def chunk_pass(layout, K, V, dtype, scalar, monkeypatch, capability=90):
     """Return a ChunkPass with a GPU's block sizes whose launches are all recorded."""
     for module in (delta_passes, own_chunks, scalar_chunks):
         for name, kernel in list(vars(module).items()):
             if name.endswith("_kernel"):
                 monkeypatch.setattr(module, name, Launches(kernel))
-    monkeypatch.setattr(delta_passes, "blocks_of_cpus", lambda BK, BV_max: delta_passes.blocks(BK, BV_max, dtype))
-    monkeypatch.setattr(scalar_chunks, "scalar_blocks_of_cpus", lambda *x: scalar_chunks.scalar_blocks(*x, dtype))
-    monkeypatch.setattr(own_chunks, "chunk_blocks_of_cpus", lambda *x: own_chunks.chunk_blocks(*x, dtype))
+    with_gpu_blocks(monkeypatch, dtype, capability)
     monkeypatch.setattr(delta_passes.AllScanCarrier, "of", lambda *_, **__: NoScan())
     monkeypatch.setattr(Launches, "made", [])
     device = torch.device("cpu")
@@ -164,11 +182,11 @@ def chunk_pass(layout, K, V, dtype, scalar, monkeypatch):
     return cls(comm, layout, DeltaShape(1, 4, 4, K, V, dtype, scalar))
 
 
-def launch_chunks(K, V, dtype, scalar, monkeypatch):
+def launch_chunks(K, V, dtype, scalar, monkeypatch, capability=90):
     """Record in Launches the launches of both passes of a delta rule on a GPU, with allscan's own chunk kernels."""
     H, T = 4, 130
     layout = Layout([TokenRange(0, T, 0, 0, 0)], 1, 64, "cpu")  # in the middle of a sequence
-    states = chunk_pass(layout, K, V, dtype, scalar, monkeypatch)
+    states = chunk_pass(layout, K, V, dtype, scalar, monkeypatch, capability)
     x, v = (torch.zeros(1, T, H, width, dtype=dtype) for width in (K, V))
     outside = torch.zeros(1, H, K, V)
     beta = torch.zeros(1, T, H)

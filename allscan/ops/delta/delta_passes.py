@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...base.tiling import cdiv, next_power_of_2, power_of_2_below
+from ...base.tiling import cdiv, is_hopper, next_power_of_2, power_of_2_below
 from ...comm.communicator import Communicator
 from ...launch.plan import Buffer, Plan
 from ...shmem_kernels.delta import (
@@ -55,6 +55,23 @@ def blocks(BK: int, BV_max: int, dtype: torch.dtype) -> dict[str, dict[str, int]
     )
 
 
+# On other GPUs than Hopper: (greatest BV, warps). With more columns code for A100s spills kilobytes of registers, and
+# code of Triton 3.6 to 3.8 for Blackwell needs more tensor memory than the 512 columns of a multiprocessor
+OFF_HOPPER = dict.fromkeys(("output", "local", "adjoint"), (64, 8))
+OFF_HOPPER |= dict.fromkeys(("scalar_output", "scalar_states", "scalar_local", "scalar_adjoint"), (64, 8))
+OFF_HOPPER["strong_gradient"] = 32, 4
+
+
+def fit(sizes: dict[str, dict[str, int]], device: torch.device) -> dict[str, dict[str, int]]:
+    """Return the block sizes for this device: ``sizes``, or smaller ones on another GPU than Hopper."""
+    fitted = dict(sizes)
+    if device.type == "cuda" and not is_hopper(device):
+        for name, (BV, num_warps) in OFF_HOPPER.items():
+            if name in sizes and sizes[name]["BV"] >= BV:
+                fitted[name] = sizes[name] | dict(BV=BV, num_warps=num_warps)
+    return fitted
+
+
 def blocks_of_cpus(BK: int, BV_max: int) -> dict[str, dict[str, int]]:
     """Return the block sizes for the interpreter, whose time grows with the number of operations."""
     several = dict(BV=BV_max, BJ=BK)
@@ -88,7 +105,8 @@ class StatePass:
         self.chunked = dict(HK=HK, BT=CHUNK_TOKENS, SCALAR=scalar, TOTALS=False, PRECISION=PRECISION[dtype])
         BV_max = max(16, next_power_of_2(V))
         cuda = comm.device.type == "cuda"
-        self.blocks = blocks(BK, BV_max, dtype) if cuda else blocks_of_cpus(BK, BV_max)
+        sizes = blocks(BK, BV_max, dtype) if cuda else blocks_of_cpus(BK, BV_max)
+        self.blocks = fit(sizes, comm.device)
         batch = 1 if zigzag else B  # shape of chunks in fla, also for packed sequences
         self.of_chunks = batch, layout.num_chunks // batch, H, K, V
         self.of_states, self.of_transitions = ((layout.num_segments, H, K, width) for width in (V, K))

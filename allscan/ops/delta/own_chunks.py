@@ -14,7 +14,7 @@ from ...launch.plan import Buffer, Plan
 from ...shmem_kernels.delta_chunks import anchors_kernel, operands_kernel, output_kernel
 from ...shmem_kernels.delta_chunks_bwd import dbeta_kernel, gradient_kernel, pairs_kernel, strong_gradient_kernel
 from ...tokens.packing import CHUNK_TOKENS, Layout, chunk_weights
-from .delta_passes import StatePass, _words
+from .delta_passes import StatePass, _words, fit
 from .fla_chunks import ChunkCall
 from .records import Between, DeltaShape, Ends, IncomingStates, Inputs, OfOutput, Outer, Saved, SavedStates
 
@@ -57,7 +57,8 @@ class ChunkPass(StatePass):
         self.chunked["TOTALS"] = True
         BK, BV_max = self.common["BK"], max(16, next_power_of_2(V))
         cuda = comm.device.type == "cuda"
-        self.blocks |= chunk_blocks(BK, BV_max, dtype) if cuda else chunk_blocks_of_cpus(BK, BV_max)
+        sizes = chunk_blocks(BK, BV_max, dtype) if cuda else chunk_blocks_of_cpus(BK, BV_max)
+        self.blocks |= fit(sizes, comm.device)
         self.HK = HK
         self.weights = chunk_weights(CHUNK_TOKENS, layout.weights.device)
         self.fine = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32

@@ -19,7 +19,7 @@ from ...shmem_kernels.delta_scalar import (
     scalar_summary_kernel,
 )
 from ...tokens.packing import CHUNK_TOKENS, Layout
-from .delta_passes import _words
+from .delta_passes import _words, fit
 from .own_chunks import ChunkPass
 from .records import DeltaShape, Ends, IncomingStates, Inputs, Outer, Saved, SavedStates
 
@@ -71,7 +71,8 @@ class ScalarChunkPass(ChunkPass):
         super().__init__(comm, layout, shape)
         BK, BV_max = self.common["BK"], max(16, next_power_of_2(self.V))
         cuda = comm.device.type == "cuda"
-        self.blocks |= scalar_blocks(BK, BV_max, shape.dtype) if cuda else scalar_blocks_of_cpus(BK, BV_max)
+        sizes = scalar_blocks(BK, BV_max, shape.dtype) if cuda else scalar_blocks_of_cpus(BK, BV_max)
+        self.blocks |= fit(sizes, comm.device)
         self.sizes: dict[str, Any] = dict(HK=self.HK, BT=CHUNK_TOKENS, PRECISION=self.chunked["PRECISION"])
 
     def record_forward(
