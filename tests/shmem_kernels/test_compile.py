@@ -67,7 +67,7 @@ def pointers(names, kind):
 
 
 def compile_scan(
-    recv, send, tile=(1, 128), decay=True, initial=True, neighbour_shift=False, num_warps=1, adjoint=False, V=128
+    recv, send, tile=(1, 128), decay=True, initial=True, neighbour_shift=False, num_warps=1, adjoint=False, V=128, **how
 ):
     channel, constants = channel_type(recv.value, send.value, BK=tile[0], BV=tile[1], ADJOINT=adjoint)
     arguments = pointers("p_state p_decay p_initial p_out", "*fp32") | pointers("stride_g stride_k", "i32")
@@ -80,7 +80,8 @@ def compile_scan(
         "HAS_INITIAL": initial,
         "NEIGHBOUR_SHIFT": neighbour_shift,
     }
-    return Compiled(scan_kernel, arguments | {"channel": channel}, values, num_warps=num_warps, extern_libs=libraries)
+    how |= dict(num_warps=num_warps, extern_libs=libraries)
+    return Compiled(scan_kernel, arguments | {"channel": channel}, values, **how)
 
 
 @pytest.mark.parametrize(
@@ -488,6 +489,12 @@ def test_delta_chunk_kernels(scalar, K, V, dtype, monkeypatch):
             # with loops over blocks of values written out 1,288 in float32, whose products have three parts
             assert compiled.spilled_bytes <= (640 if dtype == torch.float32 else 256), compiled.spilled_bytes
     assert seen == set(ours)
+
+
+@pytest.mark.parametrize("link", [SENTINEL, SIGNAL, PUT])
+def test_scans_compile_for_an_a100(link):
+    for adjoint in (False, True):
+        assert compile_scan(link, link, (32, 128), adjoint=adjoint, num_warps=4, capability=80).spilled_bytes == 0
 
 
 @pytest.mark.parametrize("rule", ["GLA", "KDA", "Gated DeltaNet"])
