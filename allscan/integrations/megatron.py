@@ -56,7 +56,7 @@ def sequence_parallel(
         spec: a ModuleSpec, or submodules, with GatedDeltaNet or MambaMixer anywhere in it. It is not changed.
         layout: the distribution of tokens over ranks. "zigzag" is Megatron's own: rank p has chunks p and 2P - 1 - p of
             2P, as from its get_batch_on_this_cp_rank. "contiguous" is for models without softmax attention: consecutive
-            tokens in rank order; their number may differ between ranks.
+            tokens in rank order; their number may differ between ranks, and may be 0.
         per_document: for packed sequences in the zigzag layout. True: each sequence is cut, as in Megatron by default
             and as its attention requires. False: the row is cut as a whole (its use_per_sequence_balancing).
         comm: the Communicator of the ranks of context parallelism, in their order. By default the first mixer of a
@@ -160,11 +160,11 @@ class _Mixer:
             if packed.cp_group is not None or packed.local_cp_size is not None:
                 reject(comm, "packed_seq_params with a context parallel group of their own are not covered")
             lengths = packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded
+        n, begins = T - T // 2 if self.zigzag else T, comm.rank == 0
+        row = [TokenRange.of(0, n, begins=begins), *([TokenRange.of(n, T, 1)] if self.zigzag else [])]
         # packed_seq_params of a format such as "bshd" and without boundaries carries no information
         if packed is None or (packed.qkv_format != "thd" and lengths is None and packed.seq_idx is None):
-            n, begins = T - T // 2 if self.zigzag else T, comm.rank == 0
-            pieces = [TokenRange.of(0, n, begins=begins), *([TokenRange.of(n, T, 1)] if self.zigzag else [])]
-            return _Tokens(pieces, where)
+            return _Tokens(row, where)
         if packed.qkv_format != "thd" or lengths is None:
             reject(comm, f"packed_seq_params must be of the format 'thd' with cu_seqlens, got {packed.qkv_format!r}")
         if batch != 1:
@@ -177,7 +177,8 @@ class _Mixer:
             numbers = without_empty(numbers)
             lengths = torch.tensor(numbers, device="cpu")
         where |= dict(cu_seqlens=lengths, first_token=first, per_document=zigzag == PER_DOCUMENT)
-        return _Tokens([p for p in CUTS[zigzag](numbers, first, T, comm.rank == 0) if p.tokens], where)
+        pieces = [p for p in CUTS[zigzag](numbers, first, T, comm.rank == 0) if p.tokens]
+        return _Tokens(pieces or row, where)  # a rank without tokens passes the incoming state on
 
 
 def _check(config: Any, groups: Any, comm: Communicator | None) -> None:
@@ -205,6 +206,11 @@ def _rule(operator: Callable[..., Any], tokens: _Tokens, *tensors: Tensor) -> to
         return zeco_gated_delta_rule(*tensors, **tokens.where)[0]
     alone = functools.partial(operator, use_qk_l2norm_in_kernel=False, cu_seqlens=None)
     return delta_rule(alone, tensors, tokens.pieces, comm=tokens.where["comm"])[0]
+
+
+def _one_token(x: Tensor) -> torch.Tensor:
+    """A token of zeros for x [B, 0, ...]: Megatron's Gated DeltaNet cannot reshape tensors without elements."""
+    return F.pad(x, (0, 0) * (x.ndim - 2) + (0, 1))
 
 
 class AllScanGatedDeltaNet(_Mixer, GatedDeltaNet):
@@ -243,6 +249,23 @@ class AllScanGatedDeltaNet(_Mixer, GatedDeltaNet):
         out, bias = self.out_proj(self.norm_out_checkpoint.checkpoint(norm, o, gate))
         self.norm_out_checkpoint.discard_output_and_register_recompute(out)
         return out, bias
+
+    def _prepare_input_for_gated_delta_rule(
+        self, qkv: Tensor, gate: Tensor, batch: int, seq_len: int, *more: Tensor
+    ) -> Any:
+        prepare = super()._prepare_input_for_gated_delta_rule
+        if seq_len:
+            return prepare(qkv, gate, batch, seq_len, *more)
+        qkv, gate, *more = (_one_token(x) for x in (qkv, gate, *more))
+        return tuple(x[:, :0] for x in prepare(qkv, gate, batch, 1, *more))
+
+    def _gated_norm_and_a2a(
+        self, o: Tensor, gate: Tensor, thd_cp_a2a_inv: Any, batch: int, seq_len: int, *packed: Any
+    ) -> torch.Tensor:
+        norm = super()._gated_norm_and_a2a
+        if seq_len:
+            return norm(o, gate, thd_cp_a2a_inv, batch, seq_len, *packed)
+        return norm(_one_token(o), _one_token(gate), thd_cp_a2a_inv, batch, 1, *packed)[:0]
 
     def _convolve(self, x: Tensor) -> torch.Tensor:
         weight, bias = self.conv1d.weight, self.conv1d.bias

@@ -104,11 +104,14 @@ FEW = dict(linear_num_key_heads=1, linear_num_value_heads=2, mamba_num_heads=2, 
         ("row", [10] * 4, [0, 4, 5, 14, 28, 29, 40], FEW, {}),
         ("contiguous", [17, 12], [0, 1, 8, 17, 21, 29], {}, {}),
         ("contiguous", [6, 3, 11, 9], [0, 4, 5, 14, 18, 29], FEW, {}),
+        ("contiguous", [0, 16], [0, 5, 16], {}, {}),  # ranks without tokens
+        ("contiguous", [7, 0, 9], None, dict(deterministic_mode=False), {}),
         ("zigzag", [16, 16], None, dict(pattern="MG*-MG*-"), {}),  # with softmax attention and MLPs
         ("contiguous", [12] * 4, None, dict(pattern="GM*-"), {}),
         ("zigzag", [16, 16], None, {}, dict(gdn=dict(conv_bias=True), mamba=dict(D_has_hdim=True, rmsnorm=False))),
         ("zigzag", [16, 16], None, RECOMPUTED, {}),
         ("zigzag", [16, 16], None, NORM_RECOMPUTED, {}),
+        ("contiguous", [16, 0], None, NORM_RECOMPUTED, {}),
         ("zigzag", [16, 16], None, dict(deterministic_mode=False), {}),  # fla's operators
         ("zigzag", [16, 16], [0, 12, 12, 32], dict(deterministic_mode=False), {}),
         ("row", [16, 16], [0, 1, 8, 17, 21, 32], dict(deterministic_mode=False), {}),
