@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -68,8 +69,8 @@ def sequence_parallel(
 
     Raises:
         ValueError: for a spec without such mixers. The mixers raise ValueError on every rank: in their constructor for
-            CUDA graphs or hybrid context parallelism; in calls for inference, for a batch with its own context parallel
-            group, and for packed sequences that do not fit the tokens.
+            CUDA graphs, hybrid context parallelism or a comm of other ranks; in calls for inference, for a batch with
+            its own context parallel group, and for packed sequences that do not fit the tokens.
 
     Example:
         >>> spec = sequence_parallel(hybrid_stack_spec)                # megatron.core.models.hybrid.hybrid_layer_specs
@@ -189,8 +190,10 @@ def _check(config: Any, groups: Any, comm: Communicator | None) -> None:
     if any(problems.values()):
         names = ", ".join(name for name, there in problems.items() if there)
         raise ValueError(f"not covered by allscan.integrations.megatron: {names}")
-    if comm is not None and comm.size != groups.cp.size():
-        raise ValueError(f"comm must be of the {groups.cp.size()} ranks of context parallelism, got {comm.size}")
+    if comm is not None:
+        of_comm, wanted = (dist.get_process_group_ranks(group) for group in (comm.group, groups.cp))
+        if comm.size != groups.cp.size() or of_comm != wanted:
+            raise ValueError(f"comm must be of the ranks {wanted} of context parallelism, got one of {of_comm}")
 
 
 def _communicator(group: Any) -> Communicator:

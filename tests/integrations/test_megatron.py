@@ -184,6 +184,7 @@ def tensor_case(layout, sequence):
             spec, options = specification(), dict(sequence_parallel=sequence)
             whole = model(spec, tp=tp, **options)
             own = model(sequence_parallel(spec, layout=layout, comm=comm), cp, tp, **options)
+            assert "context parallelism, got one of" in raised(model, sequence_parallel(spec, comm=comm), tp, cp)[1]
             own.load_state_dict(whole.state_dict())
             torch.manual_seed(1)
             embedded, labels = torch.randn(32, 2, WIDTH), torch.randint(0, VOCABULARY, (2, 32))
