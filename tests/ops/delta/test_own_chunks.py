@@ -10,6 +10,7 @@ import torch
 
 import allscan
 from allscan.ops.delta import own_chunks, scalar_chunks
+from allscan.reference import delta_reference
 from allscan.shmem_kernels.delta_scalar import scalar_operands_kernel
 from support.delta import LOG2_E, NAMES, DeltaCase, Whole, of_rank, own_case
 from support.delta_chunks import LIMIT as STEEP
@@ -84,6 +85,39 @@ def test_large_states_of_float16_inputs(run, rule):
     case = DeltaCase(rule, [100, 60], K=32, gates="zero", dtype=torch.float16)
     for errors in run(2, large_case, case):
         assert max(errors.values()) < LIMIT[case.dtype], errors
+
+
+def repeated_key_case(group, rule, dtype, beta, gate):
+    """Return the largest error of o in three draws of 256 equal keys."""
+    found = []
+    with allscan.Communicator(group) as comm:
+        for seed in range(3):
+            generator = torch.Generator().manual_seed(seed)
+            q, k, v = (torch.randn(1, n, 1, 64, generator=generator) for n in (256, 1, 256))
+            q, k = (torch.nn.functional.normalize(x, dim=-1) for x in (q, k.repeat(1, 256, 1, 1)))
+            q, k, v = (x.to(dtype) for x in (q, k, v))
+            g = torch.full((1, 256, 1, 64) if rule == "kda" else (1, 256, 1), gate)
+            inputs = q, k, v, g, torch.full((1, 256, 1), beta)
+            o, _ = getattr(allscan, f"zeco_{rule}")(*inputs, comm=comm)
+            found.append(relative(o, delta_reference(*inputs)[0]))
+    return max(found)
+
+
+@pytest.mark.parametrize("rule", ["kda", "gated_delta_rule"])
+@pytest.mark.parametrize(
+    "dtype, beta, gate, least, most",
+    [
+        (BF16, 1.0, 0.0, 0, 0.04),
+        (BF16, 1.9, 0.0, 0.1, 0.6),
+        (BF16, 2.0, -0.05, 0, 0.12),
+        (F32, 1.9, 0.0, 0, 2e-5),
+        (F32, 2.0, 0.0, 0, 1e-4),
+    ],
+)
+def test_a_repeated_key(run, rule, dtype, beta, gate, least, most):
+    """As docs/delta.md states: T's rounding is the same for each token, and errors add up without decay."""
+    for found in run(1, repeated_key_case, rule, dtype, beta, gate):
+        assert least <= found < most, found
 
 
 def alone_case(group, case):
