@@ -529,7 +529,6 @@ class _Steps(torch.autograd.Function):
         plan, tensors, sources = ctx.plan, inputs[: ctx.count], inputs[ctx.count :]
         do, total = strided_like(do, o), torch.zeros_like(q, dtype=torch.float32)
         weights: list[torch.Tensor | None] = [None] * len(sources)
-        trained = [x for x in sources if x.requires_grad]
         gradients: Sequence[torch.Tensor]
         gather = plan.start(0, tensors)
         for step in range(len(plan.ranges)):
@@ -539,7 +538,7 @@ class _Steps(torch.autograd.Function):
             with torch.enable_grad(), torch.autocast(**ctx.autocast):
                 keys = _keys(found, plan.project, q.dtype, bool(rows))
                 known, used = (
-                    {get_gradient_edge(x).node for x in some} for some in (trained, _leaves(keys, found))
+                    {get_gradient_edge(x).node for x in some} for some in (sources, _leaves(keys, found))
                 )  # sources may be copies of forward's parameters (saved_tensors_hooks), with their nodes
             if not used <= known:
                 raise RuntimeError(
@@ -551,7 +550,7 @@ class _Steps(torch.autograd.Function):
             parts, gradients = _gradients(plan.scale, blocks, do, _Queries(q, o, lse), detached)
             for mine, dq in parts:
                 total[:, :, mine] += dq
-            gradients = torch.autograd.grad(keys, [*found, *trained], gradients, allow_unused=True)
+            gradients = torch.autograd.grad(keys, [*found, *sources], gradients, allow_unused=True)
             sums = [torch.zeros_like(a) if b is None else b for a, b in zip(found, gradients)]
             weights = [
                 b if a is None else a if b is None else a + b
@@ -572,7 +571,7 @@ def _replayed(states: tuple | None, device: str) -> Iterator[None]:
         yield
         return
     on_host, devices, on_devices = states
-    with torch.random.fork_rng(devices, device_type="cuda" if device == "cpu" else device):
+    with torch.random.fork_rng(devices, device_type=device):
         torch.set_rng_state(on_host)
         set_device_states(devices, on_devices, device_type=device)
         yield
