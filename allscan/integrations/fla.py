@@ -558,7 +558,8 @@ def _loss(
 
 @dynamo_disabled
 def _agree_loss(comm: Communicator, num_items_in_batch: Any, shift_labels: Any) -> None:
-    """Compare the arguments that decide which collectives follow: at the first loss with them, and in debug mode."""
+    """Compare the arguments that decide which collectives follow, and num_items_in_batch, which may synchronize with
+    the GPU: at the first loss with such arguments, and in debug mode."""
     none = num_items_in_batch is None
     fields = (
         ("call", "the loss"),
@@ -567,7 +568,7 @@ def _agree_loss(comm: Communicator, num_items_in_batch: Any, shift_labels: Any) 
     )
     if comm.debug or fields not in comm.agreed.arguments:
         with comm.call():
-            number = None if none or not comm.debug else float(num_items_in_batch)
+            number = None if none or comm.streams.capturing() else float(num_items_in_batch)
             comm.order.agree((*fields, ("num_items_in_batch", number)), None, "the first loss with its arguments")
             comm.agreed.arguments.remember(fields)
 

@@ -292,13 +292,11 @@ def _model(
         if getattr(model.config, name, False) if option is None else option:
             reject(comm, f"{name} is not covered")
     x: Any = input_ids if inputs_embeds is None else inputs_embeds
-    both = input_ids is not None and inputs_embeds is not None
-    if both or getattr(x, "ndim", 0) != (2 if inputs_embeds is None else 3):
-        inputs = {"input_ids": input_ids, "inputs_embeds": inputs_embeds}
-        shapes = (f"{name} {tuple(getattr(value, 'shape', ()))}" for name, value in inputs.items() if value is not None)
-        reject(
-            comm, f"expected either input_ids [B, T] or inputs_embeds [B, T, H], got {', '.join(shapes) or 'neither'}"
-        )
+    inputs = {"input_ids": input_ids, "inputs_embeds": inputs_embeds}
+    shapes = [f"{name} {tuple(getattr(y, 'shape', ()))}" for name, y in inputs.items() if y is not None]
+    if len(shapes) != 1 or getattr(x, "ndim", 0) != (2 if inputs_embeds is None else 3):
+        what = ", ".join(shapes) or "neither"
+        reject(comm, f"expected either input_ids [B, T] or inputs_embeds [B, T, H], got {what}")
     if position_ids is not None and (position_ids.ndim != 2 or position_ids.shape[1] != x.shape[1]):
         reject(comm, f"position_ids must be [B, T] with T = {x.shape[1]}, got {tuple(position_ids.shape)}")
     cu_seqlens = options.pop("cu_seq_lens_q", None)

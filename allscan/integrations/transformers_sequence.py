@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -97,7 +98,7 @@ class SplitSequence:
         )
 
 
-# of errors where packed sequences may be unintended
+# End of messages about packed sequences that may be unintended
 BY_POSITIONS = (
     "; position_ids begin a sequence wherever they do not rise by 1 (generate() is for the ordinary model: "
     "sequence_parallel(model, comm=None))"
@@ -111,18 +112,29 @@ class Alike(NamedTuple):
     num_items_in_batch: Any
     shift_labels: Any
 
-    def told(self, debug: bool) -> list[tuple[str, object]]:
-        """(name, value) pairs. A number in the GPU's memory is read in debug mode only: reading it synchronizes."""
+    def told(self, debug: bool) -> tuple[list[tuple[str, object]], float | str | None]:
+        """((name, value) pairs, num_items_in_batch). A number in the GPU's memory is read in debug mode only, since
+        reading it synchronizes; otherwise UNREAD stands for it."""
         count = self.num_items_in_batch
-        if isinstance(count, Tensor) and count.device.type != "cpu" and not debug:
-            known: Any = "a tensor"
-        else:
-            known = None if count is None else float(count)
-        return [
+        pairs: list[tuple[str, object]] = [
             ("torch.is_grad_enabled()", self.grad),
-            ("num_items_in_batch", known),
+            ("num_items_in_batch is None", count is None),
             ("shift_labels is None", self.shift_labels is None),
         ]
+        if isinstance(count, Tensor) and count.device.type != "cpu" and not debug:
+            return pairs, UNREAD
+        return pairs, None if count is None else float(count)
+
+
+UNREAD = "a tensor"
+
+
+def _differing(told: Sequence[tuple[Any, object]]) -> str:
+    """``differing`` for the results of Alike.told; UNREAD may be any number."""
+    pairs, counts = zip(*told, strict=True)
+    if len({*counts} - {UNREAD}) < 2:
+        return differing(pairs)
+    return differing([(*some, ("num_items_in_batch", count)) for some, count in zip(pairs, counts, strict=True)])
 
 
 class Asked(NamedTuple):
@@ -171,7 +183,7 @@ def agree_sequence(
         if any(kind != kinds[0] for kind in kinds):
             different = by_rank(Attention(*kind) for kind in kinds)
             raise comm.order.raised_everywhere(ValueError(f"attention differs between ranks: {different}"))
-        if different := differing(others):
+        if different := _differing(others):
             raise comm.order.raised_everywhere(ValueError(f"ranks call with different arguments: {different}"))
         cut_row = per_document and lengths is None  # the row is one sequence
         problem = misfit(comm, rows, tokens, "zigzag" if cut_row else layout, stamps, contents)

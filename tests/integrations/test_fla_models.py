@@ -351,6 +351,8 @@ def one_rank_case(group):
             answers[f"num_items_in_batch is None: {rank > 0} on rank 0; {rank < 1} on rank 1"] = raised(
                 model, **batch, **different
             )
+        text = "num_items_in_batch: 7.0 on rank 0; 8.0 on rank 1"
+        answers[text] = raised(model, **batch, num_items_in_batch=7 + comm.rank)
         with torch.set_grad_enabled(comm.rank == 0):
             answers["torch.is_grad_enabled(): True on rank 0; False on rank 1"] = raised(model, **batch)
         losses = [model(**batch, **some).loss for some in ({}, dict(num_items_in_batch=28))]

@@ -1138,22 +1138,23 @@ def one_rank_case(group):
         sequence_parallel(model, comm=comm)
         embedded = model.get_input_embeddings()(part).detach()
         different = {
-            "num_items_in_batch: 7.0 on rank 0; None on rank 1": dict(num_items_in_batch=7),
-            "num_items_in_batch: None on rank 0; 7.0 on rank 1": dict(num_items_in_batch=torch.tensor(7)),
+            "num_items_in_batch is None: False on rank 0; True on rank 1": dict(num_items_in_batch=7),
+            "num_items_in_batch is None: True on rank 0; False on rank 1": dict(num_items_in_batch=torch.tensor(7)),
             "shift_labels is None: False on rank 0; True on rank 1": dict(shift_labels=part),
             "got input_ids (1, 11), inputs_embeds (1, 11, 32)": dict(inputs_embeds=embedded),
             "got input_ids (11,)": dict(input_ids=part[0]),
             "got neither": dict(input_ids=None),
         }
         for text, wrong in different.items():
-            chosen = comm.rank == text.endswith("7.0 on rank 1")
+            chosen = comm.rank == ("None: True on rank 0" in text)
             answers[text] = raised(model, **dict(input_ids=part, labels=part) | (wrong if chosen else {}))
         text = "num_items_in_batch: 7.0 on rank 0; 8.0 on rank 1"
         answers[text] = raised(model, input_ids=part, labels=part, num_items_in_batch=7 + comm.rank)
         with torch.set_grad_enabled(comm.rank == 0):
             text = "torch.is_grad_enabled(): True on rank 0; False on rank 1"
             answers[text] = raised(model, input_ids=part, labels=part)
-        return relative(model(input_ids=part).logits, want), answers
+        count = torch.tensor(7, device=("cpu", "meta")[comm.rank])  # "meta" as on a GPU: not read
+        return relative(model(input_ids=part, num_items_in_batch=count).logits, want), answers
 
 
 def test_arguments_of_one_rank(run, size=2):
