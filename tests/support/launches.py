@@ -158,10 +158,10 @@ class NoScan:
 
 def with_gpu_blocks(monkeypatch, dtype, capability):
     """Give passes over CPU tensors the block sizes of a GPU."""
-    cuda = types.SimpleNamespace(type="cuda")
+    cuda, fit = types.SimpleNamespace(type="cuda"), delta_passes.fit
     monkeypatch.setattr(delta_passes, "is_hopper", lambda device: capability == 90)
     for module in (delta_passes, own_chunks, scalar_chunks):
-        monkeypatch.setattr(module, "fit", lambda sizes, device, fit=delta_passes.fit: fit(sizes, cuda))
+        monkeypatch.setattr(module, "fit", lambda sizes, device: fit(sizes, cuda))
     monkeypatch.setattr(delta_passes, "blocks_of_cpus", lambda BK, BV_max: delta_passes.blocks(BK, BV_max, dtype))
     monkeypatch.setattr(scalar_chunks, "scalar_blocks_of_cpus", lambda *x: scalar_chunks.scalar_blocks(*x, dtype))
     monkeypatch.setattr(own_chunks, "chunk_blocks_of_cpus", lambda *x: own_chunks.chunk_blocks(*x, dtype))
