@@ -56,6 +56,7 @@ def steps_case(group, kind, layout, memory, how):
         (3, "groups", "contiguous", 13000, [4, 4, 1]),
         (4, "latents", "uneven zigzag", 1, [1] * 9),
         (2, "latents", "contiguous", 1 << 20, [12]),
+        (4, "latents", "contiguous", 12000, [3, 3, 3]),
     ],
 )
 def test_a_limit_of_memory(run, size, kind, layout, memory, steps, how):
