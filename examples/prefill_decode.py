@@ -64,7 +64,7 @@ def generate(group, length, count, texts):
         begin, end = (rank * length // comm.size for rank in (comm.rank, comm.rank + 1))
         mine = text_bytes()[begin:end].to(comm.device)
         logits, prompt = prefill(model, mine[None], comm)
-        first = logits[:, -1].clone()
+        first = logits[:, -1].clone() if end > begin else logits.new_empty(1, 256)  # the last rank has tokens
         dist.broadcast(first, dist.get_global_rank(comm.group, comm.size - 1), group=comm.group)
         comm.barrier()
         found = []

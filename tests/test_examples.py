@@ -29,7 +29,7 @@ def test_example(command, tmp_path):
 
 
 @pytest.mark.cpu
-@pytest.mark.parametrize("command", ["own_kernel.py", "prefill_decode.py --tokens 4"])
+@pytest.mark.parametrize("command", ["own_kernel.py", "prefill_decode.py --length 1 --tokens 4"])
 def test_example_under_torchrun(command, tmp_path):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     run_example(torchrun, command, tmp_path, TRITON_INTERPRET="1")
