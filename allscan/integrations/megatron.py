@@ -259,8 +259,8 @@ class AllScanGatedDeltaNet(_Mixer, GatedDeltaNet):
         prepare = super()._prepare_input_for_gated_delta_rule
         if seq_len:
             return prepare(qkv, gate, batch, seq_len, *more)
-        qkv, gate, *more = (_one_token(x) for x in (qkv, gate, *more))
-        return tuple(x[:, :0] for x in prepare(qkv, gate, batch, 1, *more))
+        features = (_one_token(x) for x in more)
+        return tuple(x[:, :0] for x in prepare(_one_token(qkv), _one_token(gate), batch, 1, *features))
 
     def _gated_norm_and_a2a(
         self, o: Tensor, gate: Tensor, thd_cp_a2a_inv: Any, batch: int, seq_len: int, *packed: Any
