@@ -27,7 +27,9 @@ def to_zigzag(x: Tensor, *, comm: Communicator) -> Tensor:
 
     Args:
         x: [B, T, ...], this rank's T tokens; T is even. Shape and dtype must be equal on every rank: the first call
-            with them compares them on the host. If other ranks do not make the same call, the comparison fails after
+            with them compares them on the host. A later call with others, or with the inverse function, on some ranks
+            gives wrong results or fails in torch; the next barrier(), close() or first call raises AllScanOutOfStep. If
+            other ranks do not make the same call, the comparison fails after
             120 s. Ranks that already wait in the all-to-all fail after the communicator's timeout on CPUs, and after
             the process group's NCCL timeout on GPUs.
         comm: the communicator.
@@ -153,6 +155,7 @@ def _check(x: Tensor, comm: Communicator, to: bool) -> None:
     known = comm.agreed.arguments
     signature = (to, x.shape, x.dtype, x.device, x.layout) if isinstance(x, Tensor) else None
     if ("to_zigzag", signature) in known and not comm.debug:
+        comm.order.moved(to, tuple(x.shape), str(x.dtype))
         return
     problem = fields = None
     try:
@@ -170,6 +173,7 @@ def _check(x: Tensor, comm: Communicator, to: bool) -> None:
     comm.order.agree(fields, problem, "the first call for a shape")
     for key in (("to_zigzag", signature), "to_zigzag"):
         known.remember(key)
+    comm.order.moved(to, tuple(x.shape), str(x.dtype))
 
 
 def _all_to_all(received: Tensor, send: Tensor, come: list[int], leave: list[int], comm: Communicator) -> None:

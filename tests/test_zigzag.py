@@ -423,6 +423,36 @@ def test_documents_that_one_rank_rejects(run):
     assert any(error is not None for error in errors) and "has rejected its call" in str(errors), errors
 
 
+def other_moves_case(group, odd):
+    """The last rank makes another known call. Return whether results of all ranks' own call are as before, and errors
+    of the barrier and of a call after resync()."""
+    with allscan.Communicator(group) as comm:
+        x = torch.arange(8.0).view(1, 8, 1) + 8 * comm.rank
+        calls = {
+            "inverse": lambda: from_zigzag(x, comm=comm),
+            "dtype": lambda: to_zigzag(x.int(), comm=comm),
+        }
+        expected = to_zigzag(x, comm=comm)
+        for call in calls.values():
+            call()
+        comm.barrier()
+        other = comm.rank == comm.size - 1
+        found = calls[odd]() if other else to_zigzag(x, comm=comm)
+        same, wrong = torch.equal(found.float(), expected), raised(comm.barrier)
+        comm.resync()
+        again = torch.equal(to_zigzag(x, comm=comm), expected)
+        comm.barrier()
+        return same, wrong, again
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("odd", ["inverse", "dtype"])
+def test_a_rank_moves_tokens_by_another_call(run, odd):
+    for same, wrong, again in run(2, other_moves_case, odd):
+        assert not same and again
+        assert wrong[0] == "AllScanOutOfStep" and "different calls of to_zigzag" in wrong[1], wrong
+
+
 def elsewhere_case(group, call):
     """On the middle rank first_token contradicts the sharded documents."""
     with allscan.Communicator(group, timeout=10) as comm:

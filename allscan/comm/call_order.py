@@ -63,6 +63,7 @@ class Order:
         self._patience = self._timeout + GRACE_S if self.generation >= 0 else None
         self.generation += 1
         self.call_counts = [0, 0]  # calls entered so far, forward and reverse
+        self.moves = 0  # a hash of all calls that move tokens by torch's all-to-all, whose messages have no tags
         self.steps = 0  # calls of Communicator.step(); replays of CUDA graphs are counted on the device only
         self.missed_steps = 0  # calls of step() that raised: the device has not counted them
         self.launches = 0  # counted in debug mode only
@@ -100,6 +101,10 @@ class Order:
     def stamp_in(self, reverse: bool) -> int:
         """The stamp of a launch in the current call that is not part of a plan."""
         return int((self.stamp + self.call_counts[not reverse]) % STAMPS.value)
+
+    def moved(self, *alike: object) -> None:
+        """Add a call of torch's all-to-all to the hash that exchanges compare."""
+        self.moves = (self.moves * STAMPS.value + stamp(*alike)) % 0x1FFFFFFFFFFFFFFF  # a prime
 
     def describe_call_counts(self) -> str:
         return f"{self.call_counts[0]} forward and {self.call_counts[1]} reverse"
@@ -221,10 +226,11 @@ class Order:
     def exchange(self, value: Any, what: str) -> list[Any]:
         """Return every rank's ``value`` in rank order. Collective on the host: waits for all ranks of the group.
 
-        Raises AllScanOutOfStep on every rank if they have made different numbers of calls so far, or if a rank makes no
-        further calls because it has raised AllScanOutOfStep or AllScanTimeout."""
+        Raises AllScanOutOfStep on every rank if they have made different numbers of calls so far, or have moved tokens
+        by different calls, or if a rank makes no further calls because it has raised AllScanOutOfStep or
+        AllScanTimeout."""
         try:
-            mine = value, tuple(self.call_counts), self.rejected, self.reverse if self.inside else None
+            mine = value, tuple(self.call_counts), self.rejected, self.reverse if self.inside else None, self.moves
             within = self._patience if self.inside else None
             answers = self.store_exchange.exchange(mine, what, self._excuse, within=within)
         except AllScanRejected:
@@ -235,7 +241,7 @@ class Order:
         except RuntimeError:
             self.everywhere = True  # no rank has launched anything
             raise
-        values, call_counts, rejected, reverse = zip(*answers, strict=True)
+        values, call_counts, rejected, reverse, moves = zip(*answers, strict=True)
         if any(rejected):
             if len({r and r[0] for r in rejected}) > 1:
                 found = _sentences({rank: r for rank, r in enumerate(rejected) if r})
@@ -251,6 +257,13 @@ class Order:
                 self.desynchronized(
                     f"The ranks have made different numbers of calls: {counts}. Since one of them missed a call, "
                     f"results may be those of other calls. {REMEDY}."
+                )
+            )
+        if len(set(moves)) > 1:
+            raise self.raised_everywhere(
+                self.desynchronized(
+                    "The ranks have made different calls of to_zigzag() or from_zigzag(): results may be those of "
+                    f"other calls. {REMEDY}."
                 )
             )
         return list(values)
