@@ -20,9 +20,14 @@ def _rows(name: str) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+def _matching(name: str, **wanted: object) -> list[dict[str, str]]:
+    """Return the rows with these values."""
+    return [row for row in _rows(name) if all(row[key] == str(value) for key, value in wanted.items())]
+
+
 def _find(name: str, **wanted: object) -> dict[str, str]:
     """Return the only row with these values."""
-    found = [row for row in _rows(name) if all(row[key] == str(value) for key, value in wanted.items())]
+    found = _matching(name, **wanted)
     if len(found) != 1:
         raise LookupError(f"{len(found)} rows of {name}.csv have {wanted}")
     return found[0]
@@ -305,7 +310,7 @@ def alternatives() -> str:
     names = "peer copy", "pull and fold", "windows (fused fold)", "windows (no fold)"
     for size, told, words, warps in ((1 << 18, "0.25 MiB", 1024, 2), (2 << 20, "2 MiB", 4096, 8)):
         now = _find("scan_variants_h100", variant="now", bytes=size, words=words, warps=warps)
-        others = [[x for x in _rows("scan_h100") if x["method"] == m and x["bytes"] == str(size)] for m in names]
+        others = [_matching("scan_h100", method=m, bytes=size) for m in names]
         cells = [_pair(found[0]) if found else "" for found in others]
         rows.append([told, f"**{_number(now['us'], 1)} / {_number(now['back_to_back_us'], 1)}**", *cells])
     head = ["state", "All-Scan", "bare copy", "pull and fold", "NCCL, symmetric windows, and its fold, fused"]
@@ -315,15 +320,10 @@ def alternatives() -> str:
 def dense() -> str:
     """docs/results.md: transitions on 4 ranks, latency."""
     rows = []
-    for sizes in (("32", "128", "128"), ("32", "64", "64"), ("6", "256", "512")):
-        cells = [", ".join(sizes)]
+    for heads, K, V in ((32, 128, 128), (32, 64, 64), (6, 256, 512)):
+        cells = [f"{heads}, {K}, {V}"]
         for method in ("All-Scan", "all_gather alone", "all_gather and fla's merge"):
-            at = ("4", *sizes)
-            found = [
-                x
-                for x in _rows("transitions")
-                if x["method"] == method and (x["ranks"], x["heads"], x["K"], x["V"]) == at
-            ]
+            found = _matching("transitions", method=method, ranks=4, heads=heads, K=K, V=V)
             cells.append(_number(found[0]["p50_us"], 1) if found else "not measured")
         rows.append(cells)
     return _table(["heads, K, V", "All-Scan", "NCCL all-gather alone", "and fla's merge"], rows)
@@ -348,8 +348,8 @@ def _delta(rule: str, methods: dict[str, str] = _DELTA, sizes=((16384, 32), (163
         for method, told in methods.items():
             cells: list[str] = []
             for both in ("forward", "forward+backward"):
-                wanted = dict(rule=rule, T=str(tokens), H=str(heads), gates="near 1", method=method) | {"pass": both}
-                found = [x for x in _rows("delta") if all(x[key] == value for key, value in wanted.items())]
+                wanted = dict(rule=rule, T=tokens, H=heads, gates="near 1", method=method) | {"pass": both}
+                found = _matching("delta", **wanted)
                 one = found and (_number(found[0]["p50_us"], 0), _number(found[0]["times_one_rank"], 3))
                 cells += one or ("", "")
             if any(cells):
@@ -386,7 +386,7 @@ def local_kda_shapes() -> str:
         for passes in ("forward", "forward+backward"):
             wanted = dict(rule=row["rule"], T=T, H=H, gates="near 1", method="fla, one rank") | {"pass": passes}
             plain = row["gates"] == "weak" and not packed and V == "128"
-            found = [x for x in _rows("delta") if plain and all(x[key] == value for key, value in wanted.items())]
+            found = _matching("delta", **wanted) if plain else []
             cells.append(f"{float(found[0]['graph_us']) / 1e3:.2f}" if found else "")
         rows.append(
             [_RULES[row["rule"]], f"{int(T):,}, {H}, {V}", ", ".join([row["gates"], *filter(None, [packed])]), *cells]
