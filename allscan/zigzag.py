@@ -29,9 +29,9 @@ def to_zigzag(x: Tensor, *, comm: Communicator) -> Tensor:
         x: [B, T, ...], this rank's T tokens; T is even. Shape and dtype must be equal on every rank: the first call
             with them compares them on the host. A later call with others, or with the inverse function, on some ranks
             gives wrong results or fails in torch; the next barrier(), close() or first call raises AllScanOutOfStep. If
-            other ranks do not make the same call, the comparison fails after
-            120 s. Ranks that already wait in the all-to-all fail after the communicator's timeout on CPUs, and after
-            the process group's NCCL timeout on GPUs.
+            other ranks do not make the same call, the comparison fails after 120 s. Ranks that already wait in the
+            all-to-all fail after the communicator's timeout on CPUs, and after the process group's NCCL timeout on
+            GPUs.
         comm: the communicator.
 
     Returns:
@@ -154,9 +154,15 @@ def _check(x: Tensor, comm: Communicator, to: bool) -> None:
     """Raise TypeError or ValueError for an invalid ``x``. A first call with its signature raises on every rank."""
     known = comm.agreed.arguments
     signature = (to, x.shape, x.dtype, x.device, x.layout) if isinstance(x, Tensor) else None
-    if ("to_zigzag", signature) in known and not comm.debug:
-        comm.order.moved(to, tuple(x.shape), str(x.dtype))
-        return
+    if comm.debug or ("to_zigzag", signature) not in known:
+        _check_first(x, comm, to)
+        for key in (("to_zigzag", signature), "to_zigzag"):
+            known.remember(key)
+    comm.order.moved(to, tuple(x.shape), str(x.dtype))
+
+
+def _check_first(x: Tensor, comm: Communicator, to: bool) -> None:
+    """``_check`` for a call whose signature is not known."""
     problem = fields = None
     try:
         if not isinstance(x, Tensor) or x.layout != torch.strided:
@@ -168,12 +174,9 @@ def _check(x: Tensor, comm: Communicator, to: bool) -> None:
         fields = ("call", "to_zigzag" if to else "from_zigzag"), ("shape", tuple(x.shape)), ("dtype", str(x.dtype))
     except (TypeError, ValueError) as error:
         problem = DeferredError(error)
-    if problem is not None and "to_zigzag" in known and not comm.debug:
+    if problem is not None and "to_zigzag" in comm.agreed.arguments and not comm.debug:
         raise problem.take()
     comm.order.agree(fields, problem, "the first call for a shape")
-    for key in (("to_zigzag", signature), "to_zigzag"):
-        known.remember(key)
-    comm.order.moved(to, tuple(x.shape), str(x.dtype))
 
 
 def _all_to_all(received: Tensor, send: Tensor, come: list[int], leave: list[int], comm: Communicator) -> None:

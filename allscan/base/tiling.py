@@ -58,7 +58,8 @@ def multiprocessors(device: torch.device) -> int:
 
 @functools.cache
 def is_hopper(device: torch.device) -> bool:
-    """Whether block sizes were measured on such a GPU (compute capability 9). Also without a GPU."""
+    """Whether this GPU is a Hopper (compute capability 9), on which block sizes were measured. True without a GPU, as
+    in tracing."""
     return not torch.cuda.is_available() or torch.cuda.get_device_capability(device)[0] == 9
 
 

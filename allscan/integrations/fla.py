@@ -414,7 +414,7 @@ def _read(comm: Communicator, cu_seqlens: Tensor | None) -> tuple[int, ...]:
 def _tokens_of_all(comm: Communicator, x: Tensor, layout: str, stamp: Any, attention: Attention = WHOLE) -> list[int]:
     """Exchange the number of tokens of each rank, and check that all ranks have parts of one batch."""
     with comm.call():  # reports a rejection to the other ranks, which would otherwise wait
-        told = *x.shape[:2], stamp, list(attention), [["torch.is_grad_enabled()", torch.is_grad_enabled()]]
+        told = *x.shape[:2], stamp, list(attention), (("torch.is_grad_enabled()", torch.is_grad_enabled()),)
         rows, tokens, stamps, kinds, grads = zip(*comm.order.exchange(told, "the tokens of each rank"), strict=True)
         if different := differing(grads):  # in backward the others would wait in collectives of torch
             raise comm.order.raised_everywhere(ValueError(f"ranks call with different arguments: {different}"))

@@ -92,8 +92,8 @@ def sequence_parallel(
     ``allscan.zigzag.zigzag_positions``, too.
     The loss is this rank's share of the mean over the labels of all ranks: the sum over the ranks is the loss
     (DistributedDataParallel and FSDP over all ranks average gradients instead: multiply the loss by ``comm.size``).
-    Labels are shifted across shard boundaries. ``num_items_in_batch`` is the number of labels on all
-    ranks, equal on every rank.
+    Labels are shifted across shard boundaries. ``num_items_in_batch`` is the number of labels on all ranks, equal on
+    every rank.
 
     ``use_cache`` defaults to False. With ``use_cache=True``, on all ranks or on none, every rank's cache is that of the
     row. Each rank can then generate with the ordinary model by itself: ``sequence_parallel(model, comm=None)``. The

@@ -105,6 +105,9 @@ BY_POSITIONS = (
 )
 
 
+UNREAD = "a tensor"  # stands for a number that is not read
+
+
 class Alike(NamedTuple):
     """Arguments that decide which collectives follow, in the loss and in backward: equal on all ranks."""
 
@@ -124,9 +127,6 @@ class Alike(NamedTuple):
         if isinstance(count, Tensor) and count.device.type != "cpu" and not debug:
             return pairs, UNREAD
         return pairs, None if count is None else float(count)
-
-
-UNREAD = "a tensor"
 
 
 def _differing(told: Sequence[tuple[Any, object]]) -> str:

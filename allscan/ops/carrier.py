@@ -281,12 +281,13 @@ def register(carrier: StateCarrier) -> int:
     return handle
 
 
-def carrier_of(handle: int, invariant: int = 0) -> StateCarrier:
-    """Return the carrier with this handle. Raises RuntimeError if the carrier or its communicator no longer exists."""
+def carrier_of(handle: int, invariant: int = 0, dense: bool = False) -> StateCarrier:
+    """Return the carrier with this handle. Raises RuntimeError if the carrier or its communicator no longer exists.
+    dense: whether it passes transitions, too."""
     if invariant:
-        return InOrderCarrier.of(communicator_of(handle))
+        return InOrderCarrier.of(communicator_of(handle), dense)
     if handle > 0:
-        return AllScanCarrier.of(communicator_of(handle))
+        return AllScanCarrier.of(communicator_of(handle), dense)
     try:
         return _carriers[handle]
     except KeyError:

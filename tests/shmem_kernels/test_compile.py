@@ -414,7 +414,7 @@ def launch_states(K, V, scalar, monkeypatch, capability):
         if name.endswith("_kernel"):
             monkeypatch.setattr(delta_passes, name, Launches(kernel))
     dtype, H, T = torch.bfloat16, 4, 130
-    with_gpu_blocks(monkeypatch, dtype, capability)
+    with_gpu_blocks(monkeypatch, capability)
     monkeypatch.setattr(Launches, "made", [])
     layout = Layout([TokenRange(0, T, 0, 0, 0)], 1, 64, "cpu")  # in the middle of a sequence
     device = torch.device("cpu")

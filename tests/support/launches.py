@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import types
 
@@ -96,6 +95,7 @@ def compiled_launches(most_spilled=None, more_on_sm_100=None, seen=None, look=Tr
         other_dtypes = any(x[:2] == (kernel, options) for x in seen)
         seen.append((kernel, options, arguments))
         compiled = Compiled(kernel, arguments, options, **launch, capability=capability)
+        compiled.options = options | launch
         assert compiled.shared <= (163 if capability == 80 else 227) << 10, (kernel, options, compiled.shared)
         assert compiled.tensor_memory <= 512, (kernel, options, compiled.tensor_memory)
         assert not look or capability != 90 or not compiled.unset_registers(), (kernel, options)
@@ -109,20 +109,22 @@ def compiled_launches(most_spilled=None, more_on_sm_100=None, seen=None, look=Tr
 
 def compiled_for_both(launch, monkeypatch, most_spilled=None, more_on_sm_100=0):
     """As compiled_launches, of the launches that ``launch(monkeypatch, capability)`` records; those for sm_100, with
-    its block sizes, are compiled too. more_on_sm_100: bytes that a thread of a kernel may spill more than on sm_90."""
-    spilled = collections.Counter()
-    for capability in (90, 100):
-        with monkeypatch.context() as patch:
-            launch(patch, capability)
-            for kernel, compiled in compiled_launches(
-                most_spilled if capability == 90 else None, capability=capability
-            ):
-                if capability == 90:
-                    spilled[kernel] = max(spilled[kernel], compiled.spilled_bytes)
-                    yield kernel, compiled
-                else:
-                    found = compiled.spilled_bytes
-                    assert found <= spilled[kernel] + more_on_sm_100, (kernel, found, spilled[kernel])
+    its block sizes, are compiled too. more_on_sm_100: bytes that a thread may spill more than on sm_90, with other
+    block sizes than in any launch of the kernel there."""
+    on_sm_90 = []
+    with monkeypatch.context() as patch:
+        launch(patch, 90)
+        for kernel, compiled in compiled_launches(most_spilled):
+            on_sm_90.append((kernel, compiled))
+            yield kernel, compiled
+    with monkeypatch.context() as patch:
+        launch(patch, 100)
+        others = list(compiled_launches(capability=100))
+    for (kernel, compiled), (other, on_sm_100) in zip(on_sm_90, others, strict=True):
+        most_there = compiled.spilled_bytes
+        if compiled.options != on_sm_100.options:
+            most_there = max(x.spilled_bytes for which, x in on_sm_90 if which is kernel)
+        assert kernel is other and on_sm_100.spilled_bytes <= most_there + more_on_sm_100, (kernel, most_there)
 
 
 def launch_gla(K, V, dtype, kept, monkeypatch, H=4, T=130):
@@ -156,15 +158,16 @@ class NoScan:
         return contextlib.nullcontext(lambda: None)
 
 
-def with_gpu_blocks(monkeypatch, dtype, capability):
+def with_gpu_blocks(monkeypatch, capability):
     """Give passes over CPU tensors the block sizes of a GPU."""
-    cuda, fit = types.SimpleNamespace(type="cuda"), delta_passes.fit
+    fitted, comm = delta_passes.StatePass._fitted, types.SimpleNamespace(device=types.SimpleNamespace(type="cuda"))
+
+    def on_gpu(states, *blocks):
+        of_gpu = types.SimpleNamespace(common=states.common, V=states.V, dtype=states.dtype, comm=comm)
+        return fitted(of_gpu, *blocks)
+
     monkeypatch.setattr(delta_passes, "is_hopper", lambda device: capability == 90)
-    for module in (delta_passes, own_chunks, scalar_chunks):
-        monkeypatch.setattr(module, "fit", lambda sizes, device: fit(sizes, cuda))
-    monkeypatch.setattr(delta_passes, "blocks_of_cpus", lambda BK, BV_max: delta_passes.blocks(BK, BV_max, dtype))
-    monkeypatch.setattr(scalar_chunks, "scalar_blocks_of_cpus", lambda *x: scalar_chunks.scalar_blocks(*x, dtype))
-    monkeypatch.setattr(own_chunks, "chunk_blocks_of_cpus", lambda *x: own_chunks.chunk_blocks(*x, dtype))
+    monkeypatch.setattr(delta_passes.StatePass, "_fitted", on_gpu)
 
 
 def chunk_pass(layout, K, V, dtype, scalar, monkeypatch, capability=90):
@@ -173,7 +176,7 @@ def chunk_pass(layout, K, V, dtype, scalar, monkeypatch, capability=90):
         for name, kernel in list(vars(module).items()):
             if name.endswith("_kernel"):
                 monkeypatch.setattr(module, name, Launches(kernel))
-    with_gpu_blocks(monkeypatch, dtype, capability)
+    with_gpu_blocks(monkeypatch, capability)
     monkeypatch.setattr(delta_passes.AllScanCarrier, "of", lambda *_, **__: NoScan())
     monkeypatch.setattr(Launches, "made", [])
     device = torch.device("cpu")

@@ -19,7 +19,7 @@ from ...bindings.torch_compat import num_dispatch_modes
 from ...comm.backwards import saved_tensors
 from ...comm.communicator import Communicator, check_communicator, communicator_of
 from ..allscan import check_final, final_of_all
-from ..carrier import AllScanCarrier, InOrderCarrier
+from ..carrier import carrier_of
 from ..first_call import FINAL_OF_ALL
 from .delta_checks import RULES, TITLES, checked, shapes_of
 from .delta_prepared import PreparedDelta, prepare_delta, saved_specs, state_specs, sums_and_chunks
@@ -399,7 +399,7 @@ def _pending(
 ) -> list:
     """Return the PendingBackward records of a call of the custom operator."""
     _, handle, *_, zigzag, invariant = rest
-    carrier = (InOrderCarrier if invariant else AllScanCarrier).of(communicator_of(handle), dense=True)
+    carrier = carrier_of(handle, invariant, dense=True)
     return carrier.pending(carrier.prepare(shapes_of(q, v, cu_seqlens).carried(zigzag)), bool(zigzag))
 
 

@@ -62,16 +62,6 @@ OFF_HOPPER |= dict.fromkeys(("scalar_output", "scalar_states", "scalar_local", "
 OFF_HOPPER["strong_gradient"] = 32, 4
 
 
-def fit(sizes: dict[str, dict[str, int]], device: torch.device) -> dict[str, dict[str, int]]:
-    """Return the block sizes for this device: ``sizes``, or smaller ones on another GPU than Hopper."""
-    fitted = dict(sizes)
-    if device.type == "cuda" and not is_hopper(device):
-        for name, (BV, num_warps) in OFF_HOPPER.items():
-            if name in sizes and sizes[name]["BV"] >= BV:
-                fitted[name] = sizes[name] | dict(BV=BV, num_warps=num_warps)
-    return fitted
-
-
 def blocks_of_cpus(BK: int, BV_max: int) -> dict[str, dict[str, int]]:
     """Return the block sizes for the interpreter, whose time grows with the number of operations."""
     several = dict(BV=BV_max, BJ=BK)
@@ -103,14 +93,23 @@ class StatePass:
         BK = max(16, next_power_of_2(K))
         self.common = dict(H=H, K=K, V=V, BK=BK)
         self.chunked = dict(HK=HK, BT=CHUNK_TOKENS, SCALAR=scalar, TOTALS=False, PRECISION=PRECISION[dtype])
-        BV_max = max(16, next_power_of_2(V))
-        cuda = comm.device.type == "cuda"
-        sizes = blocks(BK, BV_max, dtype) if cuda else blocks_of_cpus(BK, BV_max)
-        self.blocks = fit(sizes, comm.device)
+        self.blocks = self._fitted(blocks, blocks_of_cpus)
         batch = 1 if zigzag else B  # shape of chunks in fla, also for packed sequences
         self.of_chunks = batch, layout.num_chunks // batch, H, K, V
         self.of_states, self.of_transitions = ((layout.num_segments, H, K, width) for width in (V, K))
         self._plans: dict[tuple, tuple[Plan, list]] = {}
+
+    def _fitted(self, of_hopper: Callable[..., Any], of_cpus: Callable[..., Any]) -> dict[str, dict[str, int]]:
+        """Return the block sizes of kernels on this device, from those on Hopper and on CPUs."""
+        widths, device = (self.common["BK"], max(16, next_power_of_2(self.V))), self.comm.device
+        if device.type != "cuda":
+            return of_cpus(*widths)
+        sizes = of_hopper(*widths, self.dtype)
+        if not is_hopper(device):
+            for name, (BV, num_warps) in OFF_HOPPER.items():
+                if name in sizes and sizes[name]["BV"] >= BV:
+                    sizes[name] = sizes[name] | dict(BV=BV, num_warps=num_warps)  # some names share one dict
+        return sizes
 
     def forward(self, x: Between, ends: Ends, saved_states: SavedStates) -> list[Tensor]:
         """Run forward; return (h, the incoming state of each chunk [B, chunks of each, H, K, V] in k's dtype; v_new,

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...base.tiling import cdiv, next_power_of_2
+from ...base.tiling import cdiv
 from ...comm.communicator import Communicator
 from ...launch.plan import Buffer, Plan
 from ...shmem_kernels.delta_chunks import anchors_kernel, operands_kernel, output_kernel
 from ...shmem_kernels.delta_chunks_bwd import dbeta_kernel, gradient_kernel, pairs_kernel, strong_gradient_kernel
 from ...tokens.packing import CHUNK_TOKENS, Layout, chunk_weights
-from .delta_passes import StatePass, _words, fit
+from .delta_passes import StatePass, _words
 from .fla_chunks import ChunkCall
 from .records import Between, DeltaShape, Ends, IncomingStates, Inputs, OfOutput, Outer, Saved, SavedStates
 
@@ -52,16 +52,12 @@ class ChunkPass(StatePass):
     """A StatePass that also computes inside the chunks: forward and backward are one plan each."""
 
     def __init__(self, comm: Communicator, layout: Layout, shape: DeltaShape) -> None:
-        _, _, HK, _, V, dtype, *_ = shape
         super().__init__(comm, layout, shape._replace(HK=shape.H, scalar=False))
         self.chunked["TOTALS"] = True
-        BK, BV_max = self.common["BK"], max(16, next_power_of_2(V))
-        cuda = comm.device.type == "cuda"
-        sizes = chunk_blocks(BK, BV_max, dtype) if cuda else chunk_blocks_of_cpus(BK, BV_max)
-        self.blocks |= fit(sizes, comm.device)
-        self.HK = HK
+        self.blocks |= self._fitted(chunk_blocks, chunk_blocks_of_cpus)
+        self.HK = shape.HK
         self.weights = chunk_weights(CHUNK_TOKENS, layout.weights.device)
-        self.fine = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+        self.fine = torch.bfloat16 if self.dtype == torch.bfloat16 else torch.float32
 
     def whole_forward(self, x: Inputs, ends: Ends, saved_states: SavedStates, scale: float) -> list[Any]:
         """Run the whole forward pass; return (o, Aqk, T). Fills ``saved_states`` and ``ends`` as ``forward`` does."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ...base.tiling import cdiv, next_power_of_2
+from ...base.tiling import cdiv
 from ...comm.communicator import Communicator
 from ...launch.plan import Buffer, Plan
 from ...shmem_kernels.delta_scalar import (
@@ -19,7 +19,7 @@ from ...shmem_kernels.delta_scalar import (
     scalar_summary_kernel,
 )
 from ...tokens.packing import CHUNK_TOKENS, Layout
-from .delta_passes import _words, fit
+from .delta_passes import _words
 from .own_chunks import ChunkPass
 from .records import DeltaShape, Ends, IncomingStates, Inputs, Outer, Saved, SavedStates
 
@@ -69,10 +69,7 @@ class ScalarChunkPass(ChunkPass):
 
     def __init__(self, comm: Communicator, layout: Layout, shape: DeltaShape) -> None:
         super().__init__(comm, layout, shape)
-        BK, BV_max = self.common["BK"], max(16, next_power_of_2(self.V))
-        cuda = comm.device.type == "cuda"
-        sizes = scalar_blocks(BK, BV_max, shape.dtype) if cuda else scalar_blocks_of_cpus(BK, BV_max)
-        self.blocks |= fit(sizes, comm.device)
+        self.blocks |= self._fitted(scalar_blocks, scalar_blocks_of_cpus)
         self.sizes: dict[str, Any] = dict(HK=self.HK, BT=CHUNK_TOKENS, PRECISION=self.chunked["PRECISION"])
 
     def record_forward(
