@@ -7,6 +7,7 @@ import csv
 import functools
 import gc
 import os
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -69,17 +70,28 @@ def slowest(rows, *most) -> dict:
 
 
 class Table:
-    """A CSV file that is complete after every row. Entries of a row that are not in ``columns`` are dropped."""
+    """A CSV file that is complete after every row. Entries of a row that are not in ``columns`` are dropped. keep:
+    whether a row of an existing file with these columns stays; by default none does."""
 
-    def __init__(self, path: str, columns, digits: int = 5):
+    def __init__(self, path: str, columns, digits: int = 5, keep: Callable[[dict], bool] = lambda row: False):
         os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
-        self.path, self.columns, self.digits, self.machine = path, columns, digits, machine()
+        self.path, self.columns, self.digits, self.keep, self.machine = path, columns, digits, keep, machine()
 
     def __enter__(self):
+        kept = self._kept()
         self._file = open(self.path, "w", newline="")
         self._writer = csv.DictWriter(self._file, self.columns)
         self._writer.writeheader()
+        self._writer.writerows(kept)
+        self._file.flush()
         return self
+
+    def _kept(self) -> list[dict]:
+        if not os.path.exists(self.path):
+            return []
+        with open(self.path, newline="") as file:
+            rows = csv.DictReader(file)
+            return [row for row in rows if self.keep(row)] if rows.fieldnames == [*self.columns] else []
 
     def __exit__(self, *error):
         self._file.close()
