@@ -179,7 +179,7 @@ def main_of_kda(options) -> int:
         names = [name for name in names if name.startswith("fla ")]
     elif not options.no_fla:
         os.environ["FLA_DISABLE_BACKEND_DISPATCH"] = "1"
-        compile_ahead([Job(rule, H) for rule, H in dict.fromkeys((x.rule, x.H) for x in local_delta.SHAPES)])
+        compile_ahead(list(dict.fromkeys(x.job for x in local_delta.SHAPES)))
     with allscan.Communicator() as comm, Table(options.csv, local_delta.COLUMNS) as table:
         for row in local_delta.rows(comm, names, options.backends):
             table.write(row)

@@ -25,6 +25,7 @@ from allscan.bindings.versions import number
 from allscan.reference import delta_reference
 from bench.harness import both_passes, checked, step
 from bench.proof import kernels, ran
+from bench.tuning import Job
 
 K, SAMPLES, CHECKED = 128, 15, 512
 COLUMNS = ("shape", "rule", "gates", "method", "note", "forward_us", "forward_backward_us", "extra_mib", "max_error")
@@ -134,6 +135,11 @@ class Shape(NamedTuple):
 
     def __str__(self) -> str:
         return f"1x{self.T}x{self.H}x{K}x{self.V}{', packed' if self.packed else ''}"
+
+    @property
+    def job(self) -> Job:
+        """Return what bench.tuning compiles for fla's operator."""
+        return Job(self.rule, self.H, "halves" if self.packed else "one rank", V=self.V)
 
     def boundaries(self, tokens: int):
         if not self.packed:

@@ -28,7 +28,7 @@ TUNED_AT = 16384  # tokens
 TIMED = [0]  # number of configurations timed in this process
 
 
-def inputs(rule, T, H, gate, device, seed, dtype=torch.bfloat16, K=128):
+def inputs(rule, T, H, gate, device, seed, dtype=torch.bfloat16, K=128, V=None):
     """Draw ([q, k, v, g, beta], gradient of o, a state)."""
     generator = torch.Generator(device).manual_seed(seed)
 
@@ -36,9 +36,9 @@ def inputs(rule, T, H, gate, device, seed, dtype=torch.bfloat16, K=128):
         return torch.randn(shape, generator=generator, device=device)
 
     q, k = (F.normalize(normal(1, T, H, K), dim=-1).to(dtype) for _ in "qk")
-    v, do = (normal(1, T, H, K).to(dtype) for _ in "vo")
+    v, do = (normal(1, T, H, V or K).to(dtype) for _ in "vo")
     g = F.logsigmoid(normal(1, T, H, K) if rule == "kda" else normal(1, T, H)) * gate
-    return [q, k, v, g, normal(1, T, H).sigmoid()], do, normal(1, H, K, K)
+    return [q, k, v, g, normal(1, T, H).sigmoid()], do, normal(1, H, K, V or K)
 
 
 def fla_operator(rule):
@@ -82,7 +82,7 @@ class Job(NamedTuple):
     kind: str = "one rank"
     beta: torch.dtype = torch.float32
     normalized: tuple[int, ...] = ()
-    K: int = 128  # for "gla" only
+    K: int = 128  # of other widths for "gla" only
     V: int = 128
 
     def run(self, T: int, device: torch.device) -> None:
@@ -91,7 +91,7 @@ class Job(NamedTuple):
             return self._gla(T, device)
         for tokens in self.normalized:
             self._normalize(tokens, device)
-        given, do, state = inputs(self.rule, T, self.H, 0.1, device, 1)
+        given, do, state = inputs(self.rule, T, self.H, 0.1, device, 1, V=self.V)
         given[4] = given[4].to(self.beta)
         operator, options = fla_operator(self.rule), {}
         if self.kind == "cp_context":
