@@ -204,10 +204,6 @@ def hybrid() -> str:
             percent = _number(row["percent_of_data_parallel"], 1)
             rows[-1] += [_number(row["tokens_per_s_per_gpu"], 0), f"{percent} %"]
     found = _hybrids("data parallel")
-    kernels = {"allscan": "All-Scan's", "fla": "fla's"}
-    rows.append(["kernels inside of chunks, of all methods"])
-    for row in found.values():
-        rows[-1] += [kernels[row["chunk"]], ""]
     return _table(["", *(name for told in found for name in (told, "of data parallel"))], rows)
 
 
@@ -377,22 +373,28 @@ def local_kda() -> str:
 
 
 def local_kda_shapes() -> str:
-    """docs/delta.md: delta rules by shape, allscan's chunk kernels on an H100; fla's on an H200, from bench.delta."""
-    rows = []
+    """docs/delta.md: delta rules by shape on an H100, allscan's chunk kernels and fla's operators."""
+    rows, passes = [], ("forward_us", "forward_backward_us")
     for row in _rows("local_kda_h100"):
+        if row["method"].startswith("fla"):
+            continue
         shape, _, packed = row["shape"].partition(", ")
         _, T, H, _, V = shape.split("x")
-        cells = [f"{float(row[x]) / 1e3:.2f}" for x in ("forward_us", "forward_backward_us")]
-        for passes in ("forward", "forward+backward"):
-            wanted = dict(rule=row["rule"], T=T, H=H, gates="near 1", method="fla, one rank") | {"pass": passes}
-            plain = row["gates"] == "weak" and not packed and V == "128"
-            found = _matching("delta", **wanted) if plain else []
-            cells.append(f"{float(found[0]['graph_us']) / 1e3:.2f}" if found else "")
+        cells = [f"{float(row[x]) / 1e3:.2f}" for x in passes]
+        same = {name: row[name] for name in ("shape", "rule", "gates")}
+        for found in _matching("local_kda_h100", method=_FLA_OPERATORS[row["rule"]], **same):
+            cells += [
+                f"{float(found[x]) / 1e3:.2f} ({float(found[x]) / float(row[x]):.2f})" for x in passes if found[x]
+            ]
+        cells += [""] * (4 - len(cells))
         rows.append(
             [_RULES[row["rule"]], f"{int(T):,}, {H}, {V}", ", ".join([row["gates"], *filter(None, [packed])]), *cells]
         )
-    head = ["", "T, heads, V", "gates", "ours, forward, ms", "both passes", "fla on an H200, forward", "both passes"]
+    head = ["", "T, heads, V", "gates", "ours, forward, ms", "both passes", "fla, forward (times ours)", "both passes"]
     return _table(head, rows)
+
+
+_FLA_OPERATORS = {"kda": "fla chunk_kda", "gated_delta_rule": "fla chunk_gated_delta_rule"}
 
 
 def delta_allscan() -> str:
