@@ -126,7 +126,7 @@ def context_parallel(comm: Communicator) -> None:
 @functools.cache
 def _ours() -> dict[str, Callable]:
     """The replacements of fla's functions, by name."""
-    ours = {_FORWARD: _or_fla(_FORWARD, _forward), _BACKWARD: _or_fla(_BACKWARD, _backward)}
+    ours = {_FORWARD: _or_fla(_FORWARD, _forward, False), _BACKWARD: _or_fla(_BACKWARD, _backward, True)}
     return ours | {name: _convolution(name, reverse=name == _HEADS) for name in (_TAILS, _HEADS)}
 
 
@@ -143,7 +143,7 @@ def _replace(old: dict[str, Callable], new: dict[str, Callable]) -> None:
                     setattr(module, name, function)
 
 
-def _or_fla(name: str, ours: Callable[..., Any]) -> Callable:
+def _or_fla(name: str, ours: Callable[..., Any], reverse: bool) -> Callable:
     """Replacement of fla's function ``name``: calls ``ours`` if the context has a communicator, else fla's."""
 
     @functools.wraps(_fla[name])
@@ -151,7 +151,8 @@ def _or_fla(name: str, ours: Callable[..., Any]) -> Callable:
         comm = _carrier(context, use_graph)
         if comm is None:
             return _fla[name](context=context, use_graph=use_graph, **operands)
-        return ours(comm, context, **operands)
+        with comm.call(reverse, "fla's context parallelism", (*operands.values(),)):  # reports any error to other ranks
+            return ours(comm, context, **operands)
 
     return call
 
@@ -313,15 +314,14 @@ def _scan(comm: Communicator, totals: Any, alike: Any, reverse: bool) -> list[to
     states, matrices, cuts = zip(*totals, strict=True)
     decays = [0 if cut else None for cut in cuts]
     transitions = [None if cut else x for cut, x in zip(cuts, matrices, strict=True)]
-    with comm.call(reverse, "fla's context parallelism", states):
-        scan = get_or_create_scan(comm, states[0].shape, variant=ScanVariant(transition_tile(states[0].shape[1])))
-        comm.order.stamp = stamp("fla_cp", *alike)
-        if len(states) == 1:
-            return [scan.scan(states[0], decays[0], transition=transitions[0], reverse=reverse)]
-        order = slice(None, None, -1 if reverse else 1)  # backward: second halves ascend the ranks
-        ascending, descending = [*map(ScanInputs, states, decays, transitions)][order]
-        found = two_way_scan(scan, ascending, descending)
-        return list(found[order])
+    scan = get_or_create_scan(comm, states[0].shape, variant=ScanVariant(transition_tile(states[0].shape[1])))
+    comm.order.stamp = stamp("fla_cp", *alike)
+    if len(states) == 1:
+        return [scan.scan(states[0], decays[0], transition=transitions[0], reverse=reverse)]
+    order = slice(None, None, -1 if reverse else 1)  # backward: second halves ascend the ranks
+    ascending, descending = [*map(ScanInputs, states, decays, transitions)][order]
+    found = two_way_scan(scan, ascending, descending)
+    return list(found[order])
 
 
 def _states(like: Any, places: Any, N: int, state_v_first: bool) -> torch.Tensor:

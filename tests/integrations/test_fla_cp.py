@@ -203,6 +203,52 @@ def test_ranks_that_mix_contexts_or_scales(run, what):
     assert any("in calls whose cu_seqlens" in end[1] for _, end in answers), answers
 
 
+def rejected_case(group, backward):
+    """One rank passes an argument that fla_cp rejects: in the first call, and in a call for a known shape on the rank
+    from which the others receive. Return the errors of both, and the errors of the calls between them."""
+    import_fla()
+    from fla.ops.cp import build_cp_context, chunk_delta_h
+
+    from allscan.integrations.fla_cp import context_parallel
+
+    comm = allscan.Communicator(group, timeout=2)
+    context_parallel(comm)
+    context = build_cp_context(torch.tensor([0, T * comm.size], dtype=torch.int32), comm.group)
+    x, g = torch.zeros(1, T, 1, 16), torch.zeros(1, T, 1, 16)
+    common = dict(context=context, cu_seqlens=context.cu_seqlens, k=x, w=x, gk=g)
+
+    def call(wrong):
+        given = torch.zeros(1, 1, 16, 16) if wrong else None
+        if backward:
+            function = chunk_delta_h.chunk_gated_delta_rule_bwd_dhu_pre_process
+            return function(q=x, do=x, dv=x, scale=1.0, dht=given, **common)
+        return chunk_delta_h.chunk_gated_delta_rule_fwd_h_pre_process(u=x, initial_state=given, **common)
+
+    sender = comm.size - 1 if backward else 0
+    first = raised(call, comm.rank == comm.size - 1)
+    between = [raised(call, False) for _ in range(2)]
+    return first, raised(call, comm.rank == sender), between
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("backward", [False, True])
+def test_arguments_that_one_rank_rejects(run, backward, size=3):
+    """All ranks learn of a rejection: they raise at once in a first call, and name it where they wait in vain."""
+    name, sender = ("dht", 2) if backward else ("initial_state", 0)
+    why = f"ValueError: {name} must be None"
+    for rank, (first, later, between) in enumerate(run(size, rejected_case, backward)):
+        assert between == [None, None], between
+        if rank == size - 1:
+            assert first[0] == "ValueError" and name in first[1]
+        else:
+            assert first[0] == "AllScanRejected" and "rank 2 has rejected" in first[1] and why in first[1], first
+        if rank == sender:
+            assert later[0] == "ValueError" and name in later[1]
+        elif rank == abs(sender - 1):
+            assert later[0] == "AllScanTimeout" and f"rank {sender} has rejected" in later[1].lower(), later
+            assert why in later[1], later
+
+
 def convolution_case(group):
     """Return whether a short convolution receives the neighbours' tokens, and their gradients in backward."""
     import_fla()
