@@ -27,11 +27,11 @@ def to_zigzag(x: Tensor, *, comm: Communicator) -> Tensor:
 
     Args:
         x: [B, T, ...], this rank's T tokens; T is even. Shape and dtype must be equal on every rank: the first call
-            with them compares them on the host. A later call with others, or with the inverse function, on some ranks
-            gives wrong results or fails in torch; the next barrier(), close() or first call raises AllScanOutOfStep. If
-            other ranks do not make the same call, the comparison fails after 120 s. Ranks that already wait in the
-            all-to-all fail after the communicator's timeout on CPUs, and after the process group's NCCL timeout on
-            GPUs.
+            with them compares them on the host, on CPU ranks every call does. On GPUs a later call with other known
+            ones, or with the inverse function, on some ranks gives wrong results or waits for NCCL's timeout; the next
+            barrier(), close() or first call raises AllScanOutOfStep. If other ranks do not make the same call, the
+            comparison fails after 120 s. Ranks that already wait in the all-to-all fail after the communicator's
+            timeout on CPUs, and after the process group's NCCL timeout on GPUs.
         comm: the communicator.
 
     Returns:
@@ -152,13 +152,16 @@ def _move(x: Tensor, comm: Communicator, to: bool) -> Tensor:
 
 def _check(x: Tensor, comm: Communicator, to: bool) -> None:
     """Raise TypeError or ValueError for an invalid ``x``. A first call with its signature raises on every rank."""
-    known = comm.agreed.arguments
+    known, before = comm.agreed.arguments, comm.order.moves
     signature = (to, x.shape, x.dtype, x.device, x.layout) if isinstance(x, Tensor) else None
-    if comm.debug or ("to_zigzag", signature) not in known:
+    first = comm.debug or ("to_zigzag", signature) not in known
+    if first:
         _check_first(x, comm, to)
         for key in (("to_zigzag", signature), "to_zigzag"):
             known.remember(key)
     comm.order.moved(to, tuple(x.shape), str(x.dtype))
+    if not first and comm.size > 1 and not x.is_cuda:
+        _compare(x, comm, to, before)
 
 
 def _check_first(x: Tensor, comm: Communicator, to: bool) -> None:
@@ -171,12 +174,32 @@ def _check_first(x: Tensor, comm: Communicator, to: bool) -> None:
             raise ValueError(f"x must be [B, T, ...] with an even number of tokens, got {tuple(x.shape)}")
         if x.device != comm.device:
             raise ValueError(f"x must be on {comm.device}, got {x.device}")
-        fields = ("call", "to_zigzag" if to else "from_zigzag"), ("shape", tuple(x.shape)), ("dtype", str(x.dtype))
+        fields = _fields(x, to)
     except (TypeError, ValueError) as error:
         problem = DeferredError(error)
     if problem is not None and "to_zigzag" in comm.agreed.arguments and not comm.debug:
         raise problem.take()
     comm.order.agree(fields, problem, "the first call for a shape")
+
+
+def _fields(x: Tensor, to: bool) -> tuple[tuple[str, object], ...]:
+    """(name, value) pairs that are equal on all ranks."""
+    return ("call", "to_zigzag" if to else "from_zigzag"), ("shape", tuple(x.shape)), ("dtype", str(x.dtype))
+
+
+def _compare(x: Tensor, comm: Communicator, to: bool, before: int) -> None:
+    """Raise on every CPU rank unless all ranks have made the same calls so far, including this one.
+
+    gloo would end the process of a rank that receives more bytes than it expects. ``before``: the hash of the calls
+    before this one.
+    """
+    mine = torch.full((comm.size,), comm.order.moves, device="cpu")
+    ones = [1] * comm.size
+    others = torch.empty_like(mine)
+    _all_to_all(others, mine, ones, ones, comm)
+    if not torch.equal(others, mine):
+        comm.order.moves = before  # no rank makes this call
+        comm.order.agree(_fields(x, to), None, "the comparison of different calls of to_zigzag() or from_zigzag()")
 
 
 def _all_to_all(received: Tensor, send: Tensor, come: list[int], leave: list[int], comm: Communicator) -> None:

@@ -104,7 +104,7 @@ class Order:
 
     def moved(self, *alike: object) -> None:
         """Add a call of torch's all-to-all to the hash that exchanges compare."""
-        self.moves = (self.moves * STAMPS.value + stamp(*alike)) % 0x1FFFFFFFFFFFFFFF  # a prime
+        self.moves = (self.moves * STAMPS.value + _digest(*alike)) % 0x1FFFFFFFFFFFFFFF  # a prime
 
     def describe_call_counts(self) -> str:
         return f"{self.call_counts[0]} forward and {self.call_counts[1]} reverse"
@@ -322,9 +322,15 @@ class Order:
 def stamp(*alike: object) -> int:
     """A hash below STAMPS of the arguments that must be equal on all ranks in a call: numbers, names, None, and tuples
     of these, such as the values of its cu_seqlens. Different ones have equal stamps with probability 1 / STAMPS."""
-    text = repr(_with_floats(alike))
-    found: int = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") % STAMPS.value
+    found: int = _digest(*alike) % STAMPS.value
     return found
+
+
+@functools.lru_cache(maxsize=1024)
+def _digest(*alike: object) -> int:
+    """A hash of 64 bits of what ``stamp`` hashes."""
+    text = repr(_with_floats(alike))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 def _with_floats(x: Any) -> Any:
