@@ -532,8 +532,7 @@ def _loss(
         raise ValueError("use_l2warp does not go with a split sequence")
     criterion = getattr(model, "criterion", None)
     ignored = getattr(criterion, "ignore_index", -100)
-    if not (labels is None and shift_labels is None):
-        _agree_loss(comm, num_items_in_batch, shift_labels)
+    _agree_loss(comm, labels, num_items_in_batch, shift_labels)
     if shift_labels is None and labels is not None:
         shift_labels = shifted(labels, ignored, comm, zigzag, documents[0] if documents else None)
     if shift_labels is not None and num_items_in_batch is None:
@@ -557,12 +556,13 @@ def _loss(
 
 
 @dynamo_disabled
-def _agree_loss(comm: Communicator, num_items_in_batch: Any, shift_labels: Any) -> None:
+def _agree_loss(comm: Communicator, labels: Any, num_items_in_batch: Any, shift_labels: Any) -> None:
     """Compare the arguments that decide which collectives follow, and num_items_in_batch, which may synchronize with
-    the GPU: at the first loss with such arguments, and in debug mode."""
+    the GPU: at the first call of the model with such arguments, and in debug mode."""
     none = num_items_in_batch is None
     fields = (
         ("call", "the loss"),
+        ("labels is None", labels is None),
         ("num_items_in_batch is None", none),
         ("shift_labels is None", shift_labels is None),
     )

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import functools
 import importlib
+import inspect
 import sys
 from typing import Any
 
@@ -161,6 +162,7 @@ def sequence_parallel(
         layer.forward = functools.partial(softmax_forward, layer)
     for head in heads:
         head.loss_function = functools.partial(_loss, comm, zigzag, per_document)
+        head.allscan_hook = head.register_forward_pre_hook(_with_labels, with_kwargs=True)
     return model
 
 
@@ -254,6 +256,18 @@ def _restore(bases: Any, heads: Any, layers: Any) -> None:
         vars(module).pop("forward", None)
     for head in heads:
         vars(head).pop("_loss_function", None)
+        if "allscan_hook" in vars(head):
+            vars(head).pop("allscan_hook").remove()
+
+
+LABELS = "allscan_labels"  # option of the text model: whether its causal language model was called with labels
+
+
+def _with_labels(head: nn.Module, arguments: tuple, options: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """Hook before the forward of a causal language model, which does not pass ``labels`` to its text model."""
+    at = [*inspect.signature(type(head).forward).parameters].index("labels") - 1  # without self
+    labels = arguments[at] if len(arguments) > at else options.get("labels")
+    return arguments, options | {LABELS: labels is not None}
 
 
 def _model(
@@ -309,7 +323,8 @@ def _model(
     told = stamp, looked_at(comm, input_ids, stamp)
     kernel = max(getattr(model.config, name, 0) for name in KERNELS) if use_cache else 0
     B, T = x.shape[:2]
-    alike = Alike(torch.is_grad_enabled(), *(options.get(name) for name in ("num_items_in_batch", "shift_labels")))
+    grad, labels = torch.is_grad_enabled(), options.pop(LABELS, None)
+    alike = Alike(grad, labels, *(options.get(name) for name in ("num_items_in_batch", "shift_labels")))
     asked = Asked(B, T, cu_seqlens, zigzag, per_document, attention, inner, home, alike)
     sequence, wanted_by_any = agree_sequence(comm, asked, position_ids, wanted, told, kernel)
     if wanted_by_any and not wanted and torch.is_grad_enabled():

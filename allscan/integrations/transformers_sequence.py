@@ -112,6 +112,7 @@ class Alike(NamedTuple):
     """Arguments that decide which collectives follow, in the loss and in backward: equal on all ranks."""
 
     grad: bool
+    labels: bool | None  # whether there are labels; None if the base model was called
     num_items_in_batch: Any
     shift_labels: Any
 
@@ -121,6 +122,7 @@ class Alike(NamedTuple):
         count = self.num_items_in_batch
         pairs: list[tuple[str, object]] = [
             ("torch.is_grad_enabled()", self.grad),
+            ("labels is None", None if self.labels is None else not self.labels),
             ("num_items_in_batch is None", count is None),
             ("shift_labels is None", self.shift_labels is None),
         ]

@@ -351,6 +351,10 @@ def one_rank_case(group):
             answers[f"num_items_in_batch is None: {rank > 0} on rank 0; {rank < 1} on rank 1"] = raised(
                 model, **batch, **different
             )
+        for rank in range(comm.size):
+            different = dict(labels=None) if rank == comm.rank else {}
+            text = f"labels is None: {rank < 1} on rank 0; {rank > 0} on rank 1"
+            answers[text] = raised(model, **batch | different)
         text = "num_items_in_batch: 7.0 on rank 0; 8.0 on rank 1"
         answers[text] = raised(model, **batch, num_items_in_batch=7 + comm.rank)
         with torch.set_grad_enabled(comm.rank == 0):

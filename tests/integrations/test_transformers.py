@@ -1141,15 +1141,20 @@ def one_rank_case(group):
             "num_items_in_batch is None: False on rank 0; True on rank 1": dict(num_items_in_batch=7),
             "num_items_in_batch is None: True on rank 0; False on rank 1": dict(num_items_in_batch=torch.tensor(7)),
             "shift_labels is None: False on rank 0; True on rank 1": dict(shift_labels=part),
+            "labels is None: True on rank 0; False on rank 1": dict(labels=None),
             "got input_ids (1, 11), inputs_embeds (1, 11, 32)": dict(inputs_embeds=embedded),
             "got input_ids (11,)": dict(input_ids=part[0]),
             "got neither": dict(input_ids=None),
         }
         for text, wrong in different.items():
-            chosen = comm.rank == ("None: True on rank 0" in text)
+            chosen = comm.rank == ("batch is None: True on rank 0" in text)
             answers[text] = raised(model, **dict(input_ids=part, labels=part) | (wrong if chosen else {}))
         text = "num_items_in_batch: 7.0 on rank 0; 8.0 on rank 1"
         answers[text] = raised(model, input_ids=part, labels=part, num_items_in_batch=7 + comm.rank)
+        model(input_ids=part), model(input_ids=part, labels=part)
+        text = "labels is None: False on rank 0; True on rank 1"  # both known: each forward pass compares them
+        positional = part, None, None, None, None, None if comm.rank else part
+        answers[text] = raised(model, *positional)
         with torch.set_grad_enabled(comm.rank == 0):
             text = "torch.is_grad_enabled(): True on rank 0; False on rank 1"
             answers[text] = raised(model, input_ids=part, labels=part)
