@@ -24,7 +24,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 from ..base.checks import is_zigzag
-from ..bindings.torch_compat import operator
+from ..bindings.torch_compat import TorchDispatchMode, operator
 from ..bindings.triton_compat import OPTIONS
 from ..comm.communicator import Communicator, check_communicator
 from ..shmem_kernels.merge import merge_kernel
@@ -192,7 +192,7 @@ class Attention(NamedTuple):
         memory: limit in bytes, for each layer, of the other ranks' tokens and the keys projected from them. If they
             exceed it, the tokens are gathered in steps that fit, in forward and again in backward; this needs
             merged=True. None: all tokens are gathered at once and saved for backward. Gradients temporarily need as
-            much memory again.
+            much memory again. In a CUDA graph's capture a projection to keys must not draw random numbers (dropout).
     """
 
     merged: bool = True
@@ -503,14 +503,17 @@ class _Steps(torch.autograd.Function):
             enabled=torch.is_autocast_enabled(device),
             cache_enabled=False,
         )
-        ctx.random = None if plan.project is None else (torch.get_rng_state(), *get_device_states(q))
+        again = plan.project is not None and any(ctx.needs_input_grad)  # backward projects again
+        captured = again and plan.later.comm.streams.capturing()  # torch does not read a generator in a capture
+        ctx.random = (torch.get_rng_state(), *get_device_states(q)) if again and not captured else None
         gather, plan.first, exact = plan.first, None, o.float()  # rounded once, after all steps
         for step in range(len(plan.ranges)):
             following = plan.start(step + 1, tensors)
             assert gather is not None  # true for each step of plan.ranges
             slots, rows = _rows(gather, q)
             found = gather.finish(slots)
-            keys = _keys(found, plan.project, q.dtype, bool(rows))
+            with _WithoutRandom() if captured else contextlib.nullcontext():
+                keys = _keys(found, plan.project, q.dtype, bool(rows))
             ctx.blocks.append(_add(plan.kernel, plan.scale, rows, _Queries(q, exact, lse), keys))
             gather = following
         o = o.copy_(exact).detach()
@@ -562,6 +565,18 @@ class _Steps(torch.autograd.Function):
             plan.last, gather = (step, gather, tensors), following
         ctx.shared.merged, ctx.shared.parts = (o, lse), [(slice(None), total)]
         return None, None, None, do, None, do.new_zeros(0), *[None] * ctx.count, *weights
+
+
+class _WithoutRandom(TorchDispatchMode):
+    """Raises RuntimeError for an operator that draws random numbers."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in getattr(function, "tags", ()):
+            raise RuntimeError(
+                f"with attention.memory a projection that draws random numbers ({function}) cannot be captured in a "
+                f"CUDA graph: its backward could not repeat them"
+            )
+        return function(*args, **(kwargs or {}))
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ import torch
 
 import allscan
 from allscan.integrations import attention, attention_kernels, softmax, triangles
+from allscan.launch.streams import Streams
 from support.attention import attention_case, packed_case, split, varlen, whole_case
 from support.values import place, relative
 
@@ -67,7 +68,7 @@ def test_a_limit_of_memory(run, size, kind, layout, memory, steps, how):
         assert lengths == steps * (1 + again)
 
 
-def dropout_case(group, layout, memory):
+def dropout_case(group, layout, memory, dropout=0.5):
     """Return (loss, the product of the weight and its gradient) on this rank, which are equal: without queries all
     keys have one weight, and the loss is linear in the values' weight. The projection drops latents at random."""
     H, D = 2, 8
@@ -78,7 +79,7 @@ def dropout_case(group, layout, memory):
         weight = torch.randn(width, 2 * H * D).requires_grad_()
 
         def expand(latents):
-            found = torch.nn.functional.dropout(latents[:, 0]) @ weight
+            found = torch.nn.functional.dropout(latents[:, 0], dropout) @ weight
             return found.unflatten(-1, (H, -1)).transpose(1, 2).split(D, -1)
 
         own = latents.transpose(1, 2)
@@ -96,6 +97,25 @@ def test_dropout_of_latents(run, layout, size=3):
     """Backward projects keys again, with forward's random numbers."""
     for loss, product in run(size, dropout_case, layout, 1500):
         assert loss == pytest.approx(product, rel=1e-4)
+
+
+def captured_case(group, dropout):
+    """``dropout_case`` as in a CUDA graph's capture, in which torch raises if a generator's state is read."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Streams, "capturing", lambda self: True)
+        patch.setattr(attention, "get_device_states", lambda *_: pytest.fail("read in a capture"))
+        try:
+            return dropout_case(group, "contiguous", 1500, dropout)
+        except RuntimeError as error:
+            return str(error)
+
+
+def test_projections_in_a_capture(run, size=2):
+    """A projection without random numbers reads no generator; one with random numbers is an error, as its backward
+    could not repeat them."""
+    for loss, product in run(size, captured_case, 0.0):
+        assert loss == pytest.approx(product, rel=1e-4)
+    assert all("draws random numbers" in text for text in run(size, captured_case, 0.5))
 
 
 @pytest.mark.parametrize("how", ["reentrant", "not reentrant", "no_grad"])
