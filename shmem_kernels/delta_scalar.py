@@ -85,58 +85,28 @@ def decays_of(b_sums, BT: tl.constexpr):
 
 
 @triton.jit
-def scores_of(
-    p_q,
+def pairs_of(
+    p_x,
     p_k,
-    p_scores,
     b_sums,
-    scale,
-    h,
-    start,
-    end,
+    b_factor,
+    place,
     H: tl.constexpr,
     HK: tl.constexpr,
     K: tl.constexpr,
     BT: tl.constexpr,
     BJ: tl.constexpr,
     PRECISION: tl.constexpr,
+    EARLIER: tl.constexpr,
 ):
-    """Compute and store Aqk."""
+    """x_t k_s e^(G_t - G_s) b_factor of tokens s <= t, EARLIER: s < t; else 0 [BT, BT]. place: h, first and last
+    token."""
+    h, start, end = place
     b_a = tl.zeros([BT, BT], tl.float32)
     for j in tl.static_range((K + BJ - 1) // BJ):
         base, at, inside = tile(h // (H // HK), start, end, HK, K, BT, BJ, j)
-        b_a = product(load(p_q + base, at, inside), tl.trans(load(p_k + base, at, inside)), b_a, PRECISION)
-    b_a = tl.where(lower(BT, 0), b_a * decays_of(b_sums, BT) * scale, 0.0)
-    base, at, inside = tile(h, start, end, H, BT, BT, BT)
-    tl.store(p_scores + base + at, cast(b_a, p_scores.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def solved_of(
-    p_k,
-    p_solved,
-    b_sums,
-    b_beta,
-    h,
-    start,
-    end,
-    H: tl.constexpr,
-    HK: tl.constexpr,
-    K: tl.constexpr,
-    BT: tl.constexpr,
-    BJ: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """Compute and store T."""
-    b_a = tl.zeros([BT, BT], tl.float32)
-    for j in tl.static_range((K + BJ - 1) // BJ):
-        base, at, inside = tile(h // (H // HK), start, end, HK, K, BT, BJ, j)
-        b_k = load(p_k + base, at, inside)
-        b_a = product(b_k, tl.trans(b_k), b_a, PRECISION)
-    b_a = tl.where(lower(BT, 1), b_a * decays_of(b_sums, BT) * b_beta[:, None], 0.0)
-    b_x = inverse(b_a, BT, PRECISION)
-    base, at, inside = tile(h, start, end, H, BT, BT, BT)
-    tl.store(p_solved + base + at, cast(b_x, p_solved.dtype.element_ty), mask=inside)
+        b_a = product(load(p_x + base, at, inside), tl.trans(load(p_k + base, at, inside)), b_a, PRECISION)
+    return tl.where(lower(BT, EARLIER), b_a * decays_of(b_sums, BT) * b_factor, 0.0)
 
 
 @triton.jit
@@ -162,11 +132,17 @@ def scalar_operands_kernel(
     n, h = i // (2 * H), i // 2 % H  # heads of a token are adjacent in memory
     start, end, at_t, inside_t, b_beta = chunk_of(p_chunks, p_beta, n, h, H, BT)
     b_sums, b_g = gate_sums_of(p_g, at_t, inside_t)
+    place = h, start, end
     if i % 2 == 0:
         store_factors(p_factors, b_sums, b_g, b_beta, n, h, H, BT)
-        solved_of(p_k, p_solved, b_sums, b_beta, h, start, end, H, HK, K, BT, BJ, PRECISION)
+        b_a = pairs_of(p_k, p_k, b_sums, b_beta[:, None], place, H, HK, K, BT, BJ, PRECISION, 1)
+        b_a = inverse(b_a, BT, PRECISION)
+        base, at, inside = tile(h, start, end, H, BT, BT, BT)
+        tl.store(p_solved + base + at, cast(b_a, p_solved.dtype.element_ty), mask=inside)
     else:
-        scores_of(p_q, p_k, p_scores, b_sums, scale, h, start, end, H, HK, K, BT, BJ, PRECISION)
+        b_a = pairs_of(p_q, p_k, b_sums, scale, place, H, HK, K, BT, BJ, PRECISION, 0)
+        base, at, inside = tile(h, start, end, H, BT, BT, BT)
+        tl.store(p_scores + base + at, cast(b_a, p_scores.dtype.element_ty), mask=inside)
 
 
 @triton.jit
