@@ -106,6 +106,7 @@ class Communicator(Calls):
         ValueError: for wrong arguments, a mesh of several dimensions, or a rank outside the group; for wrong nodes or a
             wrong algorithm on every rank.
         RuntimeError: if the transport is missing.
+        AllScanHostTimeout: if a rank does not come.
 
     Example:
         >>> with allscan.Communicator(mesh["sp"]) as comm:
@@ -245,8 +246,9 @@ class Communicator(Calls):
 
     @property
     def cuda_graphs(self) -> GraphCounts:
-        """Counts of CUDA graphs so far, a NamedTuple: graphs in the cache, their bytes, launches without a graph due to
-        the memory limit, failures to build one, and the reason of the last failure."""
+        """Counts of CUDA graphs so far, a NamedTuple: enabled, kept (graphs in the cache), bytes (their GPU memory),
+        most_bytes (its limit), built, launched, declined (launches without a graph due to that limit), failed (failures
+        to build or launch one), why (reason of the last failure)."""
         return self.graphs.counts()
 
     def check(self) -> None:
@@ -302,7 +304,7 @@ class Communicator(Calls):
 
         Raises:
             AllScanHostTimeout: if a rank does not come. After a fault that this rank knows of, it waits for twice
-                ``timeout``, in which the others learn of the fault.
+                ``timeout`` + 5 s, in which the others learn of the fault.
             AllScanOutOfStep: on every rank if they have called ``step`` different numbers of times since the last
                 ``resync``: close the communicator and make a new one on all ranks, and begin with the same batch.
             RuntimeError: if the ranks do not have the same AllScans, or if the communicator is closed.
@@ -353,6 +355,7 @@ class Communicator(Calls):
             AllScanOutOfStep: on every rank if they have made different numbers of calls, and on the others if this rank
                 raises.
             AllScanTimeout: and all other errors of ``check``, without a wait for other ranks.
+            AllScanHostTimeout: on every rank that came, if a rank does not come.
 
         Example:
             >>> comm.barrier()                                                    # on every rank of the group
@@ -367,7 +370,7 @@ class Communicator(Calls):
 
         If the communicator is broken on any rank, no rank frees its memory, because a straggler may still write to it.
         The same holds, with a warning, if torch.distributed was destroyed and the ranks cannot communicate any more.
-        After a fault that this rank knows of, it waits at most ``timeout`` for the others.
+        After a fault that this rank knows of, it waits at most ``timeout`` + 5 s for the others.
 
         Raises:
             AllScanOutOfStep: after closing, if this rank has not raised it before: on every rank if they have made
@@ -375,6 +378,7 @@ class Communicator(Calls):
                 AllScanTimeout.
             AllScanTimeout: and all other errors of ``check``, after closing, if a kernel has given up and this rank has
                 not raised an error for it before.
+            AllScanHostTimeout: if a rank does not come and no fault is known; the communicator stays open.
 
         Example:
             >>> with allscan.Communicator() as comm:                              # which closes it at its end

@@ -181,7 +181,7 @@ class AllScan:
 
         Raises:
             AllScanOutOfStep: if the ranks have made different numbers of calls.
-            RuntimeError: if a rank does not call ``close``.
+            AllScanHostTimeout: if a rank does not call ``close``.
 
         Example:
             >>> with allscan.AllScan(comm, (16, 128, 128)) as scan:               # closed at the end of the block
