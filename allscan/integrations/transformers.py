@@ -162,7 +162,8 @@ def sequence_parallel(
         layer.forward = functools.partial(softmax_forward, layer)
     for head in heads:
         head.loss_function = functools.partial(_loss, comm, zigzag, per_document)
-        head.allscan_hook = head.register_forward_pre_hook(_with_labels, with_kwargs=True)
+        at = [*inspect.signature(type(head).forward).parameters].index("labels") - 1  # without self
+        head.allscan_hook = head.register_forward_pre_hook(functools.partial(_with_labels, at), with_kwargs=True)
     return model
 
 
@@ -263,9 +264,9 @@ def _restore(bases: Any, heads: Any, layers: Any) -> None:
 LABELS = "allscan_labels"  # option of the text model: whether its causal language model was called with labels
 
 
-def _with_labels(head: nn.Module, arguments: tuple, options: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """Hook before the forward of a causal language model, which does not pass ``labels`` to its text model."""
-    at = [*inspect.signature(type(head).forward).parameters].index("labels") - 1  # without self
+def _with_labels(at: int, head: nn.Module, arguments: tuple, options: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """Hook before the forward of a causal language model, which does not pass ``labels``, its argument ``at``, to its
+    text model."""
     labels = arguments[at] if len(arguments) > at else options.get("labels")
     return arguments, options | {LABELS: labels is not None}
 
