@@ -4,8 +4,9 @@
     python -m bench.packed --model qwen3_next
 
 Either the row or each document is cut into 2P chunks. Models and steps are those of bench.hybrid. The two cuts
-alternate; a time is the median step of the slowest rank. A check runs first on a small model: loss and gradients of one
-cut against those of the other. Without GPUs only the check runs, on 2 CPU ranks.
+alternate; a time is the median step of the slowest rank. The kernel times of one more step are printed, by kind. A
+check runs first on a small model: loss and gradients of one cut against those of the other. Without GPUs only the check
+runs, on 2 CPU ranks.
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ def measure(group, kind, T, shape, steps) -> dict:
             for name, cuts in packings(whole.shape[1]).items()
             for cut, part in parts(comm, whole, cuts).items()
         }
-        times, peaks, softmax = {case: [] for case in given}, {}, {}
+        times, peaks, kinds = {case: [] for case in given}, {}, {}
 
         def step(case):
             (wrapped(**given[case]).loss * comm.size).backward()
@@ -122,8 +123,8 @@ def measure(group, kind, T, shape, steps) -> dict:
         for case in given:
             split(model, comm, case[1])
             comm.barrier()
-            softmax[case] = breakdown(launched(functools.partial(step, case)))["softmax"]
-        return {case: (statistics.median(times[case][2:]), softmax[case], peaks[case]) for case in given}
+            kinds[case] = breakdown(launched(functools.partial(step, case)))
+        return {case: (statistics.median(times[case][2:]), kinds[case], peaks[case]) for case in given}
 
 
 def main() -> int:
@@ -162,8 +163,10 @@ def main() -> int:
             )
             row |= dict(layers=arguments.layers, heads=arguments.heads, step_ms=1e3 * seconds)
             row |= dict(tokens_per_s_per_gpu=arguments.tokens / seconds, peak_gib=max(x[2] for x in found))
-            row |= dict(softmax_ms=" ".join(f"{x[1]:.1f}" for x in found))
+            row |= dict(softmax_ms=" ".join(f"{x[1]['softmax']:.1f}" for x in found))
             print({key: round(x, 1) if isinstance(x, float) else x for key, x in row.items()}, flush=True)
+            for rank, x in enumerate(found):
+                print(f"  rank {rank}: kernels", {name: round(ms, 1) for name, ms in x[1].items()}, flush=True)
             table.write(row)
     print(f"wrote {arguments.csv}")
     return 0
