@@ -78,6 +78,15 @@ def test_over_the_gpus(run, kind, layout, size=2):
         assert all(ours[name] < 1.6 * alone[name] for name in ours), (ours, alone)
 
 
+@pytest.mark.parametrize("how", ["plain", "captured"])
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("kind", ["128 in groups", "latents of 192"])
+def test_a_limit_of_memory(run, kind, layout, how, size=2):
+    """Tokens are gathered in several steps, and again in backward, also in a CUDA graph."""
+    for ours, alone in run(size, attention_case, kind, layout, 1, how, torch.bfloat16, 1024, 1 << 20):
+        assert all(ours[name] < 1.6 * alone[name] for name in ours), (ours, alone)
+
+
 @pytest.mark.parametrize("size, zigzag, per_document", [(1, False, 0), (2, False, 0), (2, True, 0), (2, True, 1)])
 @pytest.mark.parametrize("kind", ["128", "128 in groups", "latents of 192"])
 def test_packed_sequences_in_one_call(run, kind, zigzag, per_document, size):

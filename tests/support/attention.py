@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import allscan
 from allscan.integrations import attention, softmax
+from bench.harness import capture
 from support.values import place, relative
 
 TOKENS = {1: [14], 2: [7, 12], 3: [9, 0, 7], 4: [0, 6, 1, 9], 5: [3, 2, 5, 1, 4]}
@@ -161,12 +162,17 @@ def attention_case(group, kind, layout, batch, how="plain", dtype=torch.float32,
         if how == "no_grad":
             with torch.no_grad():
                 return {"o": relative(call(*own.values()), wanted[0][:, mine])}, {}
-        o = (
-            call(*own.values())
-            if how == "plain"
-            else checkpoint(lambda *x: call(*x) * 1.0, *own.values(), use_reentrant=how == "reentrant")
-        )
-        o.backward(do[:, mine])
+        if how == "captured":
+            leaves = [*own.values(), *([] if weight is None else [weight])]
+            graph, (o, *_), _ = capture(leaves, do[:, mine], lambda *x: call(*x[: len(own)]), True)
+            graph.replay()
+        else:
+            o = (
+                call(*own.values())
+                if how == "plain"
+                else checkpoint(lambda *x: call(*x) * 1.0, *own.values(), use_reentrant=how == "reentrant")
+            )
+            o.backward(do[:, mine])
         found = [o, *(x.grad for x in own.values())]
         alone[: len(found)], wanted[: len(found)] = (
             [x[:, mine] for x in some[: len(found)]] for some in (alone, wanted)
