@@ -17,7 +17,7 @@ from prefill_decode import finish, project
 from train_text import Model, text_bytes
 
 import allscan
-from allscan.tools.ranks import Ranks, on_first
+from allscan.tools.ranks import launch, on_first
 
 SEGMENT = 128
 
@@ -51,22 +51,20 @@ def log_probabilities(group, segment, tokens):
         return found[0].gather(-1, text[1:, None][mine])[:, 0].cpu()
 
 
-def main():
-    gpus = torch.cuda.device_count()
-    size, device = (gpus, "cuda") if gpus > 1 else (2, "cpu")
-    tokens, others = 4 * SEGMENT * size, {}
-    with Ranks(size, device) as ranks:
-        for segment in (SEGMENT, 0):
-            one, several = (
-                torch.cat([x for x in ranks.run(on_first, n, log_probabilities, segment, tokens) if x is not None])
-                for n in (1, size)
-            )
-            others[segment] = int((one.view(torch.int32) != several.view(torch.int32)).sum())
-            assert torch.allclose(one, several, atol=1e-4)
-            count = f"{others[segment]:4} of {tokens} log-probabilities differ"
-            print(f"segments of {segment:3}: {count}, {size} ranks and 1")
+def main(ranks) -> int:
+    size, others = ranks.size, {}
+    tokens = 4 * SEGMENT * size
+    for segment in (SEGMENT, 0):
+        one, several = (
+            torch.cat([x for x in ranks.run(on_first, n, log_probabilities, segment, tokens) if x is not None])
+            for n in (1, size)
+        )
+        others[segment] = int((one.view(torch.int32) != several.view(torch.int32)).sum())
+        assert torch.allclose(one, several, atol=1e-4)
+        count = f"{others[segment]:4} of {tokens} log-probabilities differ"
+        print(f"segments of {segment:3}: {count}, {size} ranks and 1")
     return int(others[SEGMENT] > 0 or others[0] == 0)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(launch(main, None if torch.cuda.device_count() > 1 else 2))

@@ -29,7 +29,7 @@ def test_example(command, tmp_path):
 
 
 @pytest.mark.cpu
-@pytest.mark.parametrize("command", ["own_kernel.py", "prefill_decode.py --length 1 --tokens 4"])
+@pytest.mark.parametrize("command", ["own_kernel.py", "prefill_decode.py --length 1 --tokens 4", "same_bits.py"])
 def test_example_under_torchrun(command, tmp_path):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     run_example(torchrun, command, tmp_path, TRITON_INTERPRET="1")
@@ -51,3 +51,5 @@ def run_example(launcher, command, tmp_path, **variables):
         timeout=240,
     )
     assert result.returncode == 0, result.stdout + result.stderr
+    lines = [line for line in result.stdout.splitlines() if "rank" in line]
+    assert lines and len(lines) == len(set(lines)), result.stdout  # rank 0 alone prints
