@@ -7,7 +7,7 @@ import math
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -25,6 +25,8 @@ from ..scan.launcher import Scanned
 from ..scan.segment_launches import dense_blocks
 from ..scan.two_way import two_way_channels, two_way_scan
 from ..tokens.packing import CHUNK_TOKENS
+
+C = TypeVar("C", bound="AllScanCarrier")
 
 HOP_US, WORD_US = 5.0, 1.5e-5  # microseconds of the scan for each rank, and for each word of a state over NVLink
 
@@ -99,14 +101,17 @@ def record_call(plan: Plan, carried: Carried, reverse: bool, zigzag: bool) -> No
 class AllScanCarrier:
     """All-Scan on the communicator's own stream. ``dense``: the scan has transitions."""
 
+    _attribute = "carrier"  # of the communicator, which holds the object
+
     def __init__(self, comm: Communicator, dense: bool = False) -> None:
         self.comm, self.handle, self._dense = comm, comm.handle, dense
 
-    @staticmethod
-    def of(comm: Communicator, dense: bool = False) -> AllScanCarrier:
-        """Return the carrier of ``comm``, one object until ``comm`` is closed."""
-        name = "carrier of transitions" if dense else "carrier"
-        return comm.attributes.get(name) or comm.attributes.setdefault(name, AllScanCarrier(comm, dense))
+    @classmethod
+    def of(cls: type[C], comm: Communicator, dense: bool = False) -> C:
+        """Return the carrier of this class for ``comm``, one object until ``comm`` is closed."""
+        name = f"{cls._attribute} of transitions" if dense else cls._attribute
+        found: C = comm.attributes.get(name) or comm.attributes.setdefault(name, cls(comm, dense))
+        return found
 
     def prepare(
         self,
@@ -177,12 +182,7 @@ class AllScanCarrier:
 class InOrderCarrier(AllScanCarrier):
     """Carrier of calls with ``invariant=``: a chain over all segments in sequence order, see GLAPlan.carry_in_order."""
 
-    @staticmethod
-    def of(comm: Communicator, dense: bool = False) -> InOrderCarrier:
-        """Return the carrier of ``comm``, one object until ``comm`` is closed."""
-        name = "carrier of transitions in order" if dense else "carrier in order"
-        found: InOrderCarrier | None = comm.attributes.get(name)
-        return found or comm.attributes.setdefault(name, InOrderCarrier(comm, dense))  # type: ignore[no-any-return]
+    _attribute = "carrier in order"
 
     def prepare(
         self,
@@ -207,16 +207,14 @@ class InOrderCarrier(AllScanCarrier):
         forward epoch. how: (whether the ranks are in reverse order, whether it is an adjoint, the call's stamp)."""
         present = [x for x in buffers if x is not None]
         scan = self.prepare(present[-2].shape)
-        launcher, tiles = scan.launcher, scan.spec.num_tiles
+        launcher = scan.launcher
         kernel = launcher.linked(kernel)
         fixed |= {name: None for name, x in zip(kernel.arg_names, buffers) if x is None}
         if self._dense:
             fixed |= dense_blocks(scan.tile[0])
         else:
-            fixed["num_warps"] = max(1, min(8, math.prod(scan.tile) // 512))
-        # a waiting program occupies its multiprocessor, so bound their number; on one rank no program waits
-        programs = tiles if self.comm.size == 1 else min(tiles, scan.max_ctas)
-        launcher.record_launch(plan, Launch(kernel, (programs,), **fixed), present, how)
+            fixed["num_warps"] = launcher.num_warps
+        launcher.record_launch(plan, Launch(kernel, (launcher.segment_programs,), **fixed), present, how)
 
     def record_halves(
         self,
@@ -255,8 +253,6 @@ def check_invariant(comm: Communicator, invariant: object, zigzag: int) -> int:
             f'invariant={invariant} adds in the order of the sequence, which algorithm="{comm.algorithm}" of the '
             'communicator does not: make it with "auto" or "chain"'
         )
-    if invariant and not isinstance(comm.attributes.get("carrier", AllScanCarrier.of(comm)), AllScanCarrier):
-        raise ValueError("invariant is All-Scan's, the communicator has another carrier")
     return invariant
 
 

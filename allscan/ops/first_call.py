@@ -17,19 +17,19 @@ LEAST_SUM = -(2.0**20)  # least sum of a chunk's gates, for kernels that subtrac
 
 
 def common_fields(
-    B: int, dtype: torch.dtype, scale: float, zigzag: int, initial: bool, packed: bool, told: bool
+    B: int, dtype: torch.dtype, scale: float, zigzag: int, no_initial: bool, not_packed: bool, no_first: bool
 ) -> tuple:
-    """Return (name, value) of an operator's arguments that must be equal on all ranks. initial, packed, told: whether
-    initial_state, cu_seqlens and first_token are None."""
+    """Return (name, value) of an operator's arguments that must be equal on all ranks. no_initial, not_packed,
+    no_first: whether initial_state, cu_seqlens and first_token are None."""
     return (
         ("B", B),
         ("dtype", str(dtype)),
         ("scale", scale),
         ("layout", "zigzag" if zigzag else "contiguous"),
         ("per_document", zigzag == PER_DOCUMENT),
-        ("initial_state is None", initial),
-        ("cu_seqlens is None", packed),
-        ("first_token is None", told),
+        ("initial_state is None", no_initial),
+        ("cu_seqlens is None", not_packed),
+        ("first_token is None", no_first),
     )
 
 

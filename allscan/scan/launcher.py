@@ -69,6 +69,7 @@ class Launcher:
         self.comm, self.spec, self.rails, self.closed = comm, spec, rails, False
         self.shape, (self.K, self.V) = spec.shape, spec.shape[-2:]
         self._max_ctas, self._least_ctas = max_ctas, workspace.max_ctas
+        self.num_warps = max(1, min(8, math.prod(spec.tile) // 512))  # 16 words of a tile in a thread
         self.backwards = Backwards(comm.order, [False, False])
         self.channels = workspace.channels
         self._adjoint_channels = tuple(c._replace(ADJOINT=tl.constexpr(True)) for c in self.channels)
@@ -102,6 +103,13 @@ class Launcher:
         """``kernel``, linked with NVSHMEM if a link needs it."""
         puts = any(PUT in (c.SEND, c.RECV) for c in self.channels) if self.rails is None else self.rails.puts
         return with_nvshmem(kernel) if puts and self.comm.streams.cuda else kernel
+
+    @property
+    def segment_programs(self) -> int:
+        """Number of programs of a scan over segments. A waiting program occupies its multiprocessor, so their number is
+        bounded; on one rank no program waits."""
+        tiles = self.spec.num_tiles
+        return tiles if self.comm.size == 1 else min(tiles, self._max_ctas)
 
     def before_launch(self, kernel: Any, reverse: bool) -> None:
         """Raise if the AllScan or its communicator is closed or broken. In debug mode compare the launch with the other
@@ -233,9 +241,10 @@ class Launcher:
                 **fixed,
                 HAS_DECAY=has_decay,
             )
-        num_warps = max(1, min(8, math.prod(self.spec.tile) // 512))
         if isinstance(neighbour_shift, Shift):
-            return Launch(self.linked(shift_rows_kernel), (1,), rows=neighbour_shift.rows, **fixed, num_warps=num_warps)
+            return Launch(
+                self.linked(shift_rows_kernel), (1,), rows=neighbour_shift.rows, **fixed, num_warps=self.num_warps
+            )
         if not dense:
             return Launch(
                 self.linked(scan_kernel),
@@ -245,7 +254,7 @@ class Launcher:
                 **fixed,
                 HAS_DECAY=has_decay,
                 NEIGHBOUR_SHIFT=neighbour_shift,
-                num_warps=num_warps,
+                num_warps=self.num_warps,
             )
         tiles = -(-self.spec.num_tiles // self._max_ctas)  # of one program
         return Launch(

@@ -51,7 +51,7 @@ class SegmentScans:
 
     def __init__(self, scan: AllScan) -> None:
         self.comm, self.launcher, self.shape = scan.comm, scan.launcher, scan.shape
-        self._spec, self._max_ctas = scan.spec, scan.max_ctas
+        self._spec = scan.spec
         self._launches = Recent(CACHE_SIZE)
 
     @staticmethod
@@ -100,18 +100,16 @@ class SegmentScans:
         *lead, K, V = self.shape
         fixed: dict[str, Any] = dict(n=n, MATRICES=math.prod(lead), K=K, V=V, EXTERNAL=added)
         fixed |= dict(DESCENDING=direction.descending)
-        # a waiting program keeps its place on a multiprocessor; on one rank none waits
-        programs = self._spec.num_tiles if self.comm.size == 1 else min(self._spec.num_tiles, self._max_ctas)
         if dense:
             strides = (1, K) if direction.adjoint else (K, 1)  # of a transition
             fixed |= dense_blocks(self._spec.tile[0])
         else:
             # ndim: of decays [n, ..., K] or [n, ...], 0 for a number
             strides = (K, 1) if ndim == len(self.shape) else (min(ndim, 1), 0)
-            fixed |= dict(HAS_DECAY=has_decay, num_warps=max(1, min(8, math.prod(self._spec.tile) // 512)))
+            fixed |= dict(HAS_DECAY=has_decay, num_warps=self.launcher.num_warps)
         kernel = self.launcher.linked(dense_segments_kernel if dense else segments_kernel)
         fixed |= dict(zip(("stride_i", "stride_j") if dense else ("stride_g", "stride_k"), strides))
-        return Launch(kernel, (programs,), **fixed)
+        return Launch(kernel, (self.launcher.segment_programs,), **fixed)
 
 
 def dense_blocks(BK: int) -> dict[str, int]:
