@@ -69,7 +69,7 @@ class PendingBackward:
             backwards.dropped[self._reverse] = True
 
 
-def lost(handle: int) -> RuntimeError:
+def gone_error(handle: int) -> RuntimeError:
     """The error for an autograd node whose AllScan was deleted. Nodes hold weak references, so that they do not keep a
     communicator and its memory alive. Raises the communicator's own error if the one with this ``handle`` is closed,
     broken or deleted."""

@@ -76,8 +76,8 @@ class Order:
         self.rejected: tuple[int, str] | None = None  # (number, reason) of the last call that raised on this rank alone
         # the last two rejections: a rank that has settled one may reject the next before others have settled the first
         self._rejections: list[tuple[int, str]] = []
-        self.lost: str | None = None  # reason why this rank is desynchronized, or None
-        self._told = False  # whether the other ranks were told that this rank makes no further calls
+        self.desync_reason: str | None = None  # reason why this rank is desynchronized, or None
+        self._has_reported = False  # whether the other ranks were told that this rank makes no further calls
 
     def error_of_record(self) -> Exception:
         """The error for the fault record. Reports it to the other ranks."""
@@ -86,12 +86,12 @@ class Order:
         rank, neighbour, tile, expected, seen = found
         job_ranks = self.store_exchange.ranks[rank], self.store_exchange.ranks[neighbour]
         if kind == wait.OUT_OF_STEP.value:
-            return self.told(different_tags(rank, neighbour, tile, expected, seen, others, job_ranks))
-        return self.told(AllScanTimeout(rank, neighbour, tile, expected, seen, self._timeout, others, job_ranks))
+            return self.reported(different_tags(rank, neighbour, tile, expected, seen, others, job_ranks))
+        return self.reported(AllScanTimeout(rank, neighbour, tile, expected, seen, self._timeout, others, job_ranks))
 
-    def unsaid(self) -> Exception | None:
+    def unreported_error(self) -> Exception | None:
         """The error for the fault record, if it is set and this rank has reported no error yet; else None."""
-        return self.error_of_record() if self._record[_SET] and not self._told else None
+        return self.error_of_record() if self._record[_SET] and not self._has_reported else None
 
     @property
     def has_rejected(self) -> bool:
@@ -116,19 +116,19 @@ class Order:
 
     def desynchronized(self, why: str) -> AllScanOutOfStep:
         """Mark this rank as desynchronized. Returns the error that it raises in this and all later calls."""
-        self.lost = why
-        return self.told(AllScanOutOfStep(why))
+        self.desync_reason = why
+        return self.reported(AllScanOutOfStep(why))
 
-    def told(self, error: E) -> E:
+    def reported(self, error: E) -> E:
         """Report ``error`` to the other ranks, which then stop waiting: no calls of this rank follow. Returns it."""
         text = str(error).removesuffix(f"{REMEDY}.").rstrip(" .;")
-        self.tell(f"has raised {type(error).__name__}: {text}")
+        self.report(f"has raised {type(error).__name__}: {text}")
         return error
 
-    def tell(self, why: str) -> None:
+    def report(self, why: str) -> None:
         """Report to the other ranks why this rank makes no further calls. Only the first report is sent."""
-        if not self._told:
-            self._told = True
+        if not self._has_reported:
+            self._has_reported = True
             self.store_exchange.tell_fault(why)
 
     def failed(self, reverse: bool, error: BaseException) -> None:
@@ -236,7 +236,7 @@ class Order:
         except AllScanRejected:
             raise  # this rank rejects the call, too
         except AllScanOutOfStep as problem:  # ranks are at different calls: this rank must not continue
-            error = self.raised_everywhere(self.desynchronized(self.lost or self._explained(problem)))
+            error = self.raised_everywhere(self.desynchronized(self.desync_reason or self._explained(problem)))
             raise (self.error_of_record() if self._record[_SET] else error) from None  # it says more
         except RuntimeError:
             self.everywhere = True  # no rank has launched anything

@@ -53,7 +53,7 @@ class _Call(tuple[Any, ...]):
     def __enter__(self) -> None:
         comm, reverse, _, inputs = self
         order = comm.order
-        if comm._closed or comm.host_record[_SET] or order.lost is not None:
+        if comm._closed or comm.host_record[_SET] or order.desync_reason is not None:
             comm.check()
         if order.rejected is not None:
             order.settle()

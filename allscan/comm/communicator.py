@@ -25,7 +25,7 @@ from .agreed import CACHE_SIZE, Agreed, Recent
 from .call_order import Order
 from .calls import Calls
 from .compile_watch import watch
-from .heap import desert, init, outside_inference_mode, resolve_transport, symmetric_heap
+from .heap import init, outside_inference_mode, record_ended_alone, resolve_transport, symmetric_heap
 from .host_exchange import FAILED, LOST, Abandoned, StoreExchange, StoreGone, by_rank, differing
 from .memory import Line, Memory
 from .topology import Topology, check_algorithm, reach
@@ -269,8 +269,8 @@ class Communicator(Calls):
             raise RuntimeError("this Communicator is closed")
         if self.host_record[_SET]:
             raise self.order.error_of_record()
-        if self.order.lost is not None:
-            raise AllScanOutOfStep(self.order.lost)
+        if self.order.desync_reason is not None:
+            raise AllScanOutOfStep(self.order.desync_reason)
 
     def step(self) -> None:
         """Mark the beginning of an iteration. Call it once per iteration on every rank, before any code that may raise.
@@ -390,17 +390,17 @@ class Communicator(Calls):
             self.streams.synchronize()
         else:
             self._drain()
-        unsaid = self.order.unsaid()
+        unreported = self.order.unreported_error()
         counts: tuple[str, ...] = ()
-        lost: str | None = None
+        desynchronized: str | None = None
         try:
             counts = self._leave(self.broken)
         except AllScanOutOfStep as error:
-            lost = str(error)
+            desynchronized = str(error)
         except StoreGone as error:
             warnings.warn(f"{self!r} is closed without the other ranks: {error}. Its memory stays taken", stacklevel=2)
         if not counts:
-            desert()
+            record_ended_alone()
         else:
             self.memory.free()
         for cache in (self.attributes, self.calls, self.checked, self.agreed, self.tables):
@@ -410,11 +410,11 @@ class Communicator(Calls):
         if self.order.has_rejected:
             self.order.store_exchange.take_back("rejected")
         if len(set(counts)) > 1:
-            lost = "the ranks have made different numbers of calls: " + by_rank(counts)
-        if unsaid is not None:
-            raise unsaid
-        if lost is not None and self.order.lost is None:
-            raise AllScanOutOfStep(lost)
+            desynchronized = "the ranks have made different numbers of calls: " + by_rank(counts)
+        if unreported is not None:
+            raise unreported
+        if desynchronized is not None and self.order.desync_reason is None:
+            raise AllScanOutOfStep(desynchronized)
 
     def _leave(self, broken: bool) -> tuple[str, ...]:
         """Tell the other ranks that this one leaves, and wait for them unless ``broken``. Returns each rank's call
@@ -423,7 +423,7 @@ class Communicator(Calls):
         if self.size == 1:
             return () if broken else (order.describe_call_counts(),)
         if broken:
-            order.tell("has closed its communicator alone, after an error")
+            order.report("has closed its communicator alone, after an error")
             order.store_exchange.abandon("close", "is broken")
             return ()
         why = f", rejected {order.rejected[0]}" if order.rejected else ""
@@ -443,14 +443,14 @@ class Communicator(Calls):
             self.close()
         elif not self._closed:  # the other ranks may never come to close(), and kernels may still wait for them
             self._leave(broken=True)
-            desert()
+            record_ended_alone()
             self.memory.abandon()
             self.graphs.close()
             self._closed = True
 
     def __del__(self) -> None:
         if not getattr(self, "_closed", True):
-            desert()
+            record_ended_alone()
             self.memory.abandon()
             why = "a Communicator was dropped without close(); its memory stays taken"
             warnings.warn(why, ResourceWarning, stacklevel=2)

@@ -27,7 +27,7 @@ from .host_exchange import StoreExchange
 _heap: SymmetricHeap | None = None
 _job: dist.ProcessGroup | None = None  # torch.distributed's default group at creation of the heap
 _users: weakref.WeakSet[Any] = weakref.WeakSet()  # communicators that use the heap
-_deserted = False  # whether a communicator has ended without all of its ranks; some may have died
+_ended_alone = False  # whether a communicator has ended without all of its ranks; some may have died
 
 
 # Decorator of functions that create tensors for later calls: tensors created in torch.inference_mode can neither be
@@ -112,7 +112,7 @@ def finalize() -> None:
         >>> allscan.finalize()                                                    # on every rank of the job
         >>> torch.distributed.destroy_process_group()
     """
-    global _heap, _job, _deserted
+    global _heap, _job, _ended_alone
     if _heap is None:
         return
     users = [user for user in _users if not user.closed]
@@ -123,7 +123,7 @@ def finalize() -> None:
             user.close()
         except AllScanError as error:  # an error that was not raised before
             warnings.warn(f"{user!r} is closed: {error}", stacklevel=2)
-    together = not _deserted
+    together = not _ended_alone
     if _heap.transport == "nvshmem" and dist.is_initialized() and dist.group.WORLD is _job:
         together = _all_come()
     _heap.close(together)
@@ -134,7 +134,7 @@ def finalize() -> None:
             stacklevel=2,
         )
     _heap = _job = None
-    _deserted = False
+    _ended_alone = False
     _users.clear()
 
 
@@ -147,10 +147,10 @@ def _all_come() -> bool:
     return True
 
 
-def desert() -> None:
+def record_ended_alone() -> None:
     """Record that a communicator has ended without all of its ranks."""
-    global _deserted
-    _deserted = True
+    global _ended_alone
+    _ended_alone = True
 
 
 def symmetric_heap(user: object = None) -> SymmetricHeap:

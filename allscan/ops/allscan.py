@@ -29,7 +29,7 @@ from ..base.checks import (
 )
 from ..base.errors import DeferredError
 from ..base.tiling import transition_tile
-from ..comm.backwards import PendingBackward, lost, recomputing, saved_tensors
+from ..comm.backwards import PendingBackward, gone_error, recomputing, saved_tensors
 from ..comm.call_order import stamp
 from ..comm.communicator import Communicator, check_communicator, communicator_of
 from ..launch.compiled_kernel import dynamo_disabled
@@ -307,7 +307,7 @@ class _AllScan(Function):
         reference, (handle, stamp_of_call), fwd_epoch, number, pending, has_decay, shape = ctx.saved
         prepared = reference()
         if prepared is None:
-            raise lost(handle)
+            raise gone_error(handle)
         comm, reverse = prepared.comm, prepared.reverse
         if pending is not None:
             pending.run()

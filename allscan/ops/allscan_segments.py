@@ -13,7 +13,7 @@ from ..base.autograd import Function, check_saveable, reject_second_derivative, 
 from ..base.checks import check_decay, check_tensor, is_zigzag, restored
 from ..base.errors import DeferredError
 from ..base.tiling import transition_tile
-from ..comm.backwards import PendingBackward, lost, recomputing, saved_tensors
+from ..comm.backwards import PendingBackward, gone_error, recomputing, saved_tensors
 from ..comm.call_order import stamp
 from ..comm.communicator import Communicator, check_communicator
 from ..launch.compiled_kernel import dynamo_disabled
@@ -219,7 +219,7 @@ class _AllScanSegments(Function):
         )
         scans = reference()
         if scans is None:
-            raise lost(handle)
+            raise gone_error(handle)
         comm = scans.comm
         if pending is not None:
             pending.run()

@@ -21,7 +21,7 @@ from ..launch.plan import Buffer, Plan
 from ..launch.streams import SCANS
 from ..scan.agreement import ScanVariant, get_or_create_scan
 from ..scan.collective import AllScan
-from ..scan.launcher import Scanned
+from ..scan.launcher import ChannelUse, Scanned
 from ..scan.segment_launches import dense_blocks
 from ..scan.two_way import two_way_channels, two_way_scan
 from ..tokens.packing import CHUNK_TOKENS
@@ -201,10 +201,10 @@ class InOrderCarrier(AllScanCarrier):
         return pending_backwards(prepared.launcher.backwards, False)
 
     def record_segments(
-        self, plan: Plan, kernel: Any, buffers: Sequence[Buffer | None], how: tuple[bool, bool, int], **fixed: Any
+        self, plan: Plan, kernel: Any, buffers: Sequence[Buffer | None], use: ChannelUse, **fixed: Any
     ) -> None:
         """Record a scan by a kernel of shmem_kernels/segments.py. The last two buffers are the outgoing state and the
-        forward epoch. how: (whether the ranks are in reverse order, whether it is an adjoint, the call's stamp)."""
+        forward epoch."""
         present = [x for x in buffers if x is not None]
         scan = self.prepare(present[-2].shape)
         launcher = scan.launcher
@@ -214,7 +214,7 @@ class InOrderCarrier(AllScanCarrier):
             fixed |= dense_blocks(scan.tile[0])
         else:
             fixed["num_warps"] = launcher.num_warps
-        launcher.record_launch(plan, Launch(kernel, (launcher.segment_programs,), **fixed), present, how)
+        launcher.record_launch(plan, Launch(kernel, (launcher.segment_programs,), **fixed), present, use)
 
     def record_halves(
         self,
@@ -234,7 +234,7 @@ class InOrderCarrier(AllScanCarrier):
         for i in range(halves):
             half, against = halves - 1 - i if reverse else i, i == 1 if halves == 2 else reverse
             segment_buffers = *buffers, handed, outgoing[half], plan.view(fwd_epoch, 2 * half, 1)
-            self.record_segments(plan, kernel, segment_buffers, (against, reverse, stamp), HALF=half, **fixed)
+            self.record_segments(plan, kernel, segment_buffers, ChannelUse(against, reverse, stamp), HALF=half, **fixed)
             handed = outgoing[half] if self.comm.rank == self.comm.size - 1 else None
 
 

@@ -28,7 +28,7 @@ _numbers = itertools.count(1)
 _DIRECTION = "_allscan_reverse"  # attribute of a forward epoch tensor: the direction of its launch
 
 
-def _plan(
+def _spec_and_layout(
     comm: Communicator, shape: Any, depth: Any, protocol: Any, tile: Any, max_ctas: Any, algorithm: Any
 ) -> tuple[Spec, Chain | Rails]:
     """The spec and memory layout for the arguments of an AllScan. Raises TypeError, ValueError or RuntimeError."""
@@ -109,7 +109,7 @@ class AllScan:
         self._max_ctas = comm.max_ctas if max_ctas is None else max_ctas
         deferred = None
         try:
-            spec, layout = _plan(comm, shape, depth, protocol, tile, self._max_ctas, algorithm)
+            spec, layout = _spec_and_layout(comm, shape, depth, protocol, tile, self._max_ctas, algorithm)
         except (TypeError, ValueError, RuntimeError) as error:
             deferred = DeferredError(error)
         if deferred is not None:
@@ -154,7 +154,7 @@ class AllScan:
         """
         check_communicator(comm)
         ctas = comm.max_ctas if max_ctas is None else max_ctas
-        _, layout = _plan(comm, shape, depth, protocol, tile, ctas, algorithm)
+        _, layout = _spec_and_layout(comm, shape, depth, protocol, tile, ctas, algorithm)
         return workspace_bytes(comm, layout)
 
     @property
@@ -190,7 +190,7 @@ class AllScan:
         comm, rails = self.comm, self.launcher.rails
         if self.launcher.closed:
             return
-        if comm.size > 1 and not (comm.closed or comm.broken or comm.gone or comm.order.lost is not None):
+        if comm.size > 1 and not (comm.closed or comm.broken or comm.gone or comm.order.desync_reason is not None):
             comm._drain()
             comm.order.exchange("close", f"AllScan.close, of shape {self.shape}")
             comm.memory.free(*self._offsets)
@@ -433,13 +433,15 @@ class AllScan:
         """
         inputs = ScanInputs(state, decay, transition, initial_state, out)
         with self.comm.call(reverse, "AllScan.scan()", inputs):
-            fwd_epoch, of_adjoint = None, False
+            fwd_epoch, adjoint_launch = None, False
             if channel is not None:
                 _check_channel(channel)
                 if channel.info is not self.launcher.channels[reverse].info:
                     raise ValueError("channel must be of this AllScan and of the direction of the scan")
-                fwd_epoch, of_adjoint = channel.fwd_epoch, channel.ADJOINT.value
-            prepared = self.launcher.prepared_scan(call_key(inputs), inputs, bool(reverse), bool(adjoint), of_adjoint)
+                fwd_epoch, adjoint_launch = channel.fwd_epoch, channel.ADJOINT.value
+            prepared = self.launcher.prepared_scan(
+                call_key(inputs), inputs, bool(reverse), bool(adjoint), adjoint_launch
+            )
             found: Tensor | Work = prepared.run(inputs, async_op, fwd_epoch)
             return found
 

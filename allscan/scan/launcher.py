@@ -38,7 +38,7 @@ _STAMPS = STAMPS.value
 _SET = RECORD_SET.value
 
 
-class Variant(NamedTuple):
+class KernelVariant(NamedTuple):
     """A variant of the scan's kernel."""
 
     dense: bool  # whether the scan has transitions
@@ -47,6 +47,14 @@ class Variant(NamedTuple):
     neighbour_shift: bool | Shift  # True: zero decay; Shift: see base.checks
     has_initial: bool
     reverse: bool
+
+
+class ChannelUse(NamedTuple):
+    """Selects the channel of a launch that a plan records."""
+
+    reverse: bool  # from the last rank to the first
+    adjoint: bool  # the launch is the adjoint of the launch that wrote its forward epoch
+    stamp: int  # of the call, see call_order.stamp
 
 
 class Scanned(NamedTuple):
@@ -77,7 +85,7 @@ class Launcher:
         of_both = self.channels, self._adjoint_channels
         self._addresses = [[(x[:_STEP], x[_BEHIND:]) for x in map(channel_addresses, channels)] for channels in of_both]
         self._steps = comm.memory.steps.data_ptr()
-        self._launches: dict[tuple[Variant, bool], Any] = {}
+        self._launches: dict[tuple[KernelVariant, bool], Any] = {}
         self._prepared: dict[tuple[object, ...], PreparedScan] = {}
 
     def reset(self) -> None:
@@ -117,7 +125,7 @@ class Launcher:
         comm, streams = self.comm, self.comm.streams
         if self.closed:
             raise RuntimeError("this AllScan is closed")
-        if comm._closed or comm.host_record[_SET] or comm.order.lost is not None:
+        if comm._closed or comm.host_record[_SET] or comm.order.desync_reason is not None:
             comm.check()
         if comm.debug:
             comm.order.compare_launch(self._description(kernel, reverse))
@@ -143,19 +151,21 @@ class Launcher:
         key: tuple[object, ...],
         inputs: ScanInputs,
         reverse: bool,
-        adjoint: bool = False,
-        of_adjoint: bool = False,
+        transposed: bool = False,
+        adjoint_launch: bool = False,
     ) -> PreparedScan:
-        """The cached PreparedScan for inputs with this ``call_key``; the first call checks the inputs. of_adjoint: the
-        launch is the adjoint of the launch that wrote its forward epoch."""
-        known = key, reverse, adjoint, of_adjoint
+        """The cached PreparedScan for inputs with this ``call_key``; the first call checks the inputs.
+
+        transposed: the scan multiplies by transposed transitions; with a Shift, it shifts in the other direction.
+        adjoint_launch: the launch is the adjoint of the launch that wrote its forward epoch."""
+        known = key, reverse, transposed, adjoint_launch
         found = self._prepared.get(known)
         if found is not None:
             return found
         check_scan(inputs, self.shape, self.comm.device)
         _, decay, transition, initial_state, _ = inputs
         if isinstance(decay, Shift):
-            neighbour_shift: bool | Shift = Shift(-decay.rows) if adjoint else decay
+            neighbour_shift: bool | Shift = Shift(-decay.rows) if transposed else decay
         else:  # a number that is 0
             neighbour_shift = self.rails is None and isinstance(decay, numbers.Real) and decay == 0
         ndim = decay.ndim if isinstance(decay, Tensor) else 0
@@ -168,20 +178,20 @@ class Launcher:
                 raise ValueError(
                     f"a scan with transitions needs tiles such as {wanted}, this AllScan has {self.spec.tile}"
                 )
-            strides = (1, self.K) if adjoint else (self.K, 1)
+            strides = (1, self.K) if transposed else (self.K, 1)
         has_decay, has_initial = decay is not None and not neighbour_shift, initial_state is not None
-        variant = Variant(transition is not None, has_decay, strides, neighbour_shift, has_initial, reverse)
-        launch = self._launches.get((variant, of_adjoint))
+        variant = KernelVariant(transition is not None, has_decay, strides, neighbour_shift, has_initial, reverse)
+        launch = self._launches.get((variant, adjoint_launch))
         if launch is None:
-            launch = self._launches[variant, of_adjoint] = self._make_launch(variant)
+            launch = self._launches[variant, adjoint_launch] = self._make_launch(variant)
         whole = isinstance(decay, Tensor) and decay.shape == self.shape[:-1]
-        found = PreparedScan(self, launch, whole, neighbour_shift, reverse, of_adjoint)
+        found = PreparedScan(self, launch, whole, neighbour_shift, reverse, adjoint_launch)
         self._prepared[known] = found
         return found
 
     def launch_scan(self, prepared: PreparedScan, tensors: tuple[Tensor, ...], addresses: list[int]) -> None:
         """Launch a scan's kernel with ``tensors``, which lie at ``addresses``. The last one is the forward epoch."""
-        launch, reverse, adjoint = prepared.launch, prepared.reverse, prepared.of_adjoint
+        launch, reverse, adjoint = prepared.launch, prepared.reverse, prepared.adjoint_launch
         self.before_launch(launch.kernel, reverse)
         order = self.comm.order
         stamp = (order.stamp + order.call_counts[not reverse]) % _STAMPS  # inlined Order.stamp_in, for speed
@@ -193,16 +203,15 @@ class Launcher:
             channel = self.channel(reverse, tensors[-1], adjoint, stamp)
             self.after_launch(launch(*tensors[:-1], channel))
 
-    def _with_channel(self, how: tuple[bool, bool, int], addresses: list[int]) -> tuple[Any, ...]:
-        """The arguments of ``Launch.at``: ``addresses``, but a channel in place of the last, the forward epoch's. how:
-        (reverse, adjoint, stamp)."""
-        reverse, adjoint, stamp = how
+    def _with_channel(self, use: ChannelUse, addresses: list[int]) -> tuple[Any, ...]:
+        """The arguments of ``Launch.at``: ``addresses``, but a channel in place of the last, the forward epoch's."""
+        reverse, adjoint, stamp = use
         before, behind = self._addresses[adjoint][reverse]
         return (*addresses[:-1], (*before, self._steps + 16 * stamp, addresses[-1], *behind))
 
-    def _with_tensors(self, launch: Callable[..., object], how: tuple[bool, bool, int], *tensors: Tensor) -> None:
-        """Launch with tensors; a channel replaces the last, the forward epoch. how: (reverse, adjoint, stamp)."""
-        reverse, adjoint, stamp = how
+    def _with_tensors(self, launch: Callable[..., object], use: ChannelUse, *tensors: Tensor) -> None:
+        """Launch with tensors; a channel replaces the last, the forward epoch."""
+        reverse, adjoint, stamp = use
         self.after_launch(launch(*tensors[:-1], self.channel(reverse, tensors[-1], adjoint, stamp)))
 
     def record_scan(self, plan: Plan, buffers: Scanned, reverse: bool, stamp: int) -> None:
@@ -212,22 +221,22 @@ class Launcher:
         state, out, fwd_epoch, decay, transition = buffers
         factor = decay or transition or state
         strides = (0, 0) if factor is state else (self.K, 1)
-        variant = Variant(transition is not None, decay is not None, strides, factor is state, False, reverse)
+        variant = KernelVariant(transition is not None, decay is not None, strides, factor is state, False, reverse)
         kernel_buffers = state, factor, state, out, fwd_epoch
-        self.record_launch(plan, self._make_launch(variant), kernel_buffers, (reverse, reverse, stamp))
+        self.record_launch(plan, self._make_launch(variant), kernel_buffers, ChannelUse(reverse, reverse, stamp))
 
-    def record_launch(self, plan: Plan, launch: Launch, buffers: Sequence[Buffer], how: tuple[bool, bool, int]) -> None:
+    def record_launch(self, plan: Plan, launch: Launch, buffers: Sequence[Buffer], use: ChannelUse) -> None:
         """Record a kernel's launch with these ``buffers``, but a channel in place of the last, the forward epoch. The
-        channel holds that epoch. how: (reverse, adjoint, stamp)."""
+        channel holds that epoch."""
         plan.launch_with(
             launch,
             buffers,
-            partial(self._with_tensors, launch, how),
-            partial(self._with_channel, how),
-            partial(self.before_launch, launch.kernel, how[0]),
+            partial(self._with_tensors, launch, use),
+            partial(self._with_channel, use),
+            partial(self.before_launch, launch.kernel, use.reverse),
         )
 
-    def _make_launch(self, variant: Variant) -> Any:
+    def _make_launch(self, variant: KernelVariant) -> Any:
         """The Launch of the kernel for ``variant``, or a RailsLaunch."""
         dense, has_decay, strides, neighbour_shift, has_initial, reverse = variant
         fixed = dict(K=self.K, V=self.V, HAS_INITIAL=has_initial)
@@ -280,7 +289,7 @@ class PreparedScan:
         "launcher",
         "launch",
         "reverse",
-        "of_adjoint",
+        "adjoint_launch",
         "_whole",
         "_neighbour_shift",
         "_fwd_epoch",
@@ -295,17 +304,17 @@ class PreparedScan:
         whole: bool,  # whether ``decay`` is a tensor of the full shape [..., K]
         neighbour_shift: bool | Shift,
         reverse: bool,
-        of_adjoint: bool,
+        adjoint_launch: bool,
     ) -> None:
         self.comm, self.launcher, self.launch = launcher.comm, launcher, launch
         self._whole, self._neighbour_shift = whole, neighbour_shift
-        self.reverse, self.of_adjoint = reverse, of_adjoint
+        self.reverse, self.adjoint_launch = reverse, adjoint_launch
         self._fwd_epoch = launcher.channels[reverse].fwd_epoch
         self.backward: PreparedScan | None = None  # set by allscan()
 
     def run(self, inputs: ScanInputs, async_op: bool = False, fwd_epoch: Tensor | None = None) -> Any:
         """Run ``AllScan.scan`` inside a call of the communicator. fwd_epoch: see ``AllScan.channel``; with
-        ``of_adjoint`` it is the forward launch's."""
+        ``adjoint_launch`` it is the forward launch's."""
         comm = self.comm
         state, decay, transition, initial_state, out = inputs
         state = plain(state)

@@ -48,7 +48,7 @@ class Workspace(NamedTuple):
 Parts = dict[str, tuple[int, int, torch.dtype]]  # name -> (offset in bytes, elements, dtype)
 
 
-class Layout(Protocol):
+class WorkspaceLayout(Protocol):
     """The memory layout of an AllScan and its channels: ``Chain`` or ``rails_links.Rails``."""
 
     @property
@@ -138,12 +138,12 @@ class Chain:
 MAKING = "making a workspace"  # purpose of the host exchange, for error messages
 
 
-def workspace_bytes(comm: Communicator, layout: Layout) -> int:
+def workspace_bytes(comm: Communicator, layout: WorkspaceLayout) -> int:
     """Symmetric memory of both directions on this rank, in bytes."""
     return 0 if comm.size == 1 else 2 * -(-layout.nbytes // ALIGNMENT) * ALIGNMENT
 
 
-def make_workspace(comm: Communicator, spec: Spec, layout: Layout, max_ctas: int) -> Workspace:
+def make_workspace(comm: Communicator, spec: Spec, layout: WorkspaceLayout, max_ctas: int) -> Workspace:
     """Allocate and initialize a workspace. Collective over the group; ``spec`` must be equal on all ranks.
 
     Raises on every rank: ValueError (specs differ, or a rank has invalid arguments), MemoryError (an arena is full).
@@ -166,8 +166,8 @@ def make_workspace(comm: Communicator, spec: Spec, layout: Layout, max_ctas: int
     comm.streams.synchronize()
     fields = tuple(zip(Spec._fields, spec, strict=True))
     try:
-        told = comm.order.agree(fields, None, MAKING, (offsets, full, max_ctas))
-        all_offsets, errors, ctas = zip(*told, strict=True)
+        answers = comm.order.agree(fields, None, MAKING, (offsets, full, max_ctas))
+        all_offsets, errors, ctas = zip(*answers, strict=True)
         if any(errors):
             raise comm.order.raised_everywhere(MemoryError(by_rank(error or "ok" for error in errors)))
     except (ValueError, MemoryError):

@@ -39,7 +39,7 @@ from ..comm.memory import Line, Memory
 from ..comm.topology import ALGORITHMS, Topology
 from ..launch.streams import Streams
 from ..scan.rails_links import Rails, warps_of
-from ..scan.workspace import Chain, Layout, Spec
+from ..scan.workspace import Chain, Spec, WorkspaceLayout
 from ..shmem_kernels import wait
 from ..shmem_kernels.rails import rails_kernel
 from ..shmem_kernels.scan import scan_kernel
@@ -245,7 +245,7 @@ class VirtualRanks:
         self.ranks = [VirtualRank(rank, self.nodes, heap, self.devices[rank], timeout) for rank in range(size)]
         self._rails = [] if algorithm == "chain" else [Rails(rank, self.spec) for rank in self.ranks]
         mapped = [True] * (size - 1)
-        layouts: Sequence[Layout] = self._rails or [Chain(rank.line, self.spec, mapped) for rank in self.ranks]
+        layouts: Sequence[WorkspaceLayout] = self._rails or [Chain(rank.line, self.spec, mapped) for rank in self.ranks]
         heap.make([2 * layout.nbytes for layout in layouts])
         offsets = [(0, layout.nbytes) for layout in layouts]
         for layout, own in zip(layouts, offsets, strict=True):

@@ -692,7 +692,7 @@ def heard_at_the_end_case(group):
     raised(allscan.allscan, x, comm=comm)  # rank 0 skips it
     comm.streams.synchronize()
     assert comm.broken
-    comm.order._told = False
+    comm.order._has_reported = False
     return raised(comm.close), raised(comm.close)
 
 

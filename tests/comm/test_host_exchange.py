@@ -286,7 +286,7 @@ def ended_job_case(how):
         allscan.finalize()
     else:
         if how == "fault":  # not yet reported
-            comm.order.unsaid = lambda: allscan.AllScanOutOfStep("a kernel has given up")
+            comm.order.unreported_error = lambda: allscan.AllScanOutOfStep("a kernel has given up")
         with pytest.warns(UserWarning, match="is closed without the other ranks") as warned:
             allscan.finalize()
         assert len(warned) == 2 + (how == "fault")
@@ -322,7 +322,7 @@ def nvshmem_case():
     heap = object.__new__(nvshmem_host.NvshmemHeap)
     heap.device, heap._base, heap._owner, heap._block, heap._bindings = "cuda", 0, True, None, Forever()
     runtime._heap, runtime._job = heap, object()
-    runtime.desert()
+    runtime.record_ended_alone()
     with pytest.warns(UserWarning, match="has left NVSHMEM as it was"):
         allscan.finalize()
     return raised(allscan.init, transport="nvshmem")
