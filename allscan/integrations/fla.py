@@ -17,7 +17,7 @@ from torch import Tensor
 from ..base.checks import PER_DOCUMENT, boundaries, is_zigzag
 from ..bindings.torch_compat import has_backward_hooks
 from ..comm.communicator import Communicator
-from ..comm.host_exchange import by_rank, differing
+from ..comm.host_exchange import differing
 from ..launch.compiled_kernel import dynamo_disabled
 from ..ops.allscan import Using
 from ..ops.delta import zeco_gated_delta_rule, zeco_kda
@@ -190,7 +190,7 @@ def _layer(
         reject(comm, "packed sequences leave no cache: pass use_cache=False")
     cache = past_key_values if use_cache else None
     if cache is not None and (cache not in _prefilled or not cache.get_seq_length()):  # the first layer
-        _prefilled[cache] = sum(_tokens_of_all(comm, hidden_states, layout, stamp))
+        _prefilled[cache] = sum(_tokens_of_all(comm, hidden_states, layout, stamp, (_called(True),)))
     where = dict(comm=comm, cu_seqlens=cu_seqlens, first_token=first_token, layout=layout)
     if documents is not None:
         documents[0] = None if cu_seqlens is None else without_empty(_read(comm, cu_seqlens))
@@ -306,18 +306,25 @@ def _softmax(
     limited = attention.memory is not None
     if limited and (cache is not None or lengths is not None or layer.window_size is not None):
         reject(comm, "caches, packed sequences and windows take all keys at once: attention.memory must be None")
-    # in every call: the back end's collective that follows cannot report a rank's rejection
-    tokens = _tokens_of_all(comm, x, DOCUMENTS if per_document else layout, stamp, attention)
+    q, k, v = _projected(layer, x)
+    # in every call: the back end's collectives that follow cannot report a difference or a rank's rejection
+    gradients = any(y.requires_grad for y in ((q, k, v) if limited else (k, v)))
+    alike = (
+        _called(cache is not None),
+        ("attention", str(attention)),
+        ("dtypes of keys and values", f"{k.dtype}, {v.dtype}"),
+        ("gradients of keys and values", gradients),
+    )
+    tokens = _tokens_of_all(comm, x, DOCUMENTS if per_document else layout, stamp, alike)
     if lengths is not None and sum(tokens) != lengths[-1]:
         reject(comm, f"cu_seqlens must end with the {sum(tokens)} tokens of all ranks, got {lengths[-1]}")
     if per_document and T:
         assert lengths is not None
         with comm.call():
             partition_start(comm, lengths, T, where["first_token"], PER_DOCUMENT)
-        return layer.o_proj(_softmax_of_documents(layer, x, comm, lengths, tokens).flatten(-2))
+        return layer.o_proj(_softmax_of_documents(layer, (q, k, v), comm, lengths, tokens).flatten(-2))
     parts = chunks(tokens, zigzag)
     own = [(first, end) for rank, first, end in parts if rank == comm.rank]
-    q, k, v = _projected(layer, x)
     pieces = [pieces_of(comm, *part, lengths or (0, sum(tokens))) for part in own]
     rotated = []
     for y, z, (first, _), part in zip(q.chunk(len(own), 1), k.chunk(len(own), 1), own, pieces, strict=True):
@@ -382,10 +389,10 @@ def _causal(layer: Any) -> dict:
 
 
 def _softmax_of_documents(
-    layer: Any, x: Tensor, comm: Communicator, lengths: tuple[int, ...], tokens: Sequence[int]
+    layer: Any, qkv: tuple[Tensor, Tensor, Tensor], comm: Communicator, lengths: tuple[int, ...], tokens: Sequence[int]
 ) -> torch.Tensor:
     """Attention output [1, T, H, D] for packed sequences that are each sharded."""
-    (q, k, v), table = _projected(layer, x), documents_of(comm, lengths)
+    (q, k, v), table = qkv, documents_of(comm, lengths)
     queries, keys, before, *_ = table.of_stream(comm)
     longest = max(table.longest, layer.max_position_embeddings or 0)
     q, k = layer.rotary(q, k, seqlen_offset=before, max_seqlen=longest, cu_seqlens=queries)
@@ -411,16 +418,20 @@ def _read(comm: Communicator, cu_seqlens: Tensor | None) -> tuple[int, ...]:
         return boundaries_on_host(boundaries(cu_seqlens))
 
 
-def _tokens_of_all(comm: Communicator, x: Tensor, layout: str, stamp: Any, attention: Attention = WHOLE) -> list[int]:
-    """Exchange the number of tokens of each rank, and check that all ranks have parts of one batch."""
+def _called(use_cache: bool) -> tuple[str, object]:
+    return "call", f"with use_cache={use_cache}"
+
+
+def _tokens_of_all(
+    comm: Communicator, x: Tensor, layout: str, stamp: Any, alike: tuple[tuple[str, object], ...] = ()
+) -> list[int]:
+    """Exchange the number of tokens of each rank, and check that all ranks have parts of one batch and the same
+    (name, value) pairs in ``alike``."""
     with comm.call():  # reports a rejection to the other ranks, which would otherwise wait
-        told = *x.shape[:2], stamp, list(attention), (("torch.is_grad_enabled()", torch.is_grad_enabled()),)
-        rows, tokens, stamps, kinds, grads = zip(*comm.order.exchange(told, "the tokens of each rank"), strict=True)
-        if different := differing(grads):  # in backward the others would wait in collectives of torch
+        told = *x.shape[:2], stamp, (("torch.is_grad_enabled()", torch.is_grad_enabled()), *alike)
+        rows, tokens, stamps, others = zip(*comm.order.exchange(told, "the tokens of each rank"), strict=True)
+        if different := differing(others):  # in backward the others would wait in collectives of torch
             raise comm.order.raised_everywhere(ValueError(f"ranks call with different arguments: {different}"))
-        if any(kind != kinds[0] for kind in kinds):
-            different = by_rank(Attention(*kind) for kind in kinds)
-            raise comm.order.raised_everywhere(ValueError(f"attention differs between ranks: {different}"))
         problem = misfit(comm, rows, tokens, layout, stamps)
         if problem is not None:
             raise comm.order.raised_everywhere(ValueError(problem))

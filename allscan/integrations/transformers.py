@@ -324,8 +324,8 @@ def _model(
     told = stamp, looked_at(comm, input_ids, stamp)
     kernel = max(getattr(model.config, name, 0) for name in KERNELS) if use_cache else 0
     B, T = x.shape[:2]
-    grad, labels = torch.is_grad_enabled(), options.pop(LABELS, None)
-    alike = Alike(grad, labels, *(options.get(name) for name in ("num_items_in_batch", "shift_labels")))
+    labels = options.pop(LABELS, None)
+    alike = Alike(model, x.device.type, labels, *(options.get(name) for name in ("num_items_in_batch", "shift_labels")))
     asked = Asked(B, T, cu_seqlens, zigzag, per_document, attention, inner, home, alike)
     sequence, wanted_by_any = agree_sequence(comm, asked, position_ids, wanted, told, kernel)
     if wanted_by_any and not wanted and torch.is_grad_enabled():

@@ -109,9 +109,11 @@ UNREAD = "a tensor"  # stands for a number that is not read
 
 
 class Alike(NamedTuple):
-    """Arguments that decide which collectives follow, in the loss and in backward: equal on all ranks."""
+    """What decides which collectives follow, in the layers, the loss and backward, and their dtypes: equal on all
+    ranks."""
 
-    grad: bool
+    model: Any
+    device: str
     labels: bool | None  # whether there are labels; None if the base model was called
     num_items_in_batch: Any
     shift_labels: Any
@@ -119,9 +121,14 @@ class Alike(NamedTuple):
     def told(self, debug: bool) -> tuple[list[tuple[str, object]], float | str | None]:
         """((name, value) pairs, num_items_in_batch). A number in the GPU's memory is read in debug mode only, since
         reading it synchronizes; otherwise UNREAD stands for it."""
-        count = self.num_items_in_batch
+        count, model = self.num_items_in_batch, self.model
+        autocast = str(torch.get_autocast_dtype(self.device)) if torch.is_autocast_enabled(self.device) else None
+        checkpointed = model.training and any(getattr(x, "gradient_checkpointing", False) for x in model.layers)
         pairs: list[tuple[str, object]] = [
-            ("torch.is_grad_enabled()", self.grad),
+            ("torch.is_grad_enabled()", torch.is_grad_enabled()),
+            ("model.dtype", str(model.dtype)),
+            ("torch.autocast", autocast),
+            ("gradient checkpointing", checkpointed),
             ("labels is None", None if self.labels is None else not self.labels),
             ("num_items_in_batch is None", count is None),
             ("shift_labels is None", self.shift_labels is None),

@@ -342,7 +342,7 @@ def one_rank_case(group):
     answers = {}
     with allscan.Communicator(group, timeout=5) as comm, torch.no_grad():
         torch.manual_seed(0)
-        model = model_of(fla, "gla", fuse_cross_entropy=False, attn=SOFTMAX).to(comm.device)
+        model = model_of(fla, "gla", fuse_cross_entropy=False, attn=SOFTMAX | dict(layers=[0])).to(comm.device)
         whole, mine = torch.randint(97, (2, 15)).to(comm.device), place(comm, [8, 7])
         sequence_parallel(model, comm=comm)
         batch = dict(input_ids=whole[:, mine], labels=whole[:, mine], use_cache=False)
@@ -359,6 +359,15 @@ def one_rank_case(group):
         answers[text] = raised(model, **batch, num_items_in_batch=7 + comm.rank)
         with torch.set_grad_enabled(comm.rank == 0):
             answers["torch.is_grad_enabled(): True on rank 0; False on rank 1"] = raised(model, **batch)
+        text = "call: with use_cache=False on rank 0; with use_cache=True on rank 1"
+        answers[text] = raised(model, **batch | dict(use_cache=comm.rank == 1))
+        with torch.autocast(comm.device.type, torch.bfloat16, enabled=comm.rank == 1):
+            text = "float32, torch.float32 on rank 0; torch.bfloat16, torch.bfloat16 on rank 1"
+            answers[text] = raised(model, **batch)
+        embedded = model.get_input_embeddings()(batch["input_ids"]).requires_grad_(comm.rank == 1)
+        with torch.enable_grad():  # one rank has learned tokens before a frozen model
+            text = "gradients of keys and values: False on rank 0; True on rank 1"
+            answers[text] = raised(model.requires_grad_(False), inputs_embeds=embedded)
         losses = [model(**batch, **some).loss for some in ({}, dict(num_items_in_batch=28))]
         for loss in losses:
             dist.all_reduce(loss, group=comm.group)

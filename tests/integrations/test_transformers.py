@@ -1158,6 +1158,14 @@ def one_rank_case(group):
         with torch.set_grad_enabled(comm.rank == 0):
             text = "torch.is_grad_enabled(): True on rank 0; False on rank 1"
             answers[text] = raised(model, input_ids=part, labels=part)
+        with torch.autocast("cpu", torch.bfloat16, enabled=comm.rank == 1):
+            answers["torch.autocast: None on rank 0; torch.bfloat16 on rank 1"] = raised(model, input_ids=part)
+        other = copy.deepcopy(model).bfloat16() if comm.rank else model
+        answers["model.dtype: torch.float32 on rank 0; torch.bfloat16 on rank 1"] = raised(other, input_ids=part)
+        if comm.rank:
+            other = copy.deepcopy(model)
+            other.gradient_checkpointing_enable()
+        answers["gradient checkpointing: False on rank 0; True on rank 1"] = raised(other, input_ids=part)
         count = torch.tensor(7, device=("cpu", "meta")[comm.rank])  # "meta" as on a GPU: not read
         return relative(model(input_ids=part, num_items_in_batch=count).logits, want), answers
 
