@@ -412,6 +412,7 @@ def _loss(
         num_items_in_batch = (shift_labels != ignore_index).sum()
         if comm.size > 1:
             dist.all_reduce(num_items_in_batch, group=comm.group)
+    shift_labels = shift_labels.contiguous()  # ForCausalLMLoss views them; a rank's part of several rows is strided
     return ForCausalLMLoss(
         logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels=shift_labels, **options
     )

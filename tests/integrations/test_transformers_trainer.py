@@ -447,6 +447,8 @@ def cut_case(group, layout):
         joined = torch.empty_like(whole)
         joined[:, torch.cat(positions, 1)[0]] = torch.cat(parts, 1)
         errors = [relative(share(part), want), relative(share(cut()), want), float((joined != whole).sum())]
+        shifted = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
+        errors.append(relative(share(cut(shift_labels=shifted)), want))
         dealt = torch.randint(1, VOCABULARY, (2, T), generator=torch.Generator().manual_seed(rank))
         embedded = model.get_input_embeddings()(dealt).detach()
         last, other = rank == size - 1, comm.size > 1
