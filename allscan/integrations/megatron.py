@@ -262,13 +262,11 @@ class AllScanGatedDeltaNet(_Mixer, GatedDeltaNet):
         features = (_one_token(x) for x in more)
         return tuple(x[:, :0] for x in prepare(_one_token(qkv), _one_token(gate), batch, 1, *features))
 
-    def _gated_norm_and_a2a(
-        self, o: Tensor, gate: Tensor, thd_cp_a2a_inv: Any, batch: int, seq_len: int, *packed: Any
-    ) -> torch.Tensor:
+    def _gated_norm_and_a2a(self, o: Tensor, gate: Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
         norm = super()._gated_norm_and_a2a
-        if seq_len:
-            return norm(o, gate, thd_cp_a2a_inv, batch, seq_len, *packed)
-        return norm(_one_token(o), _one_token(gate), thd_cp_a2a_inv, batch, 1, *packed)[:0]
+        if o.shape[1]:
+            return norm(o, gate, *arguments, **options)
+        return norm(_one_token(o), _one_token(gate), None, batch=len(o), seq_len=1)[:0]
 
     def _convolve(self, x: Tensor) -> torch.Tensor:
         weight, bias = self.conv1d.weight, self.conv1d.bias

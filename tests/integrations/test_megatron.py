@@ -112,6 +112,7 @@ FEW = dict(linear_num_key_heads=1, linear_num_value_heads=2, mamba_num_heads=2, 
         ("zigzag", [16, 16], None, RECOMPUTED, {}),
         ("zigzag", [16, 16], None, NORM_RECOMPUTED, {}),
         ("contiguous", [16, 0], None, NORM_RECOMPUTED, {}),
+        ("zigzag", [16], None, NORM_RECOMPUTED, {}),  # Megatron's own forward
         ("zigzag", [16, 16], None, dict(deterministic_mode=False), {}),  # fla's operators
         ("zigzag", [16, 16], [0, 12, 12, 32], dict(deterministic_mode=False), {}),
         ("row", [16, 16], [0, 1, 8, 17, 21, 32], dict(deterministic_mode=False), {}),
