@@ -32,7 +32,7 @@ A forward launch leaves its epoch in ``fwd_epoch``, and the adjoint launch finds
 
 **Zero-decay fast path.** If all decays of a tile are exactly 0, the sent tile does not depend on the received one. It
 is sent before any wait, and takes one hop for any number of ranks. A program with several tiles calls ``send_ahead``
-for all of them before it waits for the first, so that none waits for another's neighbour.
+for all of them before it waits for the first, so that no zero-decay tile waits until another tile has been received.
 
 **No deadlock.** Every wait leads to an earlier launch or to a smaller rank of the same one, in whatever order programs
 take their tiles: docs/memory_model.md, which has the proof and its conditions.

@@ -10,6 +10,7 @@ The tokens of this rank are cut into segments, and those into chunks of BT token
     state_kernel      each segment alone, from a zero state: its local state, and the sum of its gates
     carry_kernel      each segment's incoming state from this rank's own tokens; the rank's local state
     scan_kernel       (scan.py) All-Scan of that over the ranks: this rank's incoming state
+    final_kernel      adds this rank's incoming state, decayed, to the final state of the sequence that it belongs to
     output_kernel     a segment at a time, its state in registers, starting with its incoming state: from this rank's
                       tokens, plus that of the other ranks, decayed:
                       o = A v + scale * q_in S,  then  S = exp(the chunk's gates) S + k_out^T v
@@ -17,9 +18,9 @@ The tokens of this rank are cut into segments, and those into chunks of BT token
 In block sizes: rank > piece (of one sequence) > segment (up to 4,096 tokens) > chunk (BT = 64 tokens) > sub-block (BC,
 strong-decay chunks only); BK and BV columns of K and V, BR tokens a step of keys_kernel, BS columns of K at a time.
 
-Only operands_kernel and keys_kernel (strong_decay_kernel, gla_strong.py) read the gates; the later kernels are products
-of matrices. The scan is a separate kernel because it waits: few programs with few registers, so that a straggler
-occupies few resources.
+Only operands_kernel, keys_kernel and strong_decay_kernel (gla_strong.py) read the gates of tokens; later kernels read
+their sums over chunks and multiply matrices. The scan is a separate kernel because it waits: few programs with few
+registers, so that a straggler occupies few resources.
 
 **Exact for every gate.** A decay between two tokens is the exponential of the *sum of the gates between them*, and that
 sum adds those gates only: never a difference of two cumulative sums, and never a product of one factor below 1 and one

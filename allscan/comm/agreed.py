@@ -32,7 +32,7 @@ class Agreement(dict[Hashable, Any]):
 
 
 class Recent(dict[Hashable, Any]):
-    """Cache of values that this rank has computed: the last ``most`` entries. Ranks may evict independently."""
+    """Cache of values that this rank has computed: the ``most`` entries added last. Ranks may evict independently."""
 
     def __init__(self, most: int) -> None:
         super().__init__()

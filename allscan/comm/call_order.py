@@ -35,7 +35,7 @@ from ..base.errors import (
 from ..bindings.torch_compat import stops_recomputation
 from ..shmem_kernels import wait
 from ..shmem_kernels.channel import BACKWARDS, CALLS, STAMP, STAMPS, TAG_BACKWARDS, TAG_STEP
-from .compile_watch import give_up
+from .compile_watch import end_all
 from .host_exchange import GRACE_S, LOST, REJECTED, Excuse, StoreExchange, by_rank, differing
 
 E = TypeVar("E", bound=Exception)
@@ -133,7 +133,7 @@ class Order:
 
     def failed(self, reverse: bool, error: BaseException) -> None:
         """Handle the ``error`` that ended a call: remember it as a rejection if only this rank raises it."""
-        give_up()
+        end_all()  # compilations
         if self.everywhere:
             self.call_counts[reverse] -= 1
         elif stops_recomputation(error):

@@ -170,7 +170,7 @@ class Communicator(Calls):
         self.handle = next(_handles)  # stands for this object in schemas of custom operators, which take numbers
         _communicators[self.handle] = self
         node_sizes, problem = None, ""
-        self.invariant = 0  # fixed
+        self.invariant = 0  # if an argument below is wrong: the exchange has it
         try:
             self._algorithm = check_algorithm(algorithm)
             most = switch("ALLSCAN_CUDA_GRAPHS") if cuda_graphs is None else cuda_graphs

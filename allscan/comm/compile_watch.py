@@ -63,7 +63,7 @@ def end(*_: object) -> None:
             _count_out()
 
 
-def give_up() -> None:
+def end_all() -> None:
     """Record that an exception has ended all compilations in this process."""
     global _depth
     if _depth:

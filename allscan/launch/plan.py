@@ -91,9 +91,9 @@ class Plan:
         for output in before:
             used = self._lent.get(output.number, 0)
             if used + size <= math.prod(output.shape) * output.dtype.itemsize:
-                self._lent[output.number] = _aligned(used + size)
+                self._lent[output.number] = _round_up(used + size)
                 return self._buffer(output.memory, used, shape, dtype)
-        offset, self.bytes = self.bytes, self.bytes + _aligned(size)
+        offset, self.bytes = self.bytes, self.bytes + _round_up(size)
         return self._buffer(OWN, offset, shape, dtype)
 
     def constant(self, tensor: Tensor) -> Buffer:
@@ -242,7 +242,8 @@ class Plan:
         return self._ready
 
 
-def _aligned(size: int) -> int:
+def _round_up(size: int) -> int:
+    """The least multiple of ALIGNMENT that is not below ``size``."""
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 

@@ -29,7 +29,7 @@ class Streams:
         self._last: torch.cuda.Stream | None = None  # stream of the last launch; last_number: its handle
         self.last_number: int | None = None
         self._own: dict[int, torch.cuda.Stream] = {}
-        self._looking: torch.cuda.Stream | None = None
+        self._for_peek: torch.cuda.Stream | None = None
         self._event: torch.cuda.Event | None = None
         self._known: dict[int, torch.cuda.Stream] = {}
         # (side stream, its memory): to be released after a capture
@@ -83,9 +83,9 @@ class Streams:
         """The present values of this rank's ``words``, read without waiting for other streams."""
         if not self.cuda:
             return words.tolist()
-        if self._looking is None:
-            self._looking = torch.cuda.Stream(self.device)
-        with torch.cuda.stream(self._looking):
+        if self._for_peek is None:
+            self._for_peek = torch.cuda.Stream(self.device)
+        with torch.cuda.stream(self._for_peek):
             return words.tolist()
 
     def side(self, priority: int = SCANS) -> AbstractContextManager[Callable[[], None]]:

@@ -405,11 +405,6 @@ def _shape(
     return make(B, T, H, K, v.shape[3], sequences, v.dtype, gate_dtype, *of_gpu, *rest)
 
 
-def _new_outputs(q: Tensor, final: bool, shape: Shape) -> tuple[Tensor | None, Tensor]:
-    """Return (final_state, zeros, or None; the uninitialized saved buffer of Shape.saved_sizes)."""
-    return _ends(q, final, shape), q.new_empty(shape.saved_words, dtype=SAVED_DTYPE)
-
-
 def _ends(q: Tensor, wanted: bool, shape: Shape) -> Tensor | None:
     """Return zeros [sequences, H, K, V], or None if not ``wanted``."""
     return q.new_zeros((shape.sequences, shape.H, shape.K, shape.V), dtype=torch.float32) if wanted else None
@@ -491,7 +486,7 @@ def _forward(
 def _fake(q: Tensor, k: Tensor, v: Tensor, g: Tensor, *rest: Any) -> tuple[Tensor | None, ...]:
     _, cu_seqlens, final, _, *options = rest
     shape = _shape(q, v, g.dtype, cu_seqlens, Options(*options).of_shape, Shape)
-    return torch.empty_like(v), *_new_outputs(q, final, shape)
+    return torch.empty_like(v), _ends(q, final, shape), q.new_empty(shape.saved_words, dtype=SAVED_DTYPE)
 
 
 def _backward(
