@@ -83,7 +83,8 @@ def test_over_the_gpus(run, kind, layout, size=2):
 @pytest.mark.parametrize("kind", ["128 in groups", "latents of 192"])
 def test_a_limit_of_memory(run, kind, layout, how, size=2):
     """Tokens are gathered in several steps, and again in backward, also in a CUDA graph."""
-    for ours, alone in run(size, attention_case, kind, layout, 1, how, torch.bfloat16, 1024, 1 << 20):
+    named = dict(dtype=torch.bfloat16, length=1024, memory=1 << 20)
+    for ours, alone in run(size, attention_case, kind, layout, 1, how, **named):
         assert all(ours[name] < 1.6 * alone[name] for name in ours), (ours, alone)
 
 
