@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -136,18 +136,27 @@ def _compiled(comm: Communicator, inputs: tuple[Any, ...], reverse: bool, layout
     return _not_traced(state, decay, comm=comm, reverse=reverse, layout=layout, async_op=async_op, **more)
 
 
+class ScanPart(NamedTuple):
+    """The part of a call that a scan makes up: by default all of an ``allscan``."""
+
+    half: bool = False  # one of the two scans of a call in the zigzag layout
+    of_halo: bool = False  # of halo(), which compares the whole call's arguments between ranks and uses a chain
+    adjoint: bool = False  # of a backward pass
+
+
+WHOLE, HALF, OF_HALO = ScanPart(), ScanPart(half=True), ScanPart(of_halo=True)
+
+
 def scan_once(
     comm: Communicator,
     inputs: ScanInputs,
     reverse: bool,
     async_op: bool = False,
-    part: str = "",
+    part: ScanPart = WHOLE,
     fwd_epoch: Tensor | None = None,
 ) -> Any:
     """Run ``allscan`` on tensors in the contiguous layout, inside a call of ``comm``.
 
-    part: "half" of the zigzag layout, or "hop" of halo(), which compares the whole call's arguments between ranks and
-        uses a chain. "adjoint" and "adjoint hop" are their backward passes.
     fwd_epoch: of a custom operator, whose backward torch registers: see ``PreparedScan.run``.
     """
     key = call_key(inputs)
@@ -163,9 +172,9 @@ def scan_once(
     return works[0].of(prev) if async_op else prev
 
 
-def _prepare(comm: Communicator, key: tuple, inputs: ScanInputs, reverse: bool, part: str) -> PreparedScan:
+def _prepare(comm: Communicator, key: tuple, inputs: ScanInputs, reverse: bool, part: ScanPart) -> PreparedScan:
     """Run all checks; return the PreparedScan of the call, which a first call makes. Wrong arguments raise, at a first
-    call on every rank. part: see ``scan_once``."""
+    call on every rank."""
     state, _, transition, initial_state, out = inputs
     deferred = None
     try:
@@ -178,17 +187,18 @@ def _prepare(comm: Communicator, key: tuple, inputs: ScanInputs, reverse: bool, 
             raise ValueError(NOT_SAVEABLE)
     except (TypeError, ValueError) as error:
         deferred = DeferredError(error)
-    shape, agree, variant, adjoint = getattr(state, "shape", None), None, CHAIN, part.startswith("adjoint")
-    if not part or (part == "half" and not reverse):  # the descending half begins with a state of one rank alone
-        how = "zigzag" if part else "contiguous", reverse, initial_state is None
+    shape, agree, variant = getattr(state, "shape", None), None, CHAIN
+    descending = part.half and reverse  # begins with a state of one rank alone
+    if not (part.of_halo or part.adjoint or descending):
+        how = "zigzag" if part.half else "contiguous", reverse, initial_state is None
         agree = "allscan", *zip(("layout", "reverse", "initial_state is None"), how, strict=True)
-    if shape is not None and len(shape) > 1 and not part.endswith("hop"):
+    if shape is not None and len(shape) > 1 and not part.of_halo:
         if transition is not None:
             variant = ScanVariant(transition_tile(shape[-2]))
         else:
             variant = ScanVariant(algorithm=comm.topology.algorithm_for(4 * math.prod(shape)))
     scan = get_or_create_scan(comm, shape, agree, deferred, variant=variant)
-    prepared = scan.launcher.prepared_scan(key, inputs, reverse, adjoint, adjoint)
+    prepared = scan.launcher.prepared_scan(key, inputs, reverse, part.adjoint, part.adjoint)
     comm.calls.remember((key, reverse, part), prepared)
     return prepared
 
@@ -202,7 +212,7 @@ def scan_zigzag(
     reverse: bool = False,
     layout: str = "zigzag",
     async_op: bool = False,
-    part: str = "half",
+    part: ScanPart = HALF,
 ) -> Any:
     """Run ``allscan`` on pairs in the zigzag layout."""
     state, decay, transition, initial_state, out = inputs
@@ -405,7 +415,7 @@ def _backward(
             transition, prev = _restored(transition, shape, False, prev, dprev)
         (fwd_epoch,) = restored("allscan()", "fwd_epoch", [fwd_epoch], [(torch.int64, torch.Size([1]), dprev.device)])
         inputs = ScanInputs(dprev, number if decay is None else decay, transition)
-        dstate = scan_once(comm, inputs, not reverse, part="adjoint", fwd_epoch=fwd_epoch)
+        dstate = scan_once(comm, inputs, not reverse, part=ScanPart(adjoint=True), fwd_epoch=fwd_epoch)
         grads = dstate, *_gradients(comm, dstate, inputs, prev, reverse, (of_decay, of_transition, of_initial))
         reject_second_derivative("allscan()")
         dstate, *rest = (

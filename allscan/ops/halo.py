@@ -33,7 +33,7 @@ from ..scan.agreement import get_or_create_scan
 from ..scan.fwd_epochs import new_fwd_epochs
 from ..tokens.packing import Tables, boundaries_on_host, carried_states, own_boundaries
 from ..tokens.partition import cached_table, check_packed, compare_values, partition_start
-from .allscan import scan_once, scan_zigzag
+from .allscan import OF_HALO, scan_once, scan_zigzag
 
 Xs = TypeVar("Xs", Tensor, tuple[Tensor, ...])
 
@@ -188,10 +188,10 @@ def _halo(x: Xs, comm: Communicator, options: Options) -> Any:
     edges, decay = _edges(xs, n, halves, reverse), _decay(tokens // halves, n, reverse)
     inside = _inside(comm, tokens if T is None else T, n, reverse, cu_seqlens, first_token, zigzag)
     if not zigzag:
-        found = scan_once(comm, ScanInputs(edges[0], decay), reverse, part="hop")
+        found = scan_once(comm, ScanInputs(edges[0], decay), reverse, part=OF_HALO)
     else:  # reverse: the ascending scan sends the first tokens of second halves
         ascending, descending = edges[::-1] if reverse else edges
-        pair = scan_zigzag(comm, ScanInputs((ascending, descending), (decay, decay)), part="hop")
+        pair = scan_zigzag(comm, ScanInputs((ascending, descending), (decay, decay)), part=OF_HALO)
         found = torch.cat(pair[::-1] if reverse else pair, 1)
     if inside is not None:
         found = torch.where(inside, found, 0.0)
@@ -322,7 +322,7 @@ def _of_documents(
     for size, _, states in groups:
         decay = _decay(size, n, reverse)
         ascending, descending = edges[:, at : at + states].contiguous().unbind()
-        pair = scan_zigzag(comm, ScanInputs((ascending, descending), (decay, decay)), part="hop")
+        pair = scan_zigzag(comm, ScanInputs((ascending, descending), (decay, decay)), part=OF_HALO)
         found.append(torch.stack(pair))
         at += states
     together = found[0] if len(found) == 1 else torch.cat(found, 1)
@@ -405,7 +405,7 @@ def _forward(
         comm.order.stamp = _stamp_of(cu_seqlens, agree)
         inside = _inside(comm, T, n, reverse, cu_seqlens, first_token, False)
         inputs, fwd_epoch = ScanInputs(edge, _decay(T, n, reverse)), new_fwd_epochs(comm, 1)
-        found = scan_once(comm, inputs, reverse, part="hop", fwd_epoch=fwd_epoch)
+        found = scan_once(comm, inputs, reverse, part=OF_HALO, fwd_epoch=fwd_epoch)
         return found if inside is None else torch.where(inside, found, 0.0), fwd_epoch
 
 
@@ -431,7 +431,7 @@ def _backward(
         inside = _inside(comm, T, n, reverse, cu_seqlens, first_token, False)
         inputs = ScanInputs(dfound if inside is None else torch.where(inside, dfound, 0.0), _decay(T, n, reverse))
         (fwd_epoch,) = restored("halo()", "fwd_epoch", [fwd_epoch], [(torch.int64, torch.Size([1]), comm.device)])
-        return (scan_once(comm, inputs, not reverse, part="adjoint hop", fwd_epoch=fwd_epoch),)
+        return (scan_once(comm, inputs, not reverse, part=OF_HALO._replace(adjoint=True), fwd_epoch=fwd_epoch),)
 
 
 def _fake_backward(dfound: Tensor, *_: Any) -> tuple[Tensor]:
