@@ -193,6 +193,10 @@ class GLAPlan(Plan):
         self.chunks, self.segments, self.first_segments, self.weights = (
             self.constant(x) for x in (layout.chunks, layout.segments, layout.first_segments, layout.weights)
         )
+        # set by ``carry``, for ``join_carry`` and ``end``
+        self._has_incoming = False  # this rank receives a state, which final_kernel adds to its final states
+        self._joins_last = False  # no kernel of this rank needs the scan's result: ``end`` joins, not ``join_carry``
+        self._of_final_kernel: tuple[tuple[Buffer | None, ...], tuple[int, ...], dict[str, int]] = (None,), (), {}
 
     def per_token(self, width: int, **options: Any) -> Buffer:
         return self.scratch(self.shape.B, self.shape.T, self.H, width, **options)
@@ -332,7 +336,7 @@ class GLAPlan(Plan):
         grid = cdiv(K, BK), cdiv(V, BV), self.shape.states * H
         blocks: dict[str, int] = dict(H=H, K=K, V=V, BK=BK, BV=BV, REVERSE=reverse, num_warps=1)
         tables = self.segments, self.first_segments
-        self._ends = (final, sums, gates, *tables, prev), grid, blocks
+        self._of_final_kernel = (final, sums, gates, *tables, prev), grid, blocks
         before, behind = carrier.neighbours(own.shape, zigzag)
         self._has_incoming = behind if reverse else before  # this rank receives a state
         first, last = behind and not (before or reverse), before and not (behind or reverse)
@@ -393,7 +397,6 @@ class GLAPlan(Plan):
         (states, gates, _), (outside, final), halves = incoming, ends, 1 + bool(self.shape.zigzag)
         outgoing = [self.scratch(self.shape.carried * self.H, self.K, self.V) for _ in range(halves)]
         fixed: dict[str, int] = dict(H=self.H, K=self.K, V=self.V, HALVES=halves, REVERSE=self.reverse)
-        self._has_incoming = self._joins_last = False
         outputs = None
         with self.side_stream(lambda carrier: carrier.stream()):
             if long:
@@ -406,11 +409,13 @@ class GLAPlan(Plan):
         return outputs
 
     def join_carry(self) -> None:
+        """Record the join of ``carry``'s stream, if later kernels need its results, and final_kernel if this rank
+        receives a state and final states are wanted."""
         if not self._joins_last:
             self.join()
-        if self._has_incoming and self._ends[0][0] is not None:
-            tensors, grid, blocks = self._ends
-            self.launch(final_kernel, grid, *tensors, **blocks)
+        buffers, grid, blocks = self._of_final_kernel
+        if self._has_incoming and buffers[0] is not None:
+            self.launch(final_kernel, grid, *buffers, **blocks)
 
     def end(self) -> None:
         """Join the scan, after the last kernel of a forward pass, if ``join_carry`` has not."""
