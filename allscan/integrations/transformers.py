@@ -162,8 +162,11 @@ def sequence_parallel(
         layer.forward = functools.partial(softmax_forward, layer)
     for head in heads:
         head.loss_function = functools.partial(_loss, comm, zigzag, per_document)
-        at = [*inspect.signature(type(head).forward).parameters].index("labels") - 1  # without self
-        head.allscan_hook = head.register_forward_pre_hook(functools.partial(_with_labels, at), with_kwargs=True)
+        # a subclass may have a forward without one of these
+        parameters = inspect.signature(head.forward).parameters
+        if "labels" in parameters and any(x.kind is x.VAR_KEYWORD for x in parameters.values()):
+            hook = functools.partial(_with_labels, [*parameters].index("labels"))
+            head.allscan_hook = head.register_forward_pre_hook(hook, with_kwargs=True)
     return model
 
 

@@ -124,9 +124,11 @@ class Alike(NamedTuple):
         count, model = self.num_items_in_batch, self.model
         autocast = str(torch.get_autocast_dtype(self.device)) if torch.is_autocast_enabled(self.device) else None
         checkpointed = model.training and any(getattr(x, "gradient_checkpointing", False) for x in model.layers)
+        # none with FSDP1's flat parameters
+        dtype = next((str(x.dtype) for x in model.parameters() if x.is_floating_point()), None)
         pairs: list[tuple[str, object]] = [
             ("torch.is_grad_enabled()", torch.is_grad_enabled()),
-            ("model.dtype", str(model.dtype)),
+            ("model.dtype", dtype),
             ("torch.autocast", autocast),
             ("gradient checkpointing", checkpointed),
             ("labels is None", None if self.labels is None else not self.labels),

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 import allscan
 from allscan.reference import delta_reference
@@ -1168,6 +1168,45 @@ def one_rank_case(group):
         answers["gradient checkpointing: False on rank 0; True on rank 1"] = raised(other, input_ids=part)
         count = torch.tensor(7, device=("cpu", "meta")[comm.rank])  # "meta" as on a GPU: not read
         return relative(model(input_ids=part, num_items_in_batch=count).logits, want), answers
+
+
+def wrapped_case(group, how):
+    """Return relative errors of (logits, the loss of all ranks), and whether hooks and a copy's hooks are removed."""
+    from allscan.integrations.transformers import sequence_parallel
+
+    model = made("nemotron_h")
+    kind = type(model)
+
+    class AnyOptions(kind):
+        def forward(self, *arguments, **options):
+            return super().forward(*arguments, **options)
+
+    class NoOptions(kind):
+        def forward(self, input_ids, labels=None):
+            return super().forward(input_ids, labels=labels)
+
+    with allscan.Communicator(group, timeout=5) as comm:
+        whole, mine = torch.randint(1, VOCABULARY, (1, 20)), place(comm, [11, 9])
+        dist.broadcast(whole, 0, group=comm.group)
+        want, part = model(input_ids=whole, labels=whole, use_cache=False), whole[:, mine]
+        model.__class__ = {"any options": AnyOptions, "no options": NoOptions}.get(how, kind)
+        called = sequence_parallel(model, comm=comm)
+        other = copy.deepcopy(model)
+        if how == "FSDP1":
+            called = FullyShardedDataParallel(model, process_group=comm.group, device_id=torch.device("cpu"))
+        found = called(part, labels=part)
+        loss = found.loss.detach().clone()
+        dist.all_reduce(loss, group=comm.group)
+        removed = [not sequence_parallel(x, comm=None)._forward_pre_hooks for x in (other, model)]
+        return relative(found.logits, want.logits[:, mine]), relative(loss, want.loss), removed
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of FSDP1
+@pytest.mark.parametrize("how", ["plain", "any options", "no options", "FSDP1"])
+def test_subclasses_and_flat_parameters(run, how, size=2):
+    """A subclass may name other arguments in its forward; with FSDP1 a text model has no parameters of its own."""
+    for logits, loss, removed in run(size, wrapped_case, how):
+        assert max(logits, loss) < 1e-5 and removed == [True, True]
 
 
 def test_arguments_of_one_rank(run, size=2):
