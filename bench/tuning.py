@@ -82,7 +82,7 @@ class Job(NamedTuple):
     kind: str = "one rank"
     beta: torch.dtype = torch.float32
     normalized: tuple[int, ...] = ()
-    K: int = 128  # of other widths for "gla" only
+    K: int = 128  # another only for "gla"
     V: int = 128
 
     def run(self, T: int, device: torch.device) -> None:

@@ -203,8 +203,8 @@ def hybrid() -> str:
         for row in _hybrids(method).values():
             percent = _number(row["percent_of_data_parallel"], 1)
             rows[-1] += [_number(row["tokens_per_s_per_gpu"], 0), f"{percent} %"]
-    found = _hybrids("data parallel")
-    return _table(["", *(name for told in found for name in (told, "of data parallel"))], rows)
+    models = _hybrids("data parallel")
+    return _table(["", *(name for told in models for name in (told, "of data parallel"))], rows)
 
 
 def megatron() -> str:
