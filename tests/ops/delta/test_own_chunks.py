@@ -111,7 +111,7 @@ def repeated_key_case(group, rule, dtype, beta, gate):
         (BF16, 1.9, 0.0, 0.1, 0.6),
         (BF16, 2.0, -0.05, 0, 0.12),
         (F32, 1.9, 0.0, 0, 2e-5),
-        (F32, 2.0, 0.0, 0, 1e-4),
+        (F32, 2.0, 0.0, 0, 1e-3),  # 9e-5 or 4e-4, by the order in which the CPU adds
     ],
 )
 def test_a_repeated_key(run, rule, dtype, beta, gate, least, most):
