@@ -146,7 +146,8 @@ class Chunks:
             for name in "w u kg scores solved do".split()
         )
         v_new = u - w @ self.x["p_states"].float()
-        r = solved.mT @ (scores.mT @ do + kg @ self.x["p_dstates"].float())
+        r = scores.mT @ do + kg @ self.x["p_dstates"].float()
+        r += solved.mT @ r
         for name, x in (("p_v_new", v_new), ("p_r", r)):
             self.x[name].copy_(x.transpose(1, 2).flatten(0, 1))
 

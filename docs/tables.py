@@ -86,9 +86,8 @@ def headline() -> str:
     alone = {
         row["method"]: row["forward_backward_us"]
         for row in _rows("local_kda")
-        if row["gates"] == "weak" and "packed" not in row["shape"]
+        if row["gates"] == "weak" and row["shape"] == "1x16384x32x128x128" and row["rule"] == "kda"
     }
-    of_one = _find("delta_allscan", method="zeco, one rank", **of_kda)["graph_us"]
 
     def ms(us: str) -> str:
         return f"{float(us) / 1e3:.2f}"
@@ -127,7 +126,7 @@ def headline() -> str:
         ],
         [
             "GLA (16 heads); KDA (32 heads, weak gates) on one GPU, both passes, ms",
-            f"1 GPU: {ms(ours['forward_backward_us'])}; {ms(of_one)}",
+            f"1 GPU: {ms(ours['forward_backward_us'])}; {ms(alone['zeco_kda, chunk=allscan'])}",
             "",
             f"fla's `chunk_gla`: {ms(fla['forward_backward_us'])}; `chunk_kda`: {ms(alone['fla chunk_kda'])}, "
             f"with `safe_gate` {ms(alone['fla chunk_kda, safe_gate'])}",
@@ -372,17 +371,17 @@ def local_kda() -> str:
     return _table(["forward / both passes", "weak", "mild", "strong"], rows)
 
 
-def local_kda_shapes() -> str:
-    """docs/delta.md: delta rules by shape on an H100, allscan's chunk kernels and fla's operators."""
+def local_kda_shapes(run: str = "local_kda") -> str:
+    """docs/delta.md: delta rules by shape, allscan's chunk kernels and fla's operators; ``run``: the file's name."""
     rows, passes = [], ("forward_us", "forward_backward_us")
-    for row in _rows("local_kda_h100"):
-        if row["method"].startswith("fla"):
+    for row in _rows(run):
+        if not row["method"].endswith("chunk=allscan"):
             continue
         shape, _, packed = row["shape"].partition(", ")
         _, T, H, _, V = shape.split("x")
         cells = [f"{float(row[x]) / 1e3:.2f}" for x in passes]
         same = {name: row[name] for name in ("shape", "rule", "gates")}
-        for found in _matching("local_kda_h100", method=_FLA_OPERATORS[row["rule"]], **same):
+        for found in _matching(run, method=_FLA_OPERATORS[row["rule"]], **same):
             cells += [
                 f"{float(found[x]) / 1e3:.2f} ({float(found[x]) / float(row[x]):.2f})" for x in passes if found[x]
             ]
@@ -392,6 +391,11 @@ def local_kda_shapes() -> str:
         )
     head = ["", "T, heads, V", "gates", "ours, forward, ms", "both passes", "fla, forward (times ours)", "both passes"]
     return _table(head, rows)
+
+
+def local_kda_shapes_h100() -> str:
+    """docs/delta.md: the same on an H100, earlier kernels."""
+    return local_kda_shapes("local_kda_h100")
 
 
 _FLA_OPERATORS = {"kda": "fla chunk_kda", "gated_delta_rule": "fla chunk_gated_delta_rule"}

@@ -80,7 +80,7 @@ def times(x, y, _semantic=None) -> core.tensor:
 
 @triton.jit
 def product(b_x, b_y, b_sum, PRECISION: tl.constexpr):
-    """x y + sum; sum is float32. PRECISION: "bf16" or "tf32x3", of the operands."""
+    """x y + sum; sum is float32. PRECISION: "bf16", "tf32" (truncates) or "tf32x3", of the operands."""
     if PRECISION == "bf16":
         return tl.dot(operand(b_x, tl.bfloat16), operand(b_y, tl.bfloat16), b_sum)
     else:

@@ -446,7 +446,7 @@ def adjoint_kernel(
     p_do,  # [tokens, H, V]
     p_dv,  # [tokens, H, V]; None: computed from p_scores
     p_scores,  # Aqk [tokens, H, BT]; None with p_dv
-    p_solved,  # T [tokens, H, BT]; or None
+    p_solved,  # T - 1 [tokens, H, BT]; or None
     p_segments,  # int32 [NS, SEGMENT_WORDS]
     p_incoming,  # float32 [NS, H, K, V]; in and out, see load_incoming; all from here to p_dinitial may be None
     p_through,  # float32 [NS, H, K, K]; None without an incoming gradient
@@ -506,7 +506,7 @@ def adjoint_kernel(
             b_out = b_dv
             if p_solved is not None:
                 at_a, inside_a = rows(h, first, end, H, BT, BT, BT)
-                b_out = product(b_dv, load(p_solved, at_a, inside_a), tl.zeros([BV, BT], tl.float32), PRECISION)
+                b_out = product(b_dv, load(p_solved, at_a, inside_a), b_dv, PRECISION)
             store_gradients(p_dstates, p_dv_new, b_state, b_out, at_s, inside_s, at_v, inside_v)
         b_state *= b_decay[None, :]
         b_decay = b_next_decay

@@ -11,7 +11,8 @@ operands_kernel   Aqk and T, unless they are inputs; w, u, kg, qg and G of each 
 anchors_kernel    between the two, for strong chunks: the first tokens of their stretches
 output_kernel     from chunk to chunk of a segment: o, without storing states
 
-Between them the segments' states are sent, see delta.py.
+Between them the segments' states are sent, see delta.py. T - 1 is stored, and T x computed as x + (T - 1) x, with x
+in float32: as an operand of the product x is rounded, but T's diagonal is 1.
 
 **Decays between two tokens.** For a product of matrices e^(G_t - G_s) must be a factor of t times a factor of s. The
 tokens of a chunk are divided into stretches. The first stretch begins with the chunk. A new one begins with each token
@@ -23,10 +24,11 @@ e^(sum up to the anchor). Tokens beyond 4 stretches, the rest, are paired by hal
 later n have e^(sum from the middle on), the earlier n e^(sum up to the middle); and each token is paired with itself.
 
 So no relevant factor is above e^LIMIT, and a sum has the gates between two tokens only: exact for every gate, except
-that factors below 2^-71 are 0. tests/support/delta_chunks.py has the same in float64, with the error analysis.
+that factors below 2^-71, in strong chunks 2^-46, are 0. tests/support/delta_chunks.py has the same in float64, with the
+error analysis.
 
-q, k [tokens, HK, K], v, u, o [tokens, H, V], g [tokens, H, K], beta [tokens, H]; w, kg, qg [tokens, H, K], Aqk, T
-[tokens, H, BT], the chunks' sums of gates [NC, H, K] float32, to base 2. PRECISION as in delta.py.
+q, k [tokens, HK, K], v, u, o [tokens, H, V], g [tokens, H, K], beta [tokens, H]; w, kg, qg [tokens, H, K], Aqk,
+T - 1 [tokens, H, BT], the chunks' sums of gates [NC, H, K] float32, to base 2. PRECISION as in delta.py.
 """
 
 from __future__ import annotations
@@ -54,16 +56,19 @@ from .blocks import (
 from .delta import load_incoming, transposed_at
 from .segment_table import ENTERED, FLAGS, LAST, SEQUENCE, segment
 
-LIMIT = tl.constexpr(124.0)  # to base 2
-# A chunk is weak if no sum is below MILD; a stretch ends at a sum below STEEP. These sums, and the sums of gates that
-# are rounded to 16 bits for bfloat16 products, add in different orders and differ by less than 2^-7: so no token of a
-# weak chunk would end a stretch, and no sum within a stretch is below -LIMIT
-MILD = tl.constexpr(-LIMIT.value + 0.0625)
-STEEP = tl.constexpr(-LIMIT.value + 0.03125)
-# e^G_t is multiplied by BIG and e^-G_s by SMALL. Both are then within 2^-69 and 2^69, and their products with queries,
-# keys and gradients are in float32's range: without, a gradient of 1e-9 lost digits, and one of 2e7 overflowed
+# To base 2. Sums of the same gates, also of gates rounded to 16 bits for bfloat16 products, differ by less than 2^-7
+# by the order of additions: hence the margins
+LIMIT = tl.constexpr(160.0)
+STEEP = tl.constexpr(-LIMIT.value + 0.03125)  # a stretch ends at a sum below it
+MILD = tl.constexpr(-123.9375)  # a chunk is weak if no sum is below it
+# Weak chunks: e^G_t is multiplied by BIG and e^-G_s by SMALL. Both are then within 2^-69 and 2^69, and their products
+# with queries, keys and gradients are in float32's range: without, a gradient of 1e-9 lost digits, and one of 2e7
+# overflowed. Strong chunks: within 2^-80 and 2^80; their gradients are scaled, see pairs_kernel
 BIG = tl.constexpr(2.0**55)
 SMALL = tl.constexpr(2.0**-55)
+STRONG_BIG = tl.constexpr(2.0**80)
+STRONG_SMALL = tl.constexpr(2.0**-80)
+FAR = tl.constexpr(125.0)  # beyond it after_anchor divides e^G by 2^-64, else e^G or e^-G is not in float32's range
 # Tables of blocks.load_weights. For halves of 1, 2 .. 32 tokens: the gates in each token's sum (SUMS), and the pairs
 # across two halves (PAIRS). Sums to the beginning of the chunk, and to each token as an anchor, negative for tokens
 # behind it (ANCHORED)
@@ -140,9 +145,13 @@ def anchored_sums(p_weights, anchor, b_g, BT: tl.constexpr, PRECISION: tl.conste
 
 @triton.jit
 def after_anchor(b_sums):
-    """Return the factors (of the later token of a pair, of the earlier one) [BT, BJ], times BIG and SMALL, for the
-    stretch behind an anchor."""
-    return exp2(tl.minimum(-b_sums, 0.0)) * BIG, exp2(tl.minimum(b_sums, LIMIT)) * SMALL
+    """Return the factors (of the later token of a pair, of the earlier one) [BT, BJ], times STRONG_BIG and
+    STRONG_SMALL, for the stretch behind an anchor."""
+    b_far = b_sums > FAR
+    b_shift = tl.where(b_far, 64.0, 0.0)
+    b_row = exp2(tl.minimum(b_shift - b_sums, 0.0)) * tl.where(b_far, STRONG_BIG * 2.0**-64, STRONG_BIG)
+    b_column = exp2(tl.minimum(b_sums, LIMIT) - b_shift) * tl.where(b_far, STRONG_SMALL * 2.0**64, STRONG_SMALL)
+    return b_row, b_column
 
 
 @triton.jit
@@ -185,7 +194,7 @@ def halves_of(p_weights, m, b_g, beyond, BT: tl.constexpr, PRECISION: tl.constex
 
 @triton.jit
 def add_strong_pairs(b_aq, b_ak, b_q, b_k, b_g, p_weights, packed, BT: tl.constexpr, PRECISION: tl.constexpr):
-    """Add these channels' terms to Aqk and Akk; in the first stretch with the same bits as without STRONG."""
+    """Add these channels' terms to Aqk and Akk; in the first stretch with the same bits as in a weak chunk."""
     t = tl.arange(0, BT)[:, None]
     i, first, anchor = 0, 0, 0
     while (i < 32) & (first < BT):
@@ -239,16 +248,16 @@ def small_inverses(b_a, B: tl.constexpr, BT: tl.constexpr, PRECISION: tl.constex
 
 @triton.jit
 def inverse(b_a, BT: tl.constexpr, PRECISION: tl.constexpr):
-    """Return the inverse of 1 + a; a [BT, BT], BT = 64, is strictly lower triangular. With X the inverses of the
-    diagonal blocks of n tokens and a' the part of a between the two blocks of each pair, the inverses for 2n tokens are
-    X - X a' X: forward substitution by blocks. The first levels take blocks of 16 tokens, two more the whole."""
+    """Return the inverse of 1 + a, less 1; a [BT, BT], BT = 64, is strictly lower triangular. With X the inverses of
+    the diagonal blocks of n tokens and a' the part of a between the two blocks of each pair, the inverses for 2n tokens
+    are X - X a' X: forward substitution by blocks. The first levels take blocks of 16 tokens, two more the whole."""
     b_x = small_inverses(b_a, BT // 16, 16, PRECISION)
     for n in tl.static_range(4, 6):
         where, b_pairs = halves(n, BT)
         b_y = tl.zeros([BT, BT], tl.float32)
         b_y = tf32_product(b_x, tl.where(b_pairs, b_a, 0.0), b_y, PRECISION)
         b_x = tf32_product(-b_y, b_x, b_x, PRECISION)
-    return b_x
+    return tl.where(lower(BT, 1), b_x, 0.0)
 
 
 @triton.jit
@@ -262,7 +271,7 @@ def operands_kernel(
     p_strong,  # int32 [NC, H]; out, with STRONG in
     p_weights,  # bfloat16 [tables, BT, BT], see load_weights
     p_scores,  # Aqk [tokens, H, BT]; out, with SOLVED in
-    p_solved,  # T [tokens, H, BT]; out, with SOLVED in
+    p_solved,  # T - 1 [tokens, H, BT]; out, with SOLVED in
     p_w,  # [tokens, H, K]; out
     p_u,  # [tokens, H, V]; out
     p_kg,  # [tokens, H, K]; out
@@ -280,9 +289,9 @@ def operands_kernel(
     STRONG: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Aqk, T, w, u, kg, qg and the sum of the gates of one chunk and head. SOLVED: Aqk and T are inputs. Otherwise the
-    launch without STRONG computes weak chunks and marks strong ones in p_strong [NC, H] by a nonzero word; the launch
-    with STRONG then computes these, with anchors_kernel's anchors in p_strong."""
+    """Aqk, T - 1, w, u, kg, qg and the sum of the gates of one chunk and head. SOLVED: Aqk and T - 1 are inputs.
+    Otherwise the launch without STRONG computes weak chunks and marks strong ones in p_strong [NC, H] by a nonzero
+    word; the launch with STRONG then computes these, with anchors_kernel's anchors in p_strong."""
     n, h = tl.program_id(0) // H, tl.program_id(0) % H  # heads of a token are adjacent in memory
     start, end, at_t, inside_t, b_beta = chunk_of(p_chunks, p_beta, n, h, H, BT)
     c = tl.arange(0, BJ)
@@ -317,13 +326,14 @@ def operands_kernel(
         tl.store(p_qg + base + at, cast(b_q * b_before, p_qg.dtype.element_ty), mask=inside)
         b_kb = b_k * b_before * b_beta[:, None]
         b_total = tl.sum(b_g, 0)
+        b_kb = cast(b_kb, p_w.dtype.element_ty)
         if SOLVED:
-            b_w = product(b_solved, b_kb, tl.zeros([BT, BJ], tl.float32), PRECISION)
+            b_w = product(b_solved, b_kb, b_kb.to(tl.float32), PRECISION)
             tl.store(p_w + base + at, cast(b_w, p_w.dtype.element_ty), mask=inside)
             tl.store(p_sums + (n * H + h).to(tl.int64) * K + j * BJ + c, b_total, mask=j * BJ + c < K)
             b_least = tl.minimum(b_least, b_total)
         else:
-            tl.store(p_w + base + at, cast(b_kb, p_w.dtype.element_ty), mask=inside)  # until T is computed
+            tl.store(p_w + base + at, b_kb, mask=inside)  # until T is computed
             if STRONG:
                 b_aq, b_ak = add_strong_pairs(b_aq, b_ak, b_q, b_k, b_g, p_weights, packed, BT, PRECISION)
             else:
@@ -347,13 +357,14 @@ def operands_kernel(
         tl.debug_barrier()  # p_w, for loads by other threads
         for j in range((K + BJ - 1) // BJ):
             base, at, inside = tile(h, start, end, H, K, BT, BJ, j)
-            b_w = product(b_solved, load(p_w + base, at, inside), tl.zeros([BT, BJ], tl.float32), PRECISION)
+            b_kb = load(p_w + base, at, inside)
+            b_w = product(b_solved, b_kb, b_kb.to(tl.float32), PRECISION)
             tl.debug_barrier()
             tl.store(p_w + base + at, cast(b_w, p_w.dtype.element_ty), mask=inside)
     for i_v in range((V + BV - 1) // BV):
         base, at, inside = tile(h, start, end, H, V, BT, BV, i_v)
         b_v = load(p_v + base, at, inside).to(tl.float32) * b_beta[:, None]
-        b_u = product(b_solved, b_v, tl.zeros([BT, BV], tl.float32), PRECISION)
+        b_u = product(b_solved, b_v, b_v, PRECISION)
         tl.store(p_u + base + at, cast(b_u, p_u.dtype.element_ty), mask=inside)
 
 

@@ -19,11 +19,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .blocks import BEFORE, ONWARD, cast, exp2, load, load_weights, lower, product, times, upper
+from .blocks import BEFORE, ONWARD, cast, exp2, load, load_weights, lower, product, rounded_to_tf32, times, upper
 from .delta_chunks import (
     BIG,
     PAIRS,
     SMALL,
+    STRONG_SMALL,
     SUMS,
     after_anchor,
     anchored_sums,
@@ -37,9 +38,25 @@ from .delta_chunks import (
 
 
 @triton.jit
+def tf32(b_x, PRECISION: tl.constexpr):
+    """Round an operand of times_pairs to the number that the product takes: so that it can also be a factor of dG."""
+    if PRECISION == "bf16":
+        return (rounded_to_tf32(b_x).to(tl.int32, bitcast=True) & -0x2000).to(tl.float32, bitcast=True)
+    return b_x
+
+
+@triton.jit
+def times_pairs(b_pairs, b_x, b_sum, PRECISION: tl.constexpr):
+    """pairs x + sum: in TF32 where other products are in bfloat16, for smaller errors of dq, dk and dg."""
+    if PRECISION == "bf16":
+        return product(b_pairs, b_x, b_sum, "tf32")
+    return product(b_pairs, b_x, b_sum, PRECISION)
+
+
+@triton.jit
 def sums_at(n, h, H: tl.constexpr, BT: tl.constexpr):
     """Return the offsets of pairs_kernel's sums: dAqk[t, t], and, BT numbers further, its terms of dbeta."""
-    return (n * H + h).to(tl.int64) * (2 * BT) + tl.arange(0, BT)
+    return (n * H + h).to(tl.int64) * (3 * BT) + tl.arange(0, BT)
 
 
 @triton.jit
@@ -114,6 +131,15 @@ def inner(p_x, p_y, place_s, K: tl.constexpr, V: tl.constexpr, BJ: tl.constexpr,
 
 
 @triton.jit
+def power_of_two(b_x, b_y):
+    """Return (2^n, 2^-n), with 2^n the largest power of two up to all numbers' absolute values, within 2^-60 and
+    2^60."""
+    largest = tl.maximum(tl.max(tl.abs(b_x)), tl.max(tl.abs(b_y)))
+    n = tl.minimum(tl.maximum(largest.to(tl.int32, bitcast=True) >> 23, 67), 187)
+    return (n << 23).to(tl.float32, bitcast=True), ((254 - n) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def pairs_kernel(
     p_v,  # [tokens, H, V]
     p_beta,  # [tokens, H]
@@ -124,7 +150,7 @@ def pairs_kernel(
     p_r,  # [tokens, H, V]
     p_dv,  # [tokens, H, V]; out
     p_pairs,  # [NC, H, 2, BT, BT]; out
-    p_parts,  # float32 [NC, H, 2, BT]; out, see sums_at
+    p_parts,  # float32 [NC, H, 3, BT]; out: sums, see sums_at, and two scales
     scale,  # float
     H: tl.constexpr,
     HK: tl.constexpr,
@@ -136,7 +162,8 @@ def pairs_kernel(
     PRECISION: tl.constexpr,
 ):
     """For one strong chunk and head: dv; scale dAqk and dAkk, s < t (pairs [NC, H, 2, BT, BT]); and sums, see
-    sums_at."""
+    sums_at. Pairs and sums are divided by a power of two, stored behind the sums with its inverse, so that the largest
+    pair is about 1: their products with factors up to 2^80 then are in float32's range."""
     n, h = tl.program_id(0) // H, tl.program_id(0) % H  # heads of a token are adjacent in memory
     if tl.load(p_strong + n * H + h) == 0:
         return
@@ -145,13 +172,19 @@ def pairs_kernel(
     b_dbeta = of_values(p_v, p_r, p_dv, b_beta, place, H, V, BT, BV)
     b_pq = times_values(p_do, p_v_new, place, H, V, BT, BV, PRECISION) * scale
     b_pk = times_values(p_r, p_v_new, place, H, V, BT, BV, PRECISION)
+    size, inverse = power_of_two(b_pq, b_pk)
+    b_pq *= inverse
+    b_pk *= inverse
     p_pairs += (n * H + h).to(tl.int64) * (2 * BT * BT)
     at_p = tl.arange(0, BT)[:, None] * BT + tl.arange(0, BT)[None, :]
     tl.store(p_pairs + at_p, cast(tl.where(lower(BT, 1), b_pq, 0.0), p_pairs.dtype.element_ty))
     tl.store(p_pairs + BT * BT + at_p, cast(tl.where(lower(BT, 1), -b_pk, 0.0), p_pairs.dtype.element_ty))
-    p_parts += sums_at(n, h, H, BT)
-    tl.store(p_parts, same_of(b_pq, BT))
-    tl.store(p_parts + BT, b_dbeta)
+    p_sums = p_parts + sums_at(n, h, H, BT)
+    tl.store(p_sums, same_of(b_pq, BT))
+    tl.store(p_sums + BT, b_dbeta * inverse)
+    p_parts += (n * H + h).to(tl.int64) * (3 * BT) + 2 * BT
+    tl.store(p_parts, size)
+    tl.store(p_parts + 1, inverse)
 
 
 @triton.jit
@@ -201,22 +234,22 @@ def gradient_kernel(
     b_g = gates_at(p_g, h, start, end, j, H, K, BT, BJ)
     b_sums = gate_sums(p_weights, ONWARD, True, b_g, BT, PRECISION)
     b_decay = exp2(tl.sum(b_g, 0))
-    b_keys = cast(load(p_k + base_k, at_k, inside_k).to(tl.float32) * (exp2(-b_sums) * SMALL), DTYPE)
+    b_keys = tf32(load(p_k + base_k, at_k, inside_k).to(tl.float32) * (exp2(-b_sums) * SMALL), PRECISION)
     b_before = exp2(b_sums) * BIG
     b_sum = times_state(p_v_new, p_dstates, place, place_s, H, K, V, BT, BJ, BV, PRECISION)
     b_sum *= (b_decay * BIG)[None, :]
     b_last = inner(p_states, p_dstates, place_s, K, V, BJ, BV) * b_decay
-    b_last += tl.sum(b_keys.to(tl.float32) * b_sum, 0)
+    b_last += tl.sum(b_keys * b_sum, 0)
     tl.debug_barrier()  # no load moves across, which saves registers, as below
 
     b_pairs = times_values(p_do, p_v_new, place, H, V, BT, BV, PRECISION) * scale
     b_same = same_of(b_pairs, BT)
     b_pairs = cast(tl.where(lower(BT, 1), b_pairs, 0.0), DTYPE)
     b_d = times_state(p_do, p_states, place, place_s, H, K, V, BT, BJ, BV, PRECISION)
-    b_d = product(b_pairs, b_keys, b_d * (scale * SMALL), PRECISION)
-    b_later = cast(load(p_q + base_k, at_k, inside_k).to(tl.float32) * b_before, DTYPE)
-    b_sum = product(tl.trans(b_pairs), b_later, b_sum, PRECISION)
-    b_gates = b_later.to(tl.float32) * b_d  # dG
+    b_d = times_pairs(b_pairs, b_keys, b_d * (scale * SMALL), PRECISION)
+    b_later = tf32(load(p_q + base_k, at_k, inside_k).to(tl.float32) * b_before, PRECISION)
+    b_sum = times_pairs(tl.trans(b_pairs), b_later, b_sum, PRECISION)
+    b_gates = b_later * b_d  # dG
     b_d = tl.fma(b_before, b_d, b_same[:, None] * load(p_k + base_k, at_k, inside_k).to(tl.float32))
     tl.store(p_dq + base + at, cast(b_d, p_dq.dtype.element_ty), mask=inside)
     tl.debug_barrier()
@@ -224,11 +257,11 @@ def gradient_kernel(
     b_pairs = times_values(p_r, p_v_new, place, H, V, BT, BV, PRECISION)
     b_pairs = cast(tl.where(lower(BT, 1), -b_pairs, 0.0), DTYPE)
     b_d = times_state(p_r, p_states, place, place_s, H, K, V, BT, BJ, BV, PRECISION)
-    b_d = product(b_pairs, b_keys, b_d * -SMALL, PRECISION)
+    b_d = times_pairs(b_pairs, b_keys, b_d * -SMALL, PRECISION)
     b_k = load(p_k + base_k, at_k, inside_k).to(tl.float32)
-    b_later = cast(b_k * b_before * b_beta[:, None], DTYPE)
-    b_sum = product(tl.trans(b_pairs), b_later, b_sum, PRECISION)
-    b_gates = tl.fma(b_later.to(tl.float32), b_d, b_gates)  # as strong_gradient_kernel, with the same bits
+    b_later = tf32(b_k * b_before * b_beta[:, None], PRECISION)
+    b_sum = times_pairs(tl.trans(b_pairs), b_later, b_sum, PRECISION)
+    b_gates = tl.fma(b_later, b_d, b_gates)  # as strong_gradient_kernel, with the same bits
     b_d *= b_before
     b_dbeta += tl.sum(b_k * b_d, 1)
     p_parts += ((n * H + h).to(tl.int64) * NJ + j) * BT + tl.arange(0, BT)
@@ -239,10 +272,10 @@ def gradient_kernel(
 
     b_g = gates_at(p_g, h, start, end, j, H, K, BT, BJ)
     b_column = exp2(-gate_sums(p_weights, ONWARD, True, b_g, BT, PRECISION)) * SMALL
-    b_keys = cast(load(p_k + base_k, at_k, inside_k).to(tl.float32) * b_column, DTYPE)
+    b_keys = tf32(load(p_k + base_k, at_k, inside_k).to(tl.float32) * b_column, PRECISION)
     b_d = tl.fma(b_column, b_sum, b_d)
     tl.store(p_dk + base + at, cast(b_d, p_dk.dtype.element_ty), mask=inside)
-    b_gates = tl.fma(-b_keys.to(tl.float32), b_sum, b_gates)
+    b_gates = tl.fma(-b_keys, b_sum, b_gates)
     b_through = b_last[None, :] + tl.zeros([BT, BJ], tl.float32)
     b_gates = weighted(p_weights, ONWARD, False, b_gates, b_through, BT, PRECISION)
     tl.store(p_dg + base + at, cast(b_gates, p_dg.dtype.element_ty), mask=inside)
@@ -280,7 +313,7 @@ def pairs_of(p_pairs, first, beyond, BT: tl.constexpr):
 
 
 @triton.jit
-def as_later(pairs, tokens, factors, begin, sums, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
+def as_later(pairs, tokens, factors, begin, sums, PRECISION: tl.constexpr):
     """Add the pairs' terms for the later token to dq, dk, dG and dbeta; decays are products of these factors. begin:
     start values of the matrix products."""
     b_pq, b_pk = pairs
@@ -289,12 +322,12 @@ def as_later(pairs, tokens, factors, begin, sums, DTYPE: tl.constexpr, PRECISION
     b_of_q, b_of_k = begin
     b_dq, b_dk, b_gates, b_dbeta = sums
     b_k = b_k.to(tl.float32)
-    b_keys = cast(b_k * b_column, DTYPE)
-    b_of_q = product(b_pq, b_keys, b_of_q, PRECISION)
+    b_keys = tf32(b_k * b_column, PRECISION)
+    b_of_q = times_pairs(b_pq, b_keys, b_of_q, PRECISION)
     b_dq = tl.fma(b_row, b_of_q, b_dq)
-    b_gates = tl.fma(cast(b_q.to(tl.float32) * b_row, DTYPE).to(tl.float32), b_of_q, b_gates)
-    b_of_k = product(b_pk, b_keys, b_of_k, PRECISION)
-    b_gates = tl.fma(cast(b_k * b_row * b_beta[:, None], DTYPE).to(tl.float32), b_of_k, b_gates)
+    b_gates = tl.fma(tf32(b_q.to(tl.float32) * b_row, PRECISION), b_of_q, b_gates)
+    b_of_k = times_pairs(b_pk, b_keys, b_of_k, PRECISION)
+    b_gates = tl.fma(tf32(b_k * b_row * b_beta[:, None], PRECISION), b_of_k, b_gates)
     b_of_k *= b_row
     b_dbeta += tl.sum(b_k * b_of_k, 1)
     b_dk = tl.fma(b_of_k, b_beta[:, None] + tl.zeros(b_dq.shape, tl.float32), b_dk)
@@ -302,17 +335,17 @@ def as_later(pairs, tokens, factors, begin, sums, DTYPE: tl.constexpr, PRECISION
 
 
 @triton.jit
-def as_earlier(pairs, tokens, factors, sums, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
+def as_earlier(pairs, tokens, factors, sums, PRECISION: tl.constexpr):
     """Add the pairs' terms for the earlier token to dk and dG."""
     b_pq, b_pk = pairs
     b_q, b_k, b_beta = tokens
     b_row, b_column = factors
     b_dk, b_gates = sums
-    b_later = cast(b_q.to(tl.float32) * b_row, DTYPE)
-    b_sum = product(tl.trans(b_pq), b_later, tl.zeros(b_dk.shape, tl.float32), PRECISION)
-    b_later = cast(b_k.to(tl.float32) * b_row * b_beta[:, None], DTYPE)
-    b_sum = product(tl.trans(b_pk), b_later, b_sum, PRECISION)
-    b_keys = cast(b_k.to(tl.float32) * b_column, DTYPE).to(tl.float32)
+    b_later = tf32(b_q.to(tl.float32) * b_row, PRECISION)
+    b_sum = times_pairs(tl.trans(b_pq), b_later, tl.zeros(b_dk.shape, tl.float32), PRECISION)
+    b_later = tf32(b_k.to(tl.float32) * b_row * b_beta[:, None], PRECISION)
+    b_sum = times_pairs(tl.trans(b_pk), b_later, b_sum, PRECISION)
+    b_keys = tf32(b_k.to(tl.float32) * b_column, PRECISION)
     return tl.fma(b_column, b_sum, b_dk), tl.fma(-b_keys, b_sum, b_gates)
 
 
@@ -331,7 +364,7 @@ def strong_gradient_kernel(
     p_do,  # [tokens, H, V]
     p_r,  # [tokens, H, V]
     p_pairs,  # [NC, H, 2, BT, BT], of pairs_kernel
-    p_parts,  # float32 [NC, H, 2, BT], of pairs_kernel
+    p_parts,  # float32 [NC, H, 3, BT], of pairs_kernel
     p_dq,  # [tokens, H, K]; out
     p_dk,  # [tokens, H, K]; out
     p_dg,  # like p_g; out
@@ -347,13 +380,14 @@ def strong_gradient_kernel(
     REST: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """gradient_kernel for chunks of several stretches, one stretch at a time. Each stretch loads its operands again, to
-    save registers."""
+    """gradient_kernel for chunks of several stretches, one stretch at a time, divided by pairs_kernel's power of two
+    until they are stored. Each stretch loads its operands again, to save registers."""
     n, h = tl.program_id(0) // H, tl.program_id(0) % H  # heads of a token are adjacent in memory
     packed = tl.load(p_strong + n * H + h)
     if (packed == 0) | ((packed >> 24 < BT) != REST):
         return
-    DTYPE: tl.constexpr = tl.bfloat16 if PRECISION == "bf16" else tl.float32
+    p_size = p_parts + (n * H + h).to(tl.int64) * (3 * BT) + 2 * BT
+    size, inverse = tl.load(p_size), tl.load(p_size + 1)
     p_parts += sums_at(n, h, H, BT)
     b_dbeta = tl.load(p_parts + BT)
     start, end, at_t, inside_t, b_beta = chunk_of(p_chunks, p_beta, n, h, H, BT)
@@ -372,7 +406,7 @@ def strong_gradient_kernel(
             b_x = product(load(p_r + base_v, at_v, inside_v), b_state, b_x, PRECISION)
         b_same = tl.load(p_parts)[:, None]
         b_dk = b_same * load(p_q + base_k, at_k, inside_k).to(tl.float32)
-        b_of_q, b_of_k = b_dq * (scale * SMALL), b_x * -SMALL
+        b_of_q, b_of_k = b_dq * inverse * (scale * STRONG_SMALL), b_x * inverse * -STRONG_SMALL
         b_dq = b_same * load(p_k + base_k, at_k, inside_k).to(tl.float32)
         b_gates = b_zeros
         i, first, anchor = 0, 0, 0
@@ -387,7 +421,6 @@ def strong_gradient_kernel(
                 after_anchor(b_sums),
                 (b_of_q, b_of_k),
                 (b_dq, b_dk, b_gates, b_dbeta),
-                DTYPE,
                 PRECISION,
             )
             tl.debug_barrier()
@@ -396,7 +429,6 @@ def strong_gradient_kernel(
                 (load(p_q + base_k, at_k, inside_k), load(p_k + base_k, at_k, inside_k), b_beta),
                 after_anchor(b_sums),
                 (b_dk, b_gates),
-                DTYPE,
                 PRECISION,
             )
             b_of_q, b_of_k = b_zeros, b_zeros
@@ -411,10 +443,10 @@ def strong_gradient_kernel(
             tokens = load(p_q + base_k, at_k, inside_k), load(p_k + base_k, at_k, inside_k), b_beta
             factors = b_factor, b_factor
             b_dq, b_dk, b_gates, b_dbeta = as_later(
-                pairs, tokens, factors, (b_zeros, b_zeros), (b_dq, b_dk, b_gates, b_dbeta), DTYPE, PRECISION
+                pairs, tokens, factors, (b_zeros, b_zeros), (b_dq, b_dk, b_gates, b_dbeta), PRECISION
             )
-            b_dk, b_gates = as_earlier(pairs, tokens, factors, (b_dk, b_gates), DTYPE, PRECISION)
-        tl.store(p_dq + base + at, cast(b_dq, p_dq.dtype.element_ty), mask=inside)
+            b_dk, b_gates = as_earlier(pairs, tokens, factors, (b_dk, b_gates), PRECISION)
+        tl.store(p_dq + base + at, cast(b_dq * size, p_dq.dtype.element_ty), mask=inside)
         b_by_state = tl.zeros([BT, BJ], tl.float32)
         b_last = tl.zeros([BJ], tl.float32)
         for i_v in range((V + BV - 1) // BV):
@@ -425,11 +457,11 @@ def strong_gradient_kernel(
             b_by_state = product(load(p_v_new + base_v, at_v, inside_v), tl.trans(b_dstate), b_by_state, PRECISION)
         b_g = gates_at(p_g, h, start, end, j, H, K, BT, BJ)
         b_by_state *= exp2(gate_sums(p_weights, BEFORE, True, b_g, BT, PRECISION))
-        tl.store(p_dk + base + at, cast(b_dk + b_by_state, p_dk.dtype.element_ty), mask=inside)
+        tl.store(p_dk + base + at, cast(b_dk * size + b_by_state, p_dk.dtype.element_ty), mask=inside)
         # not a difference of sums over all tokens and over later ones: it may be much smaller than both
         b_through = (b_last * exp2(tl.sum(b_g, 0)))[None, :] + b_zeros
         b_by_state *= load(p_k + base_k, at_k, inside_k).to(tl.float32)
         b_through = weighted(p_weights, BEFORE, False, b_by_state, b_through, BT, PRECISION)
-        b_gates = weighted(p_weights, ONWARD, False, b_gates, b_through, BT, PRECISION)
+        b_gates = weighted(p_weights, ONWARD, False, b_gates * size, b_through, BT, PRECISION)
         tl.store(p_dg + base + at, cast(b_gates, p_dg.dtype.element_ty), mask=inside)
-    tl.store(p_dbeta + at_t, cast(b_dbeta, p_dbeta.dtype.element_ty), mask=inside_t)
+    tl.store(p_dbeta + at_t, cast(b_dbeta * size, p_dbeta.dtype.element_ty), mask=inside_t)

@@ -1,12 +1,12 @@
 """Gated DeltaNet inside of a chunk and from chunk to chunk: one gate per head. delta_chunks.py defines the symbols.
 
-Only Aqk, T = (1 + Akk)^-1 and three factors of each token are stored, not w, u, kg and qg. With before = e^G_t and
+Only Aqk, T - 1 and three factors of each token are stored, not w, u, kg and qg. With before = e^G_t and
 behind = e^(G - G_t), factors of a token's row, and D = e^G:
 
     v_new = T beta (v - before k S)      o = scale before q S + Aqk v_new      S' = D S + (behind k)^T v_new
     r = T^T dv_new,  dv_new = Aqk^T do + behind k dS'      dS = D dS' + (scale before q)^T do - (before beta k)^T r
 
-scalar_operands_kernel    Aqk, T and the factors of each chunk alone
+scalar_operands_kernel    Aqk, T - 1 and the factors of each chunk alone
 scalar_summary_kernel     as summary_kernel of delta.py
 scalar_states_kernel      from chunk to chunk: o; or, for backward, the states and v_new
 scalar_adjoint_kernel     from the last chunk to the first: the gradients of the states and r
@@ -117,7 +117,7 @@ def scalar_operands_kernel(
     p_beta,  # [tokens, H]
     p_chunks,  # int32 [NC, 2]
     p_scores,  # Aqk [tokens, H, BT]; out
-    p_solved,  # T [tokens, H, BT]; out
+    p_solved,  # T - 1 [tokens, H, BT]; out
     p_factors,  # float32 [NC, H, 3, BT]; out
     scale,  # float
     H: tl.constexpr,
@@ -127,7 +127,7 @@ def scalar_operands_kernel(
     BJ: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Aqk, T and the factors of one chunk and head: even programs compute T and the factors, odd ones Aqk."""
+    """Aqk, T - 1 and the factors of one chunk and head: even programs compute T - 1 and the factors, odd ones Aqk."""
     i = tl.program_id(0)
     n, h = i // (2 * H), i // 2 % H  # heads of a token are adjacent in memory
     start, end, at_t, inside_t, b_beta = chunk_of(p_chunks, p_beta, n, h, H, BT)
@@ -180,7 +180,7 @@ def scalar_summary_kernel(
     p_k,  # [tokens, HK, K]
     p_v,  # [tokens, H, V]
     p_factors,  # float32 [NC, H, 3, BT]
-    p_solved,  # T [tokens, H, BT]
+    p_solved,  # T - 1 [tokens, H, BT]
     p_segments,  # int32 [NS, SEGMENT_WORDS]
     p_transition,  # float32 [NS, H, K, K]; out
     p_local,  # float32 [NS, H, K, V]; out
@@ -212,7 +212,7 @@ def scalar_summary_kernel(
         b_k = load(p_k, at_k, inside_k)
         b_a = times_keys(b_z, b_k, p_k, diagonal, h // (H // HK), first, end, i_r, HK, K, BT, BR, PRECISION)
         b_a *= b_behind[None, :]
-        b_a = product(b_a, load(p_solved, at_a, inside_a), tl.zeros([BR, BT], tl.float32), PRECISION)
+        b_a = product(b_a, load(p_solved, at_a, inside_a), b_a, PRECISION)
         b_a *= b_beta[None, :]
         b_local = product(b_a, load(p_v, at_v, inside_v), b_local, PRECISION)
         b_z = product(b_a * -b_before[None, :], b_k, b_z * decay, PRECISION)
@@ -226,7 +226,7 @@ def scalar_states_kernel(
     p_v,  # [tokens, H, V]
     p_factors,  # float32 [NC, H, 3, BT]
     p_scores,  # Aqk [tokens, H, BT]; None without p_o
-    p_solved,  # T [tokens, H, BT]
+    p_solved,  # T - 1 [tokens, H, BT]
     p_segments,  # int32 [NS, SEGMENT_WORDS]
     p_incoming,  # float32 [NS, H, K, V]
     p_through,  # float32 [NS, H, K, K]; None: nothing enters this rank
@@ -261,7 +261,7 @@ def scalar_states_kernel(
         b_v = tl.trans(load(p_v, at_v, inside_v)).to(tl.float32)
         b_v = (b_v - b_p * b_before[None, :]) * b_beta[None, :]
         b_solved = tl.trans(load(p_solved, at_a, inside_a))
-        b_v = product(b_v, b_solved, tl.zeros([BV, BT], tl.float32), PRECISION)
+        b_v = product(b_v, b_solved, b_v, PRECISION)
         if p_o is not None:
             b_o = product(b_state, tl.trans(load(p_q, at_k, inside_k)), tl.zeros([BV, BT], tl.float32), PRECISION)
             b_o *= (b_before * scale)[None, :]
@@ -285,7 +285,7 @@ def scalar_adjoint_kernel(
     p_factors,  # float32 [NC, H, 3, BT]
     p_do,  # [tokens, H, V]
     p_scores,  # Aqk [tokens, H, BT]
-    p_solved,  # T [tokens, H, BT]
+    p_solved,  # T - 1 [tokens, H, BT]
     p_segments,  # int32 [NS, SEGMENT_WORDS]
     p_incoming,  # float32 [NS, H, K, V]; in and out, see load_incoming; this and what follows up to p_dinitial: or None
     p_through,  # float32 [NS, H, K, K]; None: nothing enters this rank
@@ -324,7 +324,7 @@ def scalar_adjoint_kernel(
         b_k = load(p_k, at_k, inside_k)
         b_dv = product(b_state, tl.trans(b_k), tl.zeros([BV, BT], tl.float32), PRECISION) * b_behind[None, :]
         b_dv = product(b_do, load(p_scores, at_a, inside_a), b_dv, PRECISION)
-        b_r = product(b_dv, load(p_solved, at_a, inside_a), tl.zeros([BV, BT], tl.float32), PRECISION)
+        b_r = product(b_dv, load(p_solved, at_a, inside_a), b_dv, PRECISION)
         if EVERY_CHUNK:
             at_s, inside_s = state_at((chunk + n) * H + h, i_v, K, V, BK, BV)
             store_gradients(p_dstates, p_r, b_state, b_r, at_s, inside_s, at_v, inside_v)

@@ -82,12 +82,13 @@ def test_kda_is_as_near_as_flas(run, size, kind, dtype, cuts, beta):
     + [("weak", BF16, "packed"), ("weak", F32, "one")],
 )
 @pytest.mark.kernels
-def test_own_chunks_are_near_flas(run, size, kind, dtype, cuts):
-    """Our own chunk kernels have errors near fla's, and the same bits with stragglers."""
+def test_own_chunks_are_as_near_as_flas(run, size, kind, dtype, cuts):
+    """Our own chunk kernels have at most fla's errors, and the same bits with stragglers. The bound is 10 %, as above:
+    dbeta has few numbers here."""
     tokens = [(700, 1000)[rank] for rank in range(size)]
     for errors in run(size, beside_fla_case, tokens, kind, dtype, cuts, beta=None, chunk="allscan"):
-        for name, (ours, theirs) in errors.items():
-            assert ours <= 1.5 * theirs + 1e-5, (name, ours, theirs)
+        wrong = {name: pair for name, pair in errors.items() if not pair[0] <= 1.1 * pair[1] + 1e-5}
+        assert not wrong, wrong
 
 
 def gated_case(group, tokens, kind, dtype, cuts, chunk):

@@ -19,7 +19,7 @@ LARGE = (
     "test_packed_at_size",
     "test_many_rows_of_16_bits",
     "test_kda_is_as_near_as_flas",
-    "test_own_chunks_are_near_flas",
+    "test_own_chunks_are_as_near_as_flas",
     "test_gated_delta_rule",
     "test_error_is_no_larger_than_flas",
     "test_peaks_are_those_estimated",

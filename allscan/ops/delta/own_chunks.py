@@ -38,7 +38,7 @@ def chunk_blocks(BK: int, BV_max: int, dtype: torch.dtype) -> dict[str, dict[str
         pairs=both if fine else both | dict(BV=128),
         gradient=both if fine else both | dict(BJ=32, BV=128),
         dbeta=dict(num_warps=1),
-        strong_gradient=both,
+        strong_gradient=both if fine else both | dict(BJ=32, BV=128),
     )
 
 
@@ -60,7 +60,7 @@ class ChunkPass(StatePass):
         self.fine = torch.bfloat16 if self.dtype == torch.bfloat16 else torch.float32
 
     def whole_forward(self, x: Inputs, ends: Ends, saved_states: SavedStates, scale: float) -> list[Any]:
-        """Run the whole forward pass; return (o, Aqk, T). Fills ``saved_states`` and ``ends`` as ``forward`` does."""
+        """Run the whole forward pass; return (o, Aqk, T - 1). Fills ``saved_states`` and ``ends`` like ``forward``."""
         return self._run(self.record_forward, x, ends, saved_states, scale=scale)
 
     def whole_backward(
@@ -137,7 +137,7 @@ class ChunkPass(StatePass):
         sizes = dict(H=self.H, BT=CHUNK_TOKENS, NJ=columns)
         plan.launch(dbeta_kernel, (programs,), parts, chunks, strong, dbeta, **sizes, **self.blocks["dbeta"])
         pairs = plan.scratch(programs, 2, CHUNK_TOKENS, CHUNK_TOKENS, dtype=self.fine)
-        parts = plan.scratch(programs, 2, CHUNK_TOKENS)
+        parts = plan.scratch(programs, 3, CHUNK_TOKENS)
         inputs, outputs = (v, beta, chunks, strong, v_new, do, r), (dv, pairs, parts)
         self._launch_chunks(plan, "pairs", pairs_kernel, *inputs, *outputs, scale=scale)
         inputs = q, k, g, beta, chunks, strong, weights, h, dh, v_new, do, r, pairs, parts

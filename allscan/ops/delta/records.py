@@ -65,7 +65,7 @@ class Saved(NamedTuple):
     """Intermediates of the chunks that are saved for backward, in a dtype of the size of q's."""
 
     scores: Any  # Aqk [B, T, heads of v, 64], or empty
-    solved: Any  # Akk, of the same shape
+    solved: Any  # T - 1 of our own kernels, T of fla's, of the same shape
 
 
 class Outer(NamedTuple):
@@ -101,7 +101,7 @@ class OfOutput(NamedTuple):
     do: Any
     dv: Any
     scores: Any = None
-    solved: Any = None  # T: then r = T^T dv' is computed in place of dv'
+    solved: Any = None  # T - 1: then r = T^T dv' is computed in place of dv'
 
 
 class Ends(NamedTuple):

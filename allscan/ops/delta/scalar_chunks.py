@@ -65,7 +65,7 @@ def scalar_blocks_of_cpus(BK: int, BV_max: int) -> dict[str, dict[str, int]]:
 
 
 class ScalarChunkPass(ChunkPass):
-    """A ChunkPass of one gate a head: between the kernels there are Aqk, T and factors of tokens alone."""
+    """A ChunkPass of one gate a head: between the kernels there are Aqk, T - 1 and factors of tokens alone."""
 
     def __init__(self, comm: Communicator, layout: Layout, shape: DeltaShape) -> None:
         super().__init__(comm, layout, shape)
