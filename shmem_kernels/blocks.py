@@ -41,7 +41,7 @@ def cast(x, dtype, _semantic=None) -> core.tensor:
     if dtype == tl.bfloat16 and x.dtype == tl.float32:
         bits = x.to(tl.int32, bitcast=True)
         bits = (bits + ((bits >> 16) & 1) + 0x7FFF) & -65536  # the interpreter makes denormals, even 0, 2 ** -126
-        x = bits.to(tl.float32, bitcast=True)
+        x = tl.where(x == x, bits.to(tl.float32, bitcast=True), float("nan"))
     return x.to(dtype)
 
 

@@ -11,17 +11,18 @@ operands_kernel   Aqk and T, unless they are inputs; w, u, kg, qg and G of each 
 anchors_kernel    between the two, for strong chunks: the first tokens of their stretches
 output_kernel     from chunk to chunk of a segment: o, without storing states
 
-Between them the segments' states are sent, see delta.py. T - 1 is stored, and T x computed as x + (T - 1) x, with x
-in float32: as an operand of the product x is rounded, but T's diagonal is 1.
+Between them the segments' states are sent, see delta.py. T - 1 is stored, and T x computed as x + (T - 1) x: as an
+operand of the product x is rounded, but T's diagonal is 1. x is float32; for w in forward it is rounded once before.
 
 **Decays between two tokens.** For a product of matrices e^(G_t - G_s) must be a factor of t times a factor of s. The
 tokens of a chunk are divided into stretches. The first stretch begins with the chunk. A new one begins with each token
-at which the sum of any channel's gates since the start of the stretch is below -LIMIT; only gates up to that token
-count, so that nothing depends on later tokens. A chunk of one stretch is weak, others are strong. The anchor of a
-stretch is the end of its first token (of the first stretch: the beginning of the chunk). A token of the stretch has the
-factor e^(sum from the anchor on), and as the earlier token of a pair e^-(the same sum); a token before the stretch
-e^(sum up to the anchor). Tokens beyond 4 stretches, the rest, are paired by halves: of 2n tokens, n = 32 to 1, the
-later n have e^(sum from the middle on), the earlier n e^(sum up to the middle); and each token is paired with itself.
+at which the sum of any channel's gates since the start of the stretch is below -LIMIT, or any gate below MILD; only
+gates up to that token count, so that nothing depends on later tokens. A chunk is weak, and one stretch, if no channel's
+sum is below MILD; others are strong. The anchor of a stretch is the end of its first token (of the first stretch: the
+beginning of the chunk). A token of the stretch has the factor e^(sum from the anchor on), and as the earlier token of a
+pair e^-(the same sum); a token before the stretch e^(sum up to the anchor). Tokens beyond 4 stretches, the rest, are
+paired by halves: of 2n tokens, n = 32 to 1, the later n have e^(sum from the middle on), the earlier n e^(sum up to the
+middle); and each token is paired with itself.
 
 So no relevant factor is above e^LIMIT, and a sum has the gates between two tokens only: exact for every gate, except
 that factors below 2^-71, in strong chunks 2^-46, are 0. tests/support/delta_chunks.py has the same in float64, with the
@@ -59,7 +60,7 @@ from .segment_table import ENTERED, FLAGS, LAST, SEQUENCE, segment
 # To base 2. Sums of the same gates, also of gates rounded to 16 bits for bfloat16 products, differ by less than 2^-7
 # by the order of additions: hence the margins
 LIMIT = tl.constexpr(160.0)
-STEEP = tl.constexpr(-LIMIT.value + 0.03125)  # a stretch ends at a sum below it
+STEEP = tl.constexpr(-LIMIT.value + 0.03125)  # a stretch ends at a sum below it, or at a gate below MILD
 MILD = tl.constexpr(-123.9375)  # a chunk is weak if no sum is below it
 # Weak chunks: e^G_t is multiplied by BIG and e^-G_s by SMALL. Both are then within 2^-69 and 2^69, and their products
 # with queries, keys and gradients are in float32's range: without, a gradient of 1e-9 lost digits, and one of 2e7
@@ -176,8 +177,10 @@ def anchors_kernel(
     for first in range(0, BT, 8):
         for t in tl.static_range(8):
             at = (start + first + t).to(tl.int64) * H + h
-            b_sum += load_gates(p_g, at * K + c, (c < K) & (start + first + t < end))
-            steep = tl.max((b_sum < STEEP).to(tl.int32), 0) > 0
+            b_g = load_gates(p_g, at * K + c, (c < K) & (start + first + t < end))
+            b_sum += b_g
+            # a sum with a gate like -inf, here -128, would leave few digits to those after it
+            steep = tl.max(((b_sum < STEEP) | (b_g < MILD)).to(tl.int32), 0) > 0
             b_sum = tl.where(steep, 0.0, b_sum)
             packed += tl.where(steep & (i < 32), (first + t - BT) << i, 0)
             i += tl.where(steep, 8, 0)
@@ -326,14 +329,13 @@ def operands_kernel(
         tl.store(p_qg + base + at, cast(b_q * b_before, p_qg.dtype.element_ty), mask=inside)
         b_kb = b_k * b_before * b_beta[:, None]
         b_total = tl.sum(b_g, 0)
-        b_kb = cast(b_kb, p_w.dtype.element_ty)
         if SOLVED:
-            b_w = product(b_solved, b_kb, b_kb.to(tl.float32), PRECISION)
+            b_w = product(b_solved, b_kb, b_kb, PRECISION)
             tl.store(p_w + base + at, cast(b_w, p_w.dtype.element_ty), mask=inside)
             tl.store(p_sums + (n * H + h).to(tl.int64) * K + j * BJ + c, b_total, mask=j * BJ + c < K)
             b_least = tl.minimum(b_least, b_total)
         else:
-            tl.store(p_w + base + at, b_kb, mask=inside)  # until T is computed
+            tl.store(p_w + base + at, cast(b_kb, p_w.dtype.element_ty), mask=inside)  # until T is computed
             if STRONG:
                 b_aq, b_ak = add_strong_pairs(b_aq, b_ak, b_q, b_k, b_g, p_weights, packed, BT, PRECISION)
             else:

@@ -132,10 +132,11 @@ def inner(p_x, p_y, place_s, K: tl.constexpr, V: tl.constexpr, BJ: tl.constexpr,
 
 @triton.jit
 def power_of_two(b_x, b_y):
-    """Return (2^n, 2^-n), with 2^n the largest power of two up to all numbers' absolute values, within 2^-60 and
-    2^60."""
+    """Return (2^n, 2^-n), with 2^n the largest power of two up to the largest absolute value, within 2^-60 and 2^40;
+    2^-40 if all are 0: then the state's terms alone remain."""
     largest = tl.maximum(tl.max(tl.abs(b_x)), tl.max(tl.abs(b_y)))
-    n = tl.minimum(tl.maximum(largest.to(tl.int32, bitcast=True) >> 23, 67), 187)
+    n = tl.minimum(tl.maximum(largest.to(tl.int32, bitcast=True) >> 23, 67), 167)
+    n = tl.where(largest == 0.0, 87, n)
     return (n << 23).to(tl.float32, bitcast=True), ((254 - n) << 23).to(tl.float32, bitcast=True)
 
 
@@ -163,7 +164,7 @@ def pairs_kernel(
 ):
     """For one strong chunk and head: dv; scale dAqk and dAkk, s < t (pairs [NC, H, 2, BT, BT]); and sums, see
     sums_at. Pairs and sums are divided by a power of two, stored behind the sums with its inverse, so that the largest
-    pair is about 1: their products with factors up to 2^80 then are in float32's range."""
+    pair is at most 2, and their products with factors up to 2^80 are in float32's range."""
     n, h = tl.program_id(0) // H, tl.program_id(0) % H  # heads of a token are adjacent in memory
     if tl.load(p_strong + n * H + h) == 0:
         return
@@ -172,13 +173,15 @@ def pairs_kernel(
     b_dbeta = of_values(p_v, p_r, p_dv, b_beta, place, H, V, BT, BV)
     b_pq = times_values(p_do, p_v_new, place, H, V, BT, BV, PRECISION) * scale
     b_pk = times_values(p_r, p_v_new, place, H, V, BT, BV, PRECISION)
+    b_pq = tl.where(lower(BT, 0), b_pq, 0.0)
+    b_pk = tl.where(lower(BT, 1), b_pk, 0.0)
     size, inverse = power_of_two(b_pq, b_pk)
     b_pq *= inverse
     b_pk *= inverse
     p_pairs += (n * H + h).to(tl.int64) * (2 * BT * BT)
     at_p = tl.arange(0, BT)[:, None] * BT + tl.arange(0, BT)[None, :]
     tl.store(p_pairs + at_p, cast(tl.where(lower(BT, 1), b_pq, 0.0), p_pairs.dtype.element_ty))
-    tl.store(p_pairs + BT * BT + at_p, cast(tl.where(lower(BT, 1), -b_pk, 0.0), p_pairs.dtype.element_ty))
+    tl.store(p_pairs + BT * BT + at_p, cast(-b_pk, p_pairs.dtype.element_ty))
     p_sums = p_parts + sums_at(n, h, H, BT)
     tl.store(p_sums, same_of(b_pq, BT))
     tl.store(p_sums + BT, b_dbeta * inverse)
@@ -380,7 +383,7 @@ def strong_gradient_kernel(
     REST: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """gradient_kernel for chunks of several stretches, one stretch at a time, divided by pairs_kernel's power of two
+    """gradient_kernel for strong chunks, one stretch at a time, divided by pairs_kernel's power of two
     until they are stored. Each stretch loads its operands again, to save registers."""
     n, h = tl.program_id(0) // H, tl.program_id(0) % H  # heads of a token are adjacent in memory
     packed = tl.load(p_strong + n * H + h)
@@ -406,7 +409,7 @@ def strong_gradient_kernel(
             b_x = product(load(p_r + base_v, at_v, inside_v), b_state, b_x, PRECISION)
         b_same = tl.load(p_parts)[:, None]
         b_dk = b_same * load(p_q + base_k, at_k, inside_k).to(tl.float32)
-        b_of_q, b_of_k = b_dq * inverse * (scale * STRONG_SMALL), b_x * inverse * -STRONG_SMALL
+        b_of_q, b_of_k = b_dq * (inverse * STRONG_SMALL * scale), b_x * (inverse * -STRONG_SMALL)
         b_dq = b_same * load(p_k + base_k, at_k, inside_k).to(tl.float32)
         b_gates = b_zeros
         i, first, anchor = 0, 0, 0

@@ -20,12 +20,12 @@ Backward, with dS' the gradient of the chunk's outgoing state:
 
 Decays between two tokens. For a product of matrices e^(G_t - G_s) must be (a factor of t) x (a factor of s). The tokens
 of a chunk are divided into stretches. The first begins with the chunk. A new one begins with each token t at which the
-sum of any channel's gates since the start of the stretch is below -LIMIT; only gates up to t count, so that nothing
-depends on later tokens. The anchor A of a stretch is the end of its first token (of the first stretch: the beginning of
-the chunk). Tokens t of the stretch have the factor e^(G_t - G_A), at most 1; tokens s of it and before it e^(G_A -
-G_s), at most e^LIMIT in relevant pairs. Tokens beyond 4 stretches, the rest, are paired by halves: of 2n tokens, n =
-32 .. 1, the later n have e^(sum from the middle on), the earlier n e^(sum to the middle), both at most 1; and each
-token is paired with itself.
+sum of any channel's gates since the start of the stretch is below -LIMIT, or any gate below -WEAK, since a sum with it
+would leave few digits to those after it; only gates up to t count, so that nothing depends on later tokens. The anchor
+A of a stretch is the end of its first token (of the first stretch: the beginning of the chunk). Tokens t of the stretch
+have the factor e^(G_t - G_A), at most 1; tokens s of it and before it e^(G_A - G_s), at most e^LIMIT in relevant pairs.
+Tokens beyond 4 stretches, the rest, are paired by halves: of 2n tokens, n = 32 .. 1, the later n have e^(sum from the
+middle on), the earlier n e^(sum to the middle), both at most 1; and each token is paired with itself.
 
 A sum contains the gates between two tokens only. -inf is replaced by -128 ln 2, whose e is 0 in float32. So the result
 is exact for every gate, except that kernels treat factors below 2^-71, in strong chunks 2^-46, as 0. LIMIT = 160 ln 2
@@ -36,10 +36,10 @@ gradients to bfloat16: 2^-9. T - 1 is stored, and T x computed as x + (T - 1) x:
 (two bfloat16 parts), the same in all sums: an error of 2^-17 G in a decay, much less than the decay's rounding where
 the decay is relevant. Sums are float32. Scores use TF32. T is also computed by halves: with X the inverses of diagonal
 blocks of n and A' the part of Akk between the blocks of a pair, X - X A' X; forward substitution by blocks. Its TF32
-products, with rounded operands, add 2^-11 of |X| |A'| |X| each, before T - 1 is rounded to 2^-9. w, u, kg, qg, v_new
-are rounded once; in delta_scalar.py, beta (v - k e^G S), v_new, r, and the latter two times their factors. dG uses the
-rounded operands: a pair's term in dG_t equals its negative term in dG_s, so that they cancel in the gates after t. For
-strong gates kg's term of dg is a sum over earlier tokens, not a difference.
+products, with rounded operands, add 2^-11 of |X| |A'| |X| each, before T - 1 is rounded to 2^-9. u, kg, qg, v_new are
+rounded once, w twice in forward; in delta_scalar.py, beta (v - k e^G S), v_new, r, and the latter two times their
+factors. dG uses the rounded operands: a pair's term in dG_t equals its negative term in dG_s, so that they cancel in
+the gates after t. For strong gates kg's term of dg is a sum over earlier tokens, not a difference.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ import torch
 
 LN_2 = 0.6931471805599453
 LIMIT = 160.0  # to base 2
+WEAK = 124.0  # a chunk is weak if no channel's gates sum up to less than minus this
 LEAST = -128.0  # replaces gates below it
 
 
@@ -72,7 +73,8 @@ def levels(g):
     first, anchor = (torch.full((*g.shape[:-2], 1, 1), x, device=g.device) for x in (0, -1))
     for _ in range(4):
         sums = ones.tril() @ (g * (t > anchor))
-        beyond = torch.where(sums < -LIMIT, t, C).amin((-2, -1), keepdim=True)
+        steep = (sums < -LIMIT) | (g < -WEAK) & (t > anchor)
+        beyond = torch.where(steep, t, C).amin((-2, -1), keepdim=True)
         column = ones.triu(1) @ (g * (t <= anchor)) - sums
         yield sums.exp2() * ((t >= first) & (t < beyond)), column.clamp(max=LIMIT).exp2(), ones.tril() > 0
         first = anchor = beyond

@@ -14,7 +14,7 @@ from allscan.reference import delta_reference
 from allscan.shmem_kernels.delta_scalar import scalar_operands_kernel
 from bench import harness, local_delta
 from support.delta import LOG2_E, NAMES, DeltaCase, Whole, of_rank, own_case
-from support.delta_chunks import chunked
+from support.delta_chunks import WEAK, chunked
 from support.fla import delta_recurrence
 from support.gla import BF16, F32
 from support.values import place, raised, relative, relative_all
@@ -68,6 +68,22 @@ def test_strong_gates(run, rule, strength):
     """These gates, for which fla's chunk kernels lose digits (docs/delta.md) or return NaN, are as exact as others."""
     for errors in run(2, strong_case, rule, strength):
         assert max(errors.values()) < 2e-6, errors
+
+
+def one_strong_gate_case(group, at, strength):
+    """Return errors where only token ``at`` has a strong gate, and all others weak ones."""
+    with allscan.Communicator(group) as comm:
+        whole = Whole(DeltaCase("kda", [94], gates="weak", K=32), comm.device)
+        whole.g[:, at] = strength
+        return relative_all(NAMES, whole.ours(comm, place(comm, [94]), chunk="allscan"), whole.reference())
+
+
+@pytest.mark.parametrize("at", [0, 10])
+@pytest.mark.parametrize("strength", [-90.0, -110.0, -float("inf")])
+def test_one_strong_gate(run, at, strength):
+    """Sums after it do not contain it, and keep their digits."""
+    [errors] = run(1, one_strong_gate_case, at, strength)
+    assert max(errors.values()) < 2e-6, errors
 
 
 def large_case(group, case):
@@ -172,7 +188,24 @@ def test_a_prefix_does_not_depend_on_what_follows(run):
     assert all("chunk must be one of" in answer for answer in run(2, prefix_case))
 
 
-WEAK = 124.0  # a chunk is weak if no channel's gates sum up to less than minus this, to base 2
+def large_values_case(group, dtype):
+    """Return whether o and the gradients of a chunk's first tokens have the same bits if later values are large."""
+    with allscan.Communicator(group) as comm:
+        cut, tokens, found = 41, [64 + 30], []
+        for factor in (1.0, 2.0**40):
+            whole = Whole(DeltaCase("kda", tokens, gates="strong", dtype=dtype), comm.device)
+            whole.v[:, cut:] *= factor
+            whole.do[:, cut:] = 0.0
+            whole.dfinal.zero_()
+            o, _, *grads = whole.ours(comm, place(comm, tokens), chunk="allscan")
+            found.append([o, *grads[:5]])
+        return {name: torch.equal(a[:, :cut], b[:, :cut]) for name, a, b in zip("o q k v g beta".split(), *found)}
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_a_prefix_does_not_depend_on_large_later_values(run, dtype):
+    [same] = run(1, large_values_case, dtype)
+    assert all(same.values()), same
 
 
 def gates_at_the_limit(tokens):
