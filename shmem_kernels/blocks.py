@@ -49,8 +49,8 @@ def cast(x, dtype, _semantic=None) -> core.tensor:
 def rounded_to_tf32(x, _semantic=None) -> core.tensor:
     """Round float32 to the 11 bits of TF32: a product would truncate. NaN stays NaN, also the GPU's NaN 0x7FFFFFFF."""
     if _semantic is None:
-        x = tl.minimum(x.to(tl.int32, bitcast=True), 0x7FFFEFFF)
-        return ((x + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+        bits = (tl.minimum(x.to(tl.int32, bitcast=True), 0x7FFFEFFF) + 0x1000) & -0x2000
+        return tl.where(x == x, bits.to(tl.float32, bitcast=True), x)
     return core.inline_asm_elementwise(
         "{.reg .b32 t; mov.b32 t, $1; min.s32 t, t, 0x7FFFEFFF; add.s32 t, t, 0x1000; mov.b32 $0, t;}",
         "=f,f",

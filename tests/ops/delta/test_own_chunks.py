@@ -309,6 +309,22 @@ def test_errors_are_at_most_flas(run, gates):
     assert all(errors[name] <= 1.02 * most for name, most in ERRORS_OF_FLA[gates].items()), errors
 
 
+def nan_case(group, rule):
+    """Return o and dv of bfloat16 inputs where beta of token 10 and head 0 is a NaN with all bits set."""
+    with allscan.Communicator(group) as comm:
+        leaves, do = local_delta.drawn(local_delta.Shape(94, 2, rule=rule), 94, comm.device)
+        leaves[4].data.view(torch.int32)[0, 10, 0] = -1
+        operator = getattr(allscan, f"zeco_{rule}")
+        o, _, _, dv, *_ = harness.step(leaves, do, lambda *x: operator(*x, comm=comm, chunk="allscan")[0], True)
+        return o, dv
+
+
+@pytest.mark.parametrize("rule", ["kda", "gated_delta_rule"])
+def test_nan_stays_nan(run, rule):
+    [(o, dv)] = run(1, nan_case, rule)
+    assert o[:, 10:, 0].isnan().all() and dv[:, :11, 0].isnan().all() and not o[:, :, 1].isnan().any()
+
+
 def triangle_case(group, dtype):
     """Error of Gated DeltaNet's T, before it is rounded, of a chunk of 60 tokens with similar keys."""
     with allscan.Communicator(group):
