@@ -54,9 +54,9 @@ def times_pairs(b_pairs, b_x, b_sum, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def sums_at(n, h, H: tl.constexpr, BT: tl.constexpr):
-    """Return the offsets of pairs_kernel's sums: dAqk[t, t], and, BT numbers further, its terms of dbeta."""
-    return (n * H + h).to(tl.int64) * (3 * BT) + tl.arange(0, BT)
+def parts_at(n, h, H: tl.constexpr, BT: tl.constexpr):
+    """Return the offset of pairs_kernel's parts: BT numbers dAqk[t, t], BT terms of dbeta, a scale and its inverse."""
+    return (n * H + h).to(tl.int64) * (3 * BT)
 
 
 @triton.jit
@@ -151,7 +151,7 @@ def pairs_kernel(
     p_r,  # [tokens, H, V]
     p_dv,  # [tokens, H, V]; out
     p_pairs,  # [NC, H, 2, BT, BT]; out
-    p_parts,  # float32 [NC, H, 3, BT]; out: sums, see sums_at, and two scales
+    p_parts,  # float32 [NC, H, 3, BT]; out, see parts_at
     scale,  # float
     H: tl.constexpr,
     HK: tl.constexpr,
@@ -163,8 +163,8 @@ def pairs_kernel(
     PRECISION: tl.constexpr,
 ):
     """For one strong chunk and head: dv; scale dAqk and dAkk, s < t (pairs [NC, H, 2, BT, BT]); and sums, see
-    sums_at. Pairs and sums are divided by a power of two, stored behind the sums with its inverse, so that the largest
-    pair is at most 2, and their products with factors up to 2^80 are in float32's range."""
+    parts_at. Pairs and sums are divided by a power of two, so that the largest pair is at most 2, and their products
+    with factors up to 2^80 are in float32's range."""
     n, h = tl.program_id(0) // H, tl.program_id(0) % H  # heads of a token are adjacent in memory
     if tl.load(p_strong + n * H + h) == 0:
         return
@@ -182,12 +182,12 @@ def pairs_kernel(
     at_p = tl.arange(0, BT)[:, None] * BT + tl.arange(0, BT)[None, :]
     tl.store(p_pairs + at_p, cast(tl.where(lower(BT, 1), b_pq, 0.0), p_pairs.dtype.element_ty))
     tl.store(p_pairs + BT * BT + at_p, cast(-b_pk, p_pairs.dtype.element_ty))
-    p_sums = p_parts + sums_at(n, h, H, BT)
-    tl.store(p_sums, same_of(b_pq, BT))
-    tl.store(p_sums + BT, b_dbeta * inverse)
-    p_parts += (n * H + h).to(tl.int64) * (3 * BT) + 2 * BT
-    tl.store(p_parts, size)
-    tl.store(p_parts + 1, inverse)
+    p_parts += parts_at(n, h, H, BT)
+    t = tl.arange(0, BT)
+    tl.store(p_parts + t, same_of(b_pq, BT))
+    tl.store(p_parts + BT + t, b_dbeta * inverse)
+    tl.store(p_parts + 2 * BT, size)
+    tl.store(p_parts + 2 * BT + 1, inverse)
 
 
 @triton.jit
@@ -389,10 +389,10 @@ def strong_gradient_kernel(
     packed = tl.load(p_strong + n * H + h)
     if (packed == 0) | ((packed >> 24 < BT) != REST):
         return
-    p_size = p_parts + (n * H + h).to(tl.int64) * (3 * BT) + 2 * BT
-    size, inverse = tl.load(p_size), tl.load(p_size + 1)
-    p_parts += sums_at(n, h, H, BT)
-    b_dbeta = tl.load(p_parts + BT)
+    p_parts += parts_at(n, h, H, BT)
+    t = tl.arange(0, BT)
+    size, inverse = tl.load(p_parts + 2 * BT), tl.load(p_parts + 2 * BT + 1)
+    b_dbeta = tl.load(p_parts + BT + t)
     start, end, at_t, inside_t, b_beta = chunk_of(p_chunks, p_beta, n, h, H, BT)
     p_pairs += (n * H + h).to(tl.int64) * (2 * BT * BT)
     for j in range((K + BJ - 1) // BJ):
@@ -407,7 +407,7 @@ def strong_gradient_kernel(
             b_state = tl.trans(load(p_states + base_s, at_s, inside_s))
             b_dq = product(load(p_do + base_v, at_v, inside_v), b_state, b_dq, PRECISION)
             b_x = product(load(p_r + base_v, at_v, inside_v), b_state, b_x, PRECISION)
-        b_same = tl.load(p_parts)[:, None]
+        b_same = tl.load(p_parts + t)[:, None]
         b_dk = b_same * load(p_q + base_k, at_k, inside_k).to(tl.float32)
         b_of_q, b_of_k = b_dq * (inverse * STRONG_SMALL * scale), b_x * (inverse * -STRONG_SMALL)
         b_dq = b_same * load(p_k + base_k, at_k, inside_k).to(tl.float32)
