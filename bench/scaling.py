@@ -1,6 +1,6 @@
 """Extrapolates beyond this machine by a small model, which is first compared with measurements. Needs no GPU.
 
-    python -m bench.scaling                     # reads bench/results/scan.csv; writes scaling.csv and scaling.png there
+    python -m bench.scaling                     # writes bench/results/scaling.csv and scaling.png
     python -m bench.scaling --net-us 3 --net-gbps 100 --node 4
 
 Each method is a sum of latencies and bytes over bandwidth, with P ranks and a state of m bytes:
@@ -16,12 +16,13 @@ Each method is a sum of latencies and bytes over bandwidth, with P ranks and a s
 
     give = a + (L - 1) / L m (1 / B + c) + 2 (L - 1) l          take = a + (L - 1) / L m (1 / B + c) + (L - 1) l
 
-t, a, B and c of the first three are fitted to our measurements (2 and 4 H200s, NVLink, each a launch in a CUDA graph,
-so t includes the launch boundary) by least squares of the relative error. We have no links between nodes to measure: W,
-50 GB/s a GPU, is a 400 Gb/s ConnectX-7 (as in DeepEP's README), and n, 5 us for a put with its signal, is an
-assumption; the table also names the fastest method at 2 and at 10 us. Others have measured 7 us and 47 GB/s for
-NVSHMEM's IBGDA. l, the time to poll a part of a slice that has arrived, is also assumed; virtual ranks
-(allscan.tools.virtual) can measure it.
+t, a, B and c of the first three are fitted to measurements of 2026-11-22 (scan_2026_11_22.csv; 2 and 4 H200s, NVLink,
+each a launch in a CUDA graph, so t includes the launch boundary) by least squares of the relative error. Those of
+2026-11-27 (scan.csv) fit less well: from 8 MiB the model then predicts 37 % too much for the all-gather of 32 MiB. We
+have no links between nodes to measure: W, 50 GB/s a GPU, is a 400 Gb/s ConnectX-7 (as in DeepEP's README), and n, 5 us
+for a put with its signal, is an assumption; the table also names the fastest method at 2 and at 10 us. Others have
+measured 7 us and 47 GB/s for NVSHMEM's IBGDA. l, the time to poll a part of a slice that has arrived, is also assumed;
+virtual ranks (allscan.tools.virtual) can measure it.
 
 Launch boundaries: one per method, for the ring one per hop. The model does not cover programs with several tiles of one
 slice, whose rounds of recursive doubling are sequential: with 66 programs and nodes of 8 from 32 MiB on, with the 33 of
@@ -172,7 +173,7 @@ def draw(path, points, lines):
 
 def main(arguments=None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--scan", default=results("scan.csv"), help="CSV file of bench.scan")
+    parser.add_argument("--scan", default=results("scan_2026_11_22.csv"), help="CSV file of bench.scan")
     parser.add_argument("--chain", default=results("chain.csv"), help="CSV file of bench.chain, if it exists")
     parser.add_argument("--node", type=int, default=8, help="GPUs per node, joined by NVLink")
     parser.add_argument("--net-us", type=float, default=5.0, help="latency of a put with signal between nodes")

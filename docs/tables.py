@@ -58,8 +58,6 @@ def _scan(method: str, ranks: int, size: int = 2 << 20) -> dict[str, str]:
 
 def headline() -> str:
     """README.md: split models against one GPU, and against the strongest alternative measured."""
-    windows = _find("scan_h100", bytes=2 << 20, method="windows (fused fold)")
-    now = _find("scan_variants_h100", bytes=2 << 20, variant="now", words=4096, warps=8)
     step = functools.partial(_find, "operator", gates=0, T=16384)
     both = {"pass": "forward+backward"}
     gla = {ranks: step(method="zeco", ranks=ranks, **both) for ranks in (2, 4)}
@@ -67,8 +65,8 @@ def headline() -> str:
     of_kda = dict(rule="kda", T=16384, H=32, gates="near 1", ranks=2) | both
     own, cp = _find("delta_allscan", method="zeco", **of_kda), _find("delta", method="fla cp_context", **of_kda)
 
-    def hybrid(method: str) -> str:
-        found = _hybrids(method).items()
+    def hybrid(method: str, ranks: int) -> str:
+        found = _hybrids(method, ranks).items()
         gpus = {told: row["gpu"].split()[1] for told, row in found}
         return "; ".join(
             f"{_number(row['percent_of_data_parallel'], 1)} % ({told}, {gpus[told]}s)" for told, row in found
@@ -97,8 +95,8 @@ def headline() -> str:
             "scan of 2 MiB, us, latency / back to back",
             _pair(_scan("sentinel", 2)),
             _pair(_scan("sentinel", 4)),
-            "NCCL all-gather of symmetric windows and a fused fold, 2 H100s: "
-            f"{_pair(windows)}; All-Scan there {_number(now['us'], 1)} / {_number(now['back_to_back_us'], 1)}",
+            "NCCL all-gather of symmetric windows and a fused fold, 2 and 4 ranks: "
+            f"{_windows(2, 2 << 20, 'fused fold')}; {_windows(4, 2 << 20, 'fused fold')}",
         ],
         [
             "GLA, both passes, over one GPU's time",
@@ -120,9 +118,9 @@ def headline() -> str:
         ],
         [
             "training hybrids (Kimi-Linear, Qwen3-Next), the same",
-            hybrid("allscan, zigzag"),
-            "",
-            f"heads by all-to-all: {hybrid('heads')}",
+            hybrid("allscan, zigzag", 2),
+            hybrid("allscan, zigzag", 4),
+            f"heads by all-to-all, 2 ranks: {hybrid('heads', 2)}; 4 ranks: {hybrid('heads', 4)}",
         ],
         [
             "GLA (16 heads); KDA (32 heads, weak gates) on one GPU, both passes, ms",
@@ -189,7 +187,16 @@ def training() -> str:
 
 
 def hybrid() -> str:
-    """docs/results.md: transformers' hybrids."""
+    """docs/results.md: transformers' hybrids on 2 ranks."""
+    return _hybrid(2)
+
+
+def hybrid_4() -> str:
+    """docs/results.md: the same on 4 ranks."""
+    return _hybrid(4)
+
+
+def _hybrid(ranks: int) -> str:
     names = {
         "data parallel": "data parallel, a sequence of 16,384 tokens a rank",
         "allscan, zigzag": "**`integrations.transformers`, zigzag**",
@@ -199,10 +206,10 @@ def hybrid() -> str:
     rows = []
     for method, told in names.items():
         rows.append([told])
-        for row in _hybrids(method).values():
+        for row in _hybrids(method, ranks).values():
             percent = _number(row["percent_of_data_parallel"], 1)
             rows[-1] += [_number(row["tokens_per_s_per_gpu"], 0), f"{percent} %"]
-    models = _hybrids("data parallel")
+    models = _hybrids("data parallel", ranks)
     return _table(["", *(name for told in models for name in (told, "of data parallel"))], rows)
 
 
@@ -238,12 +245,12 @@ HYBRIDS = {
 }
 
 
-def _hybrids(method: str) -> dict[str, dict[str, str]]:
+def _hybrids(method: str, ranks: int) -> dict[str, dict[str, str]]:
     """Return the rows of the measured models, by the model's name in the text."""
     return {
-        told: _find("hybrid", model=model, method=method)
+        told: _find("hybrid", model=model, method=method, ranks=ranks)
         for model, told in HYBRIDS.items()
-        if any(row["model"] == model for row in _rows("hybrid"))
+        if _matching("hybrid", model=model, ranks=ranks)
     }
 
 
@@ -299,17 +306,22 @@ def memory() -> str:
     return _table(["16,384 tokens a rank, bfloat16", "", "peak beside inputs, MiB"], rows)
 
 
+def _windows(ranks: int, size: int, fold: str) -> str:
+    """Format the all-gather of symmetric windows: the least of all numbers of programs, for each of both times."""
+    found = [x for x in _matching("scan", ranks=ranks, bytes=size) if x["method"].startswith(f"windows ({fold})")]
+    return " / ".join(_number(str(min(float(row[x]) for row in found)), 1) for x in ("p50_us", "back_to_back_us"))
+
+
 def alternatives() -> str:
-    """docs/results.md: the scan against the strongest others, 2 H100s; All-Scan from scan_variants_h100.csv."""
+    """docs/results.md: the scan against NCCL's symmetric windows, H200s."""
     rows = []
-    names = "peer copy", "pull and fold", "windows (fused fold)", "windows (no fold)"
-    for size, told, words, warps in ((1 << 18, "0.25 MiB", 1024, 2), (2 << 20, "2 MiB", 4096, 8)):
-        now = _find("scan_variants_h100", variant="now", bytes=size, words=words, warps=warps)
-        others = [_matching("scan_h100", method=m, bytes=size) for m in names]
-        cells = [_pair(found[0]) if found else "" for found in others]
-        rows.append([told, f"**{_number(now['us'], 1)} / {_number(now['back_to_back_us'], 1)}**", *cells])
-    head = ["state", "All-Scan", "bare copy", "pull and fold", "NCCL, symmetric windows, and its fold, fused"]
-    return _table([*head, "the same, alone"], rows)
+    for ranks, mib in itertools.product((2, 4), (0.25, 2, 8, 32)):
+        size = int(mib * (1 << 20))
+        ours, copy = (_pair(_scan(method, ranks, size)) for method in ("sentinel", "peer copy"))
+        windows = (_windows(ranks, size, fold) for fold in ("fused fold", "no fold"))
+        rows.append([str(ranks), f"{mib:g} MiB", f"**{ours}**", copy, *windows])
+    head = ["ranks", "state", "All-Scan", "bare copy", "symmetric windows and a fused fold", "without fold"]
+    return _table(head, rows)
 
 
 def dense() -> str:
