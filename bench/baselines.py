@@ -160,7 +160,7 @@ def symmetric(comm, words, turn=0):
     key = comm.group, words, turn
     if key not in _symmetric:
         own = _symmetric_memory.empty(words, dtype=torch.float32, device=comm.device)
-        handle = _symmetric_memory.store_exchange(own, comm.group.group_name)
+        handle = _symmetric_memory.rendezvous(own, comm.group.group_name)
         peers = [handle.get_buffer(rank, (words,), torch.float32).data_ptr() for rank in range(comm.size)]
         _symmetric[key] = (own, handle), torch.tensor(peers, device=comm.device)
     return _symmetric[key]

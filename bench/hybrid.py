@@ -1,6 +1,6 @@
 """Measures training of transformers' own hybrids of recurrent and softmax layers over several GPUs.
 
-    python -m bench.hybrid     # all GPUs; needs fla; writes bench/results/hybrid.csv, where other models' rows stay
+    python -m bench.hybrid     # all GPUs; needs fla; writes bench/results/hybrid.csv, where other rows stay
     python -m bench.hybrid --model kimi_linear qwen3_next --mla 128 192 --only "allscan, zigzag" heads --profile
 
 3 recurrent layers to 1 of softmax, 12 in all, width 2,048, dense MLPs, a vocabulary of 32,000 (more logits would not
@@ -591,7 +591,8 @@ def main() -> int:
         else:
             compile_ahead([job for h in hybrids for job in jobs(h, count, arguments.heads, arguments.tokens)], ahead)
     measured = {hybrid.name for hybrid in hybrids}
-    with Table(arguments.csv, COLUMNS, keep=lambda row: row["model"] not in measured) as table:
+    keep = lambda row: row["model"] not in measured or int(row["ranks"]) != count  # noqa: E731
+    with Table(arguments.csv, COLUMNS, keep=keep) as table:
         for hybrid in hybrids:
             try:
                 run(ranks, hybrid, names, count, arguments, table)
