@@ -110,9 +110,12 @@ class Pool:
 
     def __init__(self, size, device):
         self.size, self.ranks = size, ranks.Ranks(size, device)
+        # on GPUs a case compiles its kernels, up to 206 s beside 14 other tests
+        self.timeout = 600.0 if device == "cuda" else 240.0
         self.begun, self._answers = set(), {}  # started tests; results by test: [(value, error)] by rank
 
-    def run(self, *arguments, timeout=240.0):
+    def run(self, *arguments, timeout=None):
+        timeout = timeout or self.timeout
         try:
             found = self.ranks.run(*arguments, timeout=timeout)
             if self.ranks.device == "cuda":
@@ -132,7 +135,7 @@ class Pool:
                 process.kill()
             self.ranks = ranks.Ranks(self.size, self.ranks.device)
 
-    def answers_of(self, item, others, timeout=240.0):
+    def answers_of(self, item, others):
         """Return a test's results by rank. Run it together with tests from ``others`` that have not started, as many as
         the ranks allow."""
         if item.nodeid not in self._answers:
@@ -140,7 +143,7 @@ class Pool:
             places = side_by_side.fitting(items, self.size)
             self.begun |= {item.nodeid for _, item in places}
             self.ranks.start(side_by_side.on_ranks, [(place, *side_by_side.case_of(item)) for place, item in places])
-            answers = self.ranks.results(timeout, after_failure=30.0)
+            answers = self.ranks.results(self.timeout, after_failure=30.0)
             self._answers |= {item.nodeid: [answers[rank] for rank in place] for place, item in places}
             if any(error for _, error in answers):
                 self._replace_lost_ranks()
@@ -182,7 +185,7 @@ def run(pool, request):
     """Return run(size, function, *arguments, **named): it calls function(group, *arguments, **named) on the first
     ``size`` ranks and returns the results by rank."""
 
-    def run(size, function, *arguments, timeout=240.0, **named):
+    def run(size, function, *arguments, timeout=None, **named):
         device_for(size, request.config)
         function = functools.partial(function, **named) if named else function
         return pool.run(ranks.on_first, size, function, *arguments, timeout=timeout)[:size]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import collections
 import csv
+import inspect
 import json
+import re
 import subprocess
 import sys
 import types
@@ -99,8 +101,19 @@ def test_virtual_ranks_whose_scans_are_timed(run, kind, shape):
 
 @pytest.mark.cpu
 @pytest.mark.quick
+def test_names_of_torchs_symmetric_memory():
+    """The baselines that take it run on GPUs only."""
+    from torch.distributed import _symmetric_memory
+
+    source = inspect.getsource(baselines) + inspect.getsource(timeline)
+    found = set(re.findall(r"_symmetric_memory\.(\w+)\(", source))
+    assert found and all(hasattr(_symmetric_memory, name) for name in found)
+
+
+@pytest.mark.cpu
+@pytest.mark.quick
 def test_the_model_predicts_sizes_that_it_was_not_fitted_to():
-    for method, points in scaling.measured(results("scan.csv")).items():
+    for method, points in scaling.measured(results("scan_2026_11_22.csv")).items():
         ranks, nbytes, us = map(np.asarray, points)
         assert len(set(nbytes)) > 5
         for size in set(nbytes):
@@ -122,7 +135,8 @@ def test_the_model_predicts_sizes_that_it_was_not_fitted_to():
 
 @pytest.mark.cpu
 def test_the_models_table_of_algorithms(monkeypatch):
-    fits = {method: scaling.fit(method, *values) for method, values in scaling.measured(results("scan.csv")).items()}
+    measured = scaling.measured(results("scan_2026_11_22.csv"))
+    fits = {method: scaling.fit(method, *values) for method, values in measured.items()}
     table = scaling.choices(fits, 8, 5.0, 50.0)
     assert table[-1] == (2, topology.ANY_SIZE, "rails") and (4, 1 << 20, "recursive_doubling") in table
     monkeypatch.setattr(topology, "MEASURED", table)
