@@ -249,7 +249,7 @@ class Baseline:
         return True, True
 
     def expected_us(self, words, zigzag):
-        """Return the expected time, close to measurements (scan.csv): 1 MiB 22 us on 2 ranks, 43 on 4."""
+        """Return the expected time, close to measurements (scan.csv): 1 MiB 23 us on 2 ranks, 42 on 4."""
         return 10.0 + 8.0 * self.comm.size * max(1.0, words / (1 << 18)) if self._overlapped else 0.0
 
     def pending(self, shape, zigzag):

@@ -1,6 +1,6 @@
 """Measures training of transformers' own hybrids of recurrent and softmax layers over several GPUs.
 
-    python -m bench.hybrid     # all GPUs; needs fla; writes bench/results/hybrid.csv, where other rows stay
+    python -m bench.hybrid     # all GPUs; needs fla; writes hybrid.csv, where rows of other models and ranks stay
     python -m bench.hybrid --model kimi_linear qwen3_next --mla 128 192 --only "allscan, zigzag" heads --profile
 
 3 recurrent layers to 1 of softmax, 12 in all, width 2,048, dense MLPs, a vocabulary of 32,000 (more logits would not

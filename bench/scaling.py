@@ -18,11 +18,12 @@ Each method is a sum of latencies and bytes over bandwidth, with P ranks and a s
 
 t, a, B and c of the first three are fitted to measurements of 2026-11-22 (scan_2026_11_22.csv; 2 and 4 H200s, NVLink,
 each a launch in a CUDA graph, so t includes the launch boundary) by least squares of the relative error. Those of
-2026-11-27 (scan.csv) fit less well: from 8 MiB the model then predicts 37 % too much for the all-gather of 32 MiB. We
-have no links between nodes to measure: W, 50 GB/s a GPU, is a 400 Gb/s ConnectX-7 (as in DeepEP's README), and n, 5 us
-for a put with its signal, is an assumption; the table also names the fastest method at 2 and at 10 us. Others have
-measured 7 us and 47 GB/s for NVSHMEM's IBGDA. l, the time to poll a part of a slice that has arrived, is also assumed;
-virtual ranks (allscan.tools.virtual) can measure it.
+2026-11-27 (scan.csv) are fitted within 11 % for All-Scan and 25 % for the others, as these are; but leaving one size
+out, the prediction for signal is 41 % off at 32 MiB (these: below 35 %). We have no links between nodes to measure: W,
+50 GB/s a GPU, is a 400 Gb/s ConnectX-7 (as in DeepEP's README), and n, 5 us for a put with its signal, is an
+assumption; the table also names the fastest method at 2 and at 10 us. Others have measured 7 us and 47 GB/s for
+NVSHMEM's IBGDA. l, the time to poll a part of a slice that has arrived, is also assumed; virtual ranks
+(allscan.tools.virtual) can measure it.
 
 Launch boundaries: one per method, for the ring one per hop. The model does not cover programs with several tiles of one
 slice, whose rounds of recursive doubling are sequential: with 66 programs and nodes of 8 from 32 MiB on, with the 33 of
