@@ -590,9 +590,8 @@ def main() -> int:
             ahead()
         else:
             compile_ahead([job for h in hybrids for job in jobs(h, count, arguments.heads, arguments.tokens)], ahead)
-    measured = {hybrid.name for hybrid in hybrids}
-    keep = lambda row: row["model"] not in measured or int(row["ranks"]) != count  # noqa: E731
-    with Table(arguments.csv, COLUMNS, keep=keep) as table:
+    measured = {(hybrid.name, str(count)) for hybrid in hybrids}
+    with Table(arguments.csv, COLUMNS, keep=lambda row: (row["model"], row["ranks"]) not in measured) as table:
         for hybrid in hybrids:
             try:
                 run(ranks, hybrid, names, count, arguments, table)

@@ -51,6 +51,7 @@ MIB = 1 << 20
 CHAINS = ("sentinel", "signal", "put")
 GATHER = "all_gather (fused fold)"
 CHAIN = "virtual, 2 GPUs, no launch"  # a kind of bench.chain
+SCAN = results("scan_2026_11_22.csv")  # the measurements of bench.scan that the model is fitted to
 LOOK_US = 0.4  # l, assumed
 PROXY_US, PROXY_PUT_US, PROXY_BYTES = 12.0, 1.0, 32 << 10  # assumed
 SCANS = ("chain", "rails", "recursive_doubling")  # implemented algorithms
@@ -174,7 +175,7 @@ def draw(path, points, lines):
 
 def main(arguments=None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--scan", default=results("scan_2026_11_22.csv"), help="CSV file of bench.scan")
+    parser.add_argument("--scan", default=SCAN, help="CSV file of bench.scan")
     parser.add_argument("--chain", default=results("chain.csv"), help="CSV file of bench.chain, if it exists")
     parser.add_argument("--node", type=int, default=8, help="GPUs per node, joined by NVLink")
     parser.add_argument("--net-us", type=float, default=5.0, help="latency of a put with signal between nodes")

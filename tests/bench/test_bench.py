@@ -112,7 +112,7 @@ def test_names_of_torchs_symmetric_memory():
 @pytest.mark.cpu
 @pytest.mark.quick
 def test_the_model_predicts_sizes_that_it_was_not_fitted_to():
-    for method, points in scaling.measured(results("scan_2026_11_22.csv")).items():
+    for method, points in scaling.measured(scaling.SCAN).items():
         ranks, nbytes, us = map(np.asarray, points)
         assert len(set(nbytes)) > 5
         for size in set(nbytes):
@@ -134,8 +134,7 @@ def test_the_model_predicts_sizes_that_it_was_not_fitted_to():
 
 @pytest.mark.cpu
 def test_the_models_table_of_algorithms(monkeypatch):
-    measured = scaling.measured(results("scan_2026_11_22.csv"))
-    fits = {method: scaling.fit(method, *values) for method, values in measured.items()}
+    fits = {method: scaling.fit(method, *values) for method, values in scaling.measured(scaling.SCAN).items()}
     table = scaling.choices(fits, 8, 5.0, 50.0)
     assert table[-1] == (2, topology.ANY_SIZE, "rails") and (4, 1 << 20, "recursive_doubling") in table
     monkeypatch.setattr(topology, "MEASURED", table)
