@@ -1,13 +1,14 @@
 """Measures each chunk kernel of the delta rules with other block sizes and fewer registers against the used ones.
 
-    python -m bench.chunks                      # one GPU, about 70 s; prints a table
+    python -m bench.chunks                      # one GPU, about 90 s; prints a table
     python -m bench.chunks --only gradient
 
-Inputs: 1 x 16384 x 32 x 128 x 128, bfloat16, gates float32, logsigmoid(normal) / 16 ("weak"), logsigmoid(normal) and -5
-sigmoid(2 normal) ("strong"); states and their gradients are random. Results are compared with the token-by-token
-recurrence in float64 and its autograd, in a few chunks. A time is the mean of consecutive calls, printed with the
-time to move the kernel's inputs and outputs at 3.0 TB/s. Each group runs in its own process, so that an illegal memory
-access stops no other group. Kernels are compiled ahead, in parallel.
+Inputs: 1 x 16384 x 32 x 128 x 128, bfloat16, gates float32, logsigmoid(normal) / 16 ("weak"), logsigmoid(normal), -5
+sigmoid(2 normal) ("strong"), or logsigmoid(normal) times 0, 1e-4, 1 or 100, by channel ("mixed"); states and their
+gradients are random. Results are compared with the token-by-token recurrence in float64 and its autograd, in a few
+chunks. A time is the mean of consecutive calls, printed with the time to move the kernel's inputs and outputs at 3.0
+TB/s. Each group runs in its own process, so that an illegal memory access stops no other group. Kernels are compiled
+ahead, in parallel.
 """
 
 from __future__ import annotations
@@ -56,14 +57,13 @@ def variants() -> dict[str, Variant]:
                 group, kernel, constants, used[blocks] | other, more.get("beside", ())
             )
 
-    for name, form in (("", (0, 0)), (" strong", (0, 1)), (" solved", (1, 0))):
+    for name, form in (("operands", (0, 0)), ("strong", (0, 1)), ("solved", (1, 0))):
         constants = dict(zip(("SOLVED", "STRONG"), map(bool, form), strict=True))
-        blocks = "solved" if form[0] else "operands"
-        add(f"operands{name}", delta_chunks.operands_kernel, blocks, constants, dict(num_stages=2))
-    add("pairs", bwd.pairs_kernel, "pairs", {}, dict(BV=64, maxnreg=168))
-    add("gradient", bwd.gradient_kernel, "gradient", {}, dict(BJ=64), dict(maxnreg=168))
-    for name, REST in (("gradient strong", False), ("gradient strong rest", True)):
-        add(name, bwd.strong_gradient_kernel, "strong_gradient", dict(REST=REST), dict(num_stages=2), beside=("pairs",))
+        others = [] if form[0] else [dict(BJ=64, BV=128), dict(BJ=64, BV=64) if form[1] else dict(BJ=32, BV=128)]
+        add(name, delta_chunks.operands_kernel, name, constants, *others)
+    add("pairs", bwd.pairs_kernel, "pairs", {}, dict(BV=128, maxnreg=255))
+    add("gradient", bwd.gradient_kernel, "gradient", dict(REST=False), dict(BV=64), beside=("pairs",))
+    add("rest", bwd.gradient_kernel, "rest", dict(REST=True), dict(BV=128), beside=("pairs",))
     return found
 
 
@@ -128,8 +128,7 @@ class Chunks:
 
     def launch(self, variant: Variant) -> Any:
         given = [self.x.get(x, self.scale) for x in variant.kernel.arg_names if x in TYPES or x == "scale"]
-        columns = K // variant.options["BJ"] if variant.kernel is bwd.gradient_kernel else 1
-        return variant.kernel[(self.N * self.H * columns,)](*given, **fixed(variant, self.H), **OPTIONS)
+        return variant.kernel[(self.N * self.H,)](*given, **fixed(variant, self.H), **OPTIONS)
 
     def floor(self, variant: Variant, rate: float = 3.0e9) -> float:
         """Return the ms for reading inputs and writing outputs once at 3.0 TB/s."""
@@ -165,27 +164,20 @@ class Chunks:
         return found
 
 
-def anchored(chunks: Chunks) -> None:
-    """Compute the flags of strong chunks, and their anchors."""
+def anchored(chunks: Chunks, ALL: bool = False) -> None:
+    """Compute the flags of strong chunks, and their anchors, with ALL also those of weak ones."""
     chunks.launch(variants()["operands"])
-    sizes = dict(H=chunks.H, K=K, BT=C, BK=K, num_warps=1)
+    sizes = dict(H=chunks.H, K=K, BT=C, BK=K, ALL=ALL, num_warps=1)
     given = [chunks.x[f"p_{name}"] for name in ("g", "chunks", "strong")]
     delta_chunks.anchors_kernel[(chunks.N * chunks.H,)](*given, **sizes, **OPTIONS)
-
-
-def summed(chunks: Chunks, columns: int) -> None:
-    """Compute dbeta from gradient_kernel's parts."""
-    given = [chunks.x[f"p_{name}"] for name in ("parts", "chunks", "strong", "dbeta")]
-    bwd.dbeta_kernel[(chunks.N * chunks.H,)](*given, H=chunks.H, BT=C, NJ=columns, num_warps=1, **OPTIONS)
 
 
 def measure(chunks: Chunks, name: str, known: dict[str, Variant], timed: bool) -> dict[str, float]:
     """Return errors against float64; with ``timed`` also ms, registers and bytes spilled."""
     variant = known[name]
-    strong = " strong" if variant.group.endswith("strong") else ""
-    if variant.group.startswith("operands"):
-        chunks.spoil("w u kg qg" if "solved" in variant.group else "w u kg qg scores solved")
-        if strong:
+    if variant.kernel is delta_chunks.operands_kernel:
+        chunks.spoil("w u kg qg" if variant.group == "solved" else "w u kg qg scores solved")
+        if variant.group == "strong":
             anchored(chunks)
         compiled = chunks.launch(variant)
         chunks.between()
@@ -196,9 +188,7 @@ def measure(chunks: Chunks, name: str, known: dict[str, Variant], timed: bool) -
             chunks.launch(other)
         compiled = chunks.launch(variant)
         if variant.group == "pairs":
-            chunks.launch(known["gradient strong"])
-        elif variant.group == "gradient":
-            summed(chunks, K // variant.options["BJ"])
+            chunks.launch(known["gradient"])
         found = chunks.errors({x: chunks.x[f"p_{x}"] for x in "dq dk dv dg dbeta".split()})
     if timed:
         first, last = (torch.cuda.Event(enable_timing=True) for _ in "fl")
@@ -213,9 +203,8 @@ def measure(chunks: Chunks, name: str, known: dict[str, Variant], timed: bool) -
 
 
 def groups(gates: str) -> list[str]:
-    if gates in ("strong", "mixed"):
-        return ["operands strong", *(["pairs", "gradient strong"] if gates == "strong" else ["gradient strong rest"])]
-    return ["operands", "operands solved", "gradient"]
+    operands = ["strong"] if gates in ("strong", "mixed") else ["operands", "solved"]
+    return operands + (["rest"] if gates == "mixed" else ["pairs", "gradient"])
 
 
 def run(gates: str, group: str, T: int, H: int, device: str, limit: float = 1.5e-2) -> int:
@@ -223,8 +212,10 @@ def run(gates: str, group: str, T: int, H: int, device: str, limit: float = 1.5e
     known, wrong = variants(), 0
     chunks = Chunks(gates, T, H, device)
     anchored(chunks)
-    chunks.launch(known["operands strong"])
+    chunks.launch(known["strong"])
     chunks.between()
+    if known[group].kernel is not delta_chunks.operands_kernel:
+        anchored(chunks, ALL=True)
     for name in [x for x in known if known[x].group == group]:
         try:
             found = measure(chunks, name, known, device == "cuda")
@@ -248,7 +239,7 @@ def ended(command: list[str]) -> bool:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--only", help="part of the group's name: operands, pairs, gradient, strong")
+    parser.add_argument("--only", help="a group: operands, strong, solved, pairs, gradient, rest")
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--heads", type=int, default=32)
     parser.add_argument("--compile", nargs="+", help=argparse.SUPPRESS)
@@ -269,9 +260,9 @@ def main() -> int:
     compiling = [subprocess.Popen([*command, "--compile", *names[i::count]]) for i in range(count)]
     wrong = sum(process.wait() != 0 for process in compiling)
     print(f"compiled after {time.monotonic() - begin:.0f} s", flush=True)
-    for gates in ("weak", "logsigmoid", "strong"):
+    for gates in ("weak", "logsigmoid", "strong", "mixed"):
         for group in groups(gates):
-            if options.only is None or options.only in group:
+            if options.only in (None, group):
                 wrong += ended([*command, "--group", gates, group])
     return 1 if wrong else 0
 

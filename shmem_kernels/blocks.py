@@ -80,7 +80,7 @@ def times(x, y, _semantic=None) -> core.tensor:
 
 @triton.jit
 def product(b_x, b_y, b_sum, PRECISION: tl.constexpr):
-    """x y + sum; sum is float32. PRECISION: "bf16", "tf32" (truncates) or "tf32x3", of the operands."""
+    """x y + sum; sum is float32. PRECISION: "bf16" or "tf32x3", of the operands."""
     if PRECISION == "bf16":
         return tl.dot(operand(b_x, tl.bfloat16), operand(b_y, tl.bfloat16), b_sum)
     else:
@@ -106,6 +106,46 @@ def dot_split(b_x, b_y, b_sum, PRECISION: tl.constexpr):
         b_y_high = high_half(b_y)
         b_sum = product(b_x, b_y - b_y_high, b_sum, PRECISION)
     return product(b_x_high, b_y_high, b_sum, PRECISION)
+
+
+@triton.jit
+def rounded_to_16_bits(b_x, PRECISION: tl.constexpr):
+    """Round float32 to the bits of the 2 parts of ``product_of_parts``, for products in bfloat16. NaN stays NaN, also
+    the GPU's NaN 0x7FFFFFFF."""
+    if PRECISION == "bf16":
+        bits = tl.minimum(b_x.to(tl.int32, bitcast=True), 0x7FFFFF00)
+        return ((bits + 0x80) & -0x100).to(tl.float32, bitcast=True)
+    else:
+        return b_x
+
+
+@triton.jit
+def joined(b_x, b_y):
+    """Return the columns of b_x, then those of b_y."""
+    return tl.reshape(tl.permute(tl.join(b_x, b_y), (0, 2, 1)), [b_x.shape[0], 2 * b_x.shape[1]])
+
+
+@triton.jit
+def product_of_parts(b_x, b_y, PARTS: tl.constexpr, PRECISION: tl.constexpr):
+    """x y, for bfloat16 with y as the sum of 2 or 3 bfloat16, which hold 16 or 24 of its bits. Two are the columns of
+    one operand: half as many products, each of which waits for others. On Hopper y must have 32 columns or more: ptxas
+    12.8 generates wrong addresses if operands with rows of 64 and of 128 bytes are at one place in shared memory, one
+    after the other."""
+    if PRECISION == "bf16":
+        b_high = high_half(b_y)
+        b_rest = b_y - b_high
+        b_sum = tl.zeros([b_x.shape[0], 2 * b_y.shape[1]], tl.float32)
+        if PARTS == 3:
+            b_middle = high_half(b_rest)
+            b_low = joined(b_rest - b_middle, tl.zeros(b_y.shape, tl.float32))
+            b_sum = product(b_x, b_low, b_sum, PRECISION)
+            b_rest = b_middle
+        b_sum = product(b_x, joined(b_high, b_rest), b_sum, PRECISION)
+        b_sum = tl.permute(tl.reshape(b_sum, [b_x.shape[0], 2, b_y.shape[1]]), (0, 2, 1))
+        b_high, b_rest = tl.split(b_sum)
+        return b_rest + b_high
+    else:
+        return product(b_x, b_y, tl.zeros([b_x.shape[0], b_y.shape[1]], tl.float32), PRECISION)
 
 
 @triton.jit

@@ -8,7 +8,7 @@ With G_t the sum of a chunk's gates up to token t, G the sum of all, S the chunk
 
 operands_kernel   Aqk and T, unless they are inputs; w, u, kg, qg and G of each chunk alone; in two launches, the second
                   for strong chunks
-anchors_kernel    between the two, for strong chunks: the first tokens of their stretches
+anchors_kernel    between the two, for strong chunks: the first tokens of their stretches; before the gradients for all
 output_kernel     from chunk to chunk of a segment: o, without storing states
 
 Between them the segments' states are sent, see delta.py. T - 1 is stored, and T x computed as x + (T - 1) x: as an
@@ -42,17 +42,16 @@ from .blocks import (
     ONWARD,
     cast,
     exp2,
-    high_half,
     load,
     load_gates,
     load_weights,
     loop_bound,
     lower,
     product,
+    product_of_parts,
     rows,
     tf32_product,
     upper,
-    weighted_by,
 )
 from .delta import load_incoming, transposed_at
 from .segment_table import ENTERED, FLAGS, LAST, SEQUENCE, segment
@@ -62,20 +61,18 @@ from .segment_table import ENTERED, FLAGS, LAST, SEQUENCE, segment
 LIMIT = tl.constexpr(160.0)
 STEEP = tl.constexpr(-LIMIT.value + 0.03125)  # a stretch ends at a sum below it, or at a gate below MILD
 MILD = tl.constexpr(-123.9375)  # a chunk is weak if no sum is below it
-# Weak chunks: e^G_t is multiplied by BIG and e^-G_s by SMALL. Both are then within 2^-69 and 2^69, and their products
-# with queries, keys and gradients are in float32's range: without, a gradient of 1e-9 lost digits, and one of 2e7
-# overflowed. Strong chunks: within 2^-80 and 2^80; their gradients are scaled, see pairs_kernel
+# Forward, weak chunks: e^G_t is multiplied by BIG and e^-G_s by SMALL. Both are then within 2^-69 and 2^69, and their
+# products with queries and keys are in float32's range. Strong chunks, and all in backward: within 2^-80 and 2^80;
+# gradients are scaled, see pairs_kernel
 BIG = tl.constexpr(2.0**55)
 SMALL = tl.constexpr(2.0**-55)
 STRONG_BIG = tl.constexpr(2.0**80)
 STRONG_SMALL = tl.constexpr(2.0**-80)
 FAR = tl.constexpr(125.0)  # beyond it after_anchor divides e^G by 2^-64, else e^G or e^-G is not in float32's range
 # Tables of blocks.load_weights. For halves of 1, 2 .. 32 tokens: the gates in each token's sum (SUMS), and the pairs
-# across two halves (PAIRS). Sums to the beginning of the chunk, and to each token as an anchor, negative for tokens
-# behind it (ANCHORED)
+# across two halves (PAIRS)
 SUMS = tl.constexpr(3)
 PAIRS = tl.constexpr(9)
-ANCHORED = tl.constexpr(15)
 
 
 @triton.jit
@@ -106,17 +103,6 @@ def halves(n, BT: tl.constexpr):
 
 
 @triton.jit
-def weighted(
-    p_weights, i: tl.constexpr, TRANSPOSED: tl.constexpr, b_x, b_sum, BT: tl.constexpr, PRECISION: tl.constexpr
-):
-    """sum + x weighted by a table (blocks.load_weights) of ones; like sums_of, with fewer registers."""
-    b_weights = load_weights(p_weights, i, BT)
-    if TRANSPOSED:
-        b_weights = tl.trans(b_weights)
-    return weighted_by(b_weights, b_x, b_sum, PRECISION)
-
-
-@triton.jit
 def gates_at(p_g, h, start, end, j, H: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BJ: tl.constexpr):
     """Load gates [BT, BJ], to base 2."""
     base, at, inside = tile(h, start, end, H, K, BT, BJ, j)
@@ -124,24 +110,24 @@ def gates_at(p_g, h, start, end, j, H: tl.constexpr, K: tl.constexpr, BT: tl.con
 
 
 @triton.jit
-def gate_sums(p_weights, i, TRANSPOSED: tl.constexpr, b_g, BT: tl.constexpr, PRECISION: tl.constexpr):
-    """Sums of gates by a table of weights. In bfloat16 a gate is split into two parts, 16 bits: a relative error of
-    2^-17, the same in all sums."""
-    b_weights = load_weights(p_weights, i, BT)
-    if TRANSPOSED:
-        b_weights = tl.trans(b_weights)
-    b_high = b_g
-    b_sums = tl.zeros(b_g.shape, tl.float32)
+def shared(b_x, p_x, i, BT: tl.constexpr, PRECISION: tl.constexpr):
+    """Return b_x, the matrix i of p_x: an operand in bfloat16 stays in shared memory. For other types load it again, as
+    the parts of its several products would not fit."""
     if PRECISION == "bf16":
-        b_high = high_half(b_g)
-        b_sums = product(b_weights, b_g - b_high, b_sums, PRECISION)
-    return product(b_weights, b_high, b_sums, PRECISION)
+        return b_x
+    else:
+        return load_weights(p_x, i, BT)
 
 
 @triton.jit
-def anchored_sums(p_weights, anchor, b_g, BT: tl.constexpr, PRECISION: tl.constexpr):
-    """Sums of the gates between each token and the anchor, negated for tokens behind it."""
-    return gate_sums(p_weights, ANCHORED + anchor, False, b_g, BT, PRECISION)
+def sums_from(anchor, tables, p_weights, b_g, BT: tl.constexpr, PRECISION: tl.constexpr):
+    """Sums of the gates between the end of token ``anchor`` and each token, negated for later tokens. tables: ONWARD
+    and BEFORE."""
+    b_later = (tl.arange(0, BT) > anchor)[:, None]
+    b_table = shared(tables[0], p_weights, ONWARD, BT, PRECISION)
+    b_sums = product_of_parts(tl.trans(b_table), tl.where(b_later, -b_g, 0.0), 2, PRECISION)
+    b_table = shared(tables[1], p_weights, BEFORE, BT, PRECISION)
+    return b_sums + product_of_parts(tl.trans(b_table), tl.where(b_later, 0.0, b_g), 2, PRECISION)
 
 
 @triton.jit
@@ -164,11 +150,14 @@ def anchors_kernel(
     K: tl.constexpr,
     BT: tl.constexpr,
     BK: tl.constexpr,
+    ALL: tl.constexpr,
 ):
     """Replace each nonzero word of p_strong [NC, H] by the chunk's anchors, 8 bits each, BT for none: the first tokens
-    of the stretches, and of the rest."""
+    of the stretches, and of the rest. ALL: also those of weak chunks, which have none."""
     n, h = tl.program_id(0) // H, tl.program_id(0) % H
     if tl.load(p_strong + n * H + h) == 0:
+        if ALL:
+            tl.store(p_strong + n * H + h, BT * 0x01010101)
         return
     start, end, c = tl.load(p_chunks + 2 * n), tl.load(p_chunks + 2 * n + 1), tl.arange(0, BK)
     b_sum = tl.zeros([BK], tl.float32)
@@ -191,23 +180,27 @@ def anchors_kernel(
 def halves_of(p_weights, m, b_g, beyond, BT: tl.constexpr, PRECISION: tl.constexpr):
     """Return the factors (of the later token of a pair, of the earlier one) between halves of 2 ** (m + 1) tokens of
     the rest."""
-    b_factor = exp2(gate_sums(p_weights, SUMS + m, False, b_g, BT, PRECISION))
+    b_factor = exp2(product_of_parts(load_weights(p_weights, SUMS + m, BT), b_g, 2, PRECISION))
     return tl.where(tl.arange(0, BT)[:, None] >= beyond, b_factor, 0.0), b_factor
 
 
 @triton.jit
-def add_strong_pairs(b_aq, b_ak, b_q, b_k, b_g, p_weights, packed, BT: tl.constexpr, PRECISION: tl.constexpr):
-    """Add these channels' terms to Aqk and Akk; in the first stretch with the same bits as in a weak chunk."""
+def add_strong_pairs(b_aq, b_ak, b_q, b_k, gates, p_weights, packed, BT: tl.constexpr, PRECISION: tl.constexpr):
+    """Add these channels' terms to Aqk and Akk; in the first stretch with the same bits as in a weak chunk. gates: the
+    gates, their sums up to each token, and the tables ONWARD and BEFORE."""
+    b_g, b_sums, tables = gates
     t = tl.arange(0, BT)[:, None]
-    i, first, anchor = 0, 0, 0
+    i, first, b_sums = 0, 0, -b_sums
     while (i < 32) & (first < BT):
         beyond = (packed >> i) & 255
-        b_row, b_column = after_anchor(anchored_sums(p_weights, anchor, b_g, BT, PRECISION))
+        b_row, b_column = after_anchor(b_sums)
         b_row = tl.where((t >= first) & (t < beyond), b_row, 0.0)
         b_column = tl.trans(b_k * b_column)
         b_aq = tf32_product(b_q * b_row, b_column, b_aq, PRECISION)
         b_ak = tf32_product(b_k * b_row, b_column, b_ak, PRECISION)
-        i, first, anchor = i + 8, beyond, beyond + 1
+        if beyond < BT:
+            b_sums = sums_from(beyond, tables, p_weights, b_g, BT, PRECISION)
+        i, first = i + 8, beyond
     rest = packed >> 24
     if rest < BT:
         b_same = tl.sum(tl.where(t >= rest, b_q * b_k, 0.0), 1)
@@ -319,15 +312,18 @@ def operands_kernel(
     b_least = tl.zeros([BJ], tl.float32)
     if SOLVED:
         b_solved = load(p_solved + base_a, at_a, inside_a)
+    b_onward, b_before = load_weights(p_weights, ONWARD, BT), load_weights(p_weights, BEFORE, BT)
     for j in range((K + BJ - 1) // BJ):
         b_g = gates_at(p_g, h, start, end, j, H, K, BT, BJ)
         base, at, inside = tile(h // (H // HK), start, end, HK, K, BT, BJ, j)
-        b_q, b_k = load(p_q + base, at, inside).to(tl.float32), load(p_k + base, at, inside).to(tl.float32)
+        b_q, b_k = load(p_q + base, at, inside), load(p_k + base, at, inside)
+        b_q, b_k = b_q.to(tl.float32), b_k.to(tl.float32)
         base, at, inside = tile(h, start, end, H, K, BT, BJ, j)
-        b_sums = gate_sums(p_weights, ONWARD, True, b_g, BT, PRECISION)
-        b_before = exp2(b_sums)
-        tl.store(p_qg + base + at, cast(b_q * b_before, p_qg.dtype.element_ty), mask=inside)
-        b_kb = b_k * b_before * b_beta[:, None]
+        b_table = shared(b_onward, p_weights, ONWARD, BT, PRECISION)
+        b_sums = product_of_parts(tl.trans(b_table), b_g, 2, PRECISION)
+        b_from = exp2(b_sums)
+        tl.store(p_qg + base + at, cast(b_q * b_from, p_qg.dtype.element_ty), mask=inside)
+        b_kb = b_k * b_from * b_beta[:, None]
         b_total = tl.sum(b_g, 0)
         if SOLVED:
             b_w = product(b_solved, b_kb, b_kb, PRECISION)
@@ -337,14 +333,16 @@ def operands_kernel(
         else:
             tl.store(p_w + base + at, cast(b_kb, p_w.dtype.element_ty), mask=inside)  # until T is computed
             if STRONG:
-                b_aq, b_ak = add_strong_pairs(b_aq, b_ak, b_q, b_k, b_g, p_weights, packed, BT, PRECISION)
+                gates = b_g, b_sums, (b_onward, b_before)
+                b_aq, b_ak = add_strong_pairs(b_aq, b_ak, b_q, b_k, gates, p_weights, packed, BT, PRECISION)
             else:
                 b_column = tl.trans(b_k * (exp2(-b_sums) * SMALL))
-                b_before *= BIG
-                b_aq = tf32_product(b_q * b_before, b_column, b_aq, PRECISION)
-                b_ak = tf32_product(b_k * b_before, b_column, b_ak, PRECISION)
+                b_from *= BIG
+                b_aq = tf32_product(b_q * b_from, b_column, b_aq, PRECISION)
+                b_ak = tf32_product(b_k * b_from, b_column, b_ak, PRECISION)
         if SOLVED or STRONG or PRECISION != "bf16":
-            b_after = exp2(gate_sums(p_weights, BEFORE, True, b_g, BT, PRECISION))
+            b_table = shared(b_before, p_weights, BEFORE, BT, PRECISION)
+            b_after = exp2(product_of_parts(tl.trans(b_table), b_g, 2, PRECISION))
         else:
             b_after = exp2(b_total[None, :] - b_sums)
         tl.store(p_kg + base + at, cast(b_k * b_after, p_kg.dtype.element_ty), mask=inside)
@@ -354,19 +352,29 @@ def operands_kernel(
         b_aq = tl.where(lower(BT, 0), b_aq * scale, 0.0)
         tl.store(p_scores + base_a + at_a, cast(b_aq, p_scores.dtype.element_ty), mask=inside_a)
         b_ak = tl.where(lower(BT, 1), b_ak * b_beta[:, None], 0.0)
+        tl.debug_barrier()  # p_w, for loads by other threads
+        if K <= BV:  # these loads, and those of v, end during the inverse
+            base, at, inside = tile(h, start, end, H, K, BT, BV)
+            b_kb = load(p_w + base, at, inside)
+    if V <= BV:
+        base, at, inside = tile(h, start, end, H, V, BT, BV)
+        b_v = load(p_v + base, at, inside)
+    if not SOLVED:
         b_solved = cast(inverse(b_ak, BT, PRECISION), p_solved.dtype.element_ty)
         tl.store(p_solved + base_a + at_a, b_solved, mask=inside_a)
-        tl.debug_barrier()  # p_w, for loads by other threads
-        for j in range((K + BJ - 1) // BJ):
-            base, at, inside = tile(h, start, end, H, K, BT, BJ, j)
-            b_kb = load(p_w + base, at, inside)
+        for j in range((K + BV - 1) // BV):
+            base, at, inside = tile(h, start, end, H, K, BT, BV, j)
+            if K > BV:
+                b_kb = load(p_w + base, at, inside)
             b_w = product(b_solved, b_kb, b_kb.to(tl.float32), PRECISION)
             tl.debug_barrier()
             tl.store(p_w + base + at, cast(b_w, p_w.dtype.element_ty), mask=inside)
     for i_v in range((V + BV - 1) // BV):
         base, at, inside = tile(h, start, end, H, V, BT, BV, i_v)
-        b_v = load(p_v + base, at, inside).to(tl.float32) * b_beta[:, None]
-        b_u = product(b_solved, b_v, b_v, PRECISION)
+        if V > BV:
+            b_v = load(p_v + base, at, inside)
+        b_vb = b_v.to(tl.float32) * b_beta[:, None]
+        b_u = product(b_solved, b_vb, b_vb, PRECISION)
         tl.store(p_u + base + at, cast(b_u, p_u.dtype.element_ty), mask=inside)
 
 

@@ -37,7 +37,7 @@ from .blocks import (
 )
 from .delta import gradient_behind, load_incoming, store_gradients, store_summary, times_keys, transposed_at
 from .delta_chunks import chunk_of, inverse, state_tile, tile
-from .delta_chunks_bwd import inner, of_values, same_of, times_state, times_values
+from .delta_chunks_bwd import of_values, same_of, times_values
 from .segment_table import ENTERED, FIRST, FLAGS, LAST, SEQUENCE, segment
 
 
@@ -339,6 +339,44 @@ def scalar_adjoint_kernel(
                 tl.store(p_dinitial + at, b_state, mask=inside)
     else:
         tl.store(p_local + at, b_state, mask=inside)
+
+
+@triton.jit
+def times_state(
+    p_x,
+    p_states,
+    place,
+    place_s,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BT: tl.constexpr,
+    BJ: tl.constexpr,
+    BV: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Return BJ columns of x S^T [BT, BJ]. place: h, first and last token; place_s: number of the state, j."""
+    h, start, end = place
+    i_state, j = place_s
+    b_sum = tl.zeros([BT, BJ], tl.float32)
+    for i_v in range((V + BV - 1) // BV):
+        base, at, inside = tile(h, start, end, H, V, BT, BV, i_v)
+        base_s, at_s, inside_s = state_tile(i_state, i_v, K, V, BJ, BV, j)
+        b_state = tl.trans(load(p_states + base_s, at_s, inside_s))
+        b_sum = product(load(p_x + base, at, inside), b_state, b_sum, PRECISION)
+    return b_sum
+
+
+@triton.jit
+def inner(p_x, p_y, place_s, K: tl.constexpr, V: tl.constexpr, BJ: tl.constexpr, BV: tl.constexpr):
+    """Return the sums of x y over V, of BJ rows of two states [BJ]. place_s as in times_state."""
+    i_state, j = place_s
+    b_sum = tl.zeros([BJ], tl.float32)
+    for i_v in range((V + BV - 1) // BV):
+        base, at, inside = state_tile(i_state, i_v, K, V, BJ, BV, j)
+        b_x, b_y = load(p_x + base, at, inside).to(tl.float32), load(p_y + base, at, inside).to(tl.float32)
+        b_sum += tl.sum(b_x * b_y, 1)
+    return b_sum
 
 
 @triton.jit

@@ -111,15 +111,14 @@ def weights(BT: int) -> torch.Tensor:
 
 @functools.lru_cache
 def chunk_weights(BT: int, device: torch.device) -> torch.Tensor:
-    """``weights(BT)`` and SUMS, PAIRS and ANCHORED of delta_chunks.py, on the device; never freed."""
+    """``weights(BT)`` and SUMS and PAIRS of delta_chunks.py, on the device; never freed."""
     t, u = torch.arange(BT, device="cpu")[:, None], torch.arange(BT, device="cpu")
     sums, pairs = [], []
     for m in range(6):
         middle = (t >> (m + 1) << (m + 1)) + (1 << m)
         sums.append((u > middle) & (u <= t) | (u > t) & (u <= middle))
         pairs.append((t >= middle) & (u < middle) & (t >> (m + 1) == u >> (m + 1)))
-    anchored = [1.0 * (u <= anchor) - 1.0 * (u <= t) for anchor in range(-1, BT)]
-    tables = torch.stack([x.float() for x in (*weights(BT), *sums, *pairs, *anchored)])
+    tables = torch.stack([x.float() for x in (*weights(BT), *sums, *pairs)])
     return to_device([tables.to(torch.bfloat16)], device)[0]
 
 

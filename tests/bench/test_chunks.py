@@ -30,7 +30,7 @@ def test_variants_with_gates_of_all_strengths(run, name):
     assert run(1, chunks_case, "mixed", name) == [0]
 
 
-NAMES = "operands", "operands strong", "operands solved", "pairs", "gradient", "gradient strong", "gradient strong rest"
+NAMES = "operands", "strong", "solved", "pairs", "gradient", "rest"
 
 
 @pytest.mark.skipif(not triton.__version__.startswith("3.6"), reason="which products are wrong differs with ptxas")

@@ -91,6 +91,31 @@ def test_own_chunks_are_as_near_as_flas(run, size, kind, dtype, cuts):
         assert not wrong, wrong
 
 
+def prefix_case(group, later):
+    """Return, by tensor, whether the tokens before ``cut`` have the same bits if its chunk's later gates are strong:
+    then kernels with other block sizes compute the chunk."""
+    with allscan.Communicator(group) as comm:
+        cut, found = 448 + 41, []
+        for strength in (None, later):
+            case = DeltaCase("kda", [512], H=16, HV=32, K=128, V=128, gates="mild", dtype=BF16)
+            whole = Whole(case, comm.device)
+            if strength is not None:
+                whole.g[:, cut:] = strength
+            whole.do[:, cut:] = 0.0
+            whole.dfinal.zero_()
+            o, _, *grads = whole.ours(comm, place(comm, [512]), chunk="allscan")
+            found.append([o, *grads[:5]])
+        names = "o dq dk dv dg dbeta".split()
+        return {name: torch.equal(a[:, :cut], b[:, :cut]) for name, a, b in zip(names, *found, strict=True)}
+
+
+@pytest.mark.parametrize("later", [-5.0, -120.0, -float("inf")])
+@pytest.mark.kernels
+def test_a_prefix_does_not_depend_on_the_strength_of_later_gates(run, later):
+    [same] = run(1, prefix_case, later)
+    assert all(same.values()), same
+
+
 def gated_case(group, tokens, kind, dtype, cuts, chunk):
     """Return errors of zeco_gated_delta_rule against float64 by tensor, and of fla's forward pass on the global
     sequence."""

@@ -31,15 +31,16 @@ A sum contains the gates between two tokens only. -inf is replaced by -128 ln 2,
 is exact for every gate, except that kernels treat factors below 2^-71, in strong chunks 2^-46, as 0. LIMIT = 160 ln 2
 makes 3 stretches of 64 gates of -5.
 
-Error analysis, bfloat16: q, k times their factors are rounded to TF32: 2^-12 of each term, for any gates; pairs of
-gradients to bfloat16: 2^-9. T - 1 is stored, and T x computed as x + (T - 1) x: T's diagonal is 1. A gate has 16 bits
-(two bfloat16 parts), the same in all sums: an error of 2^-17 G in a decay, much less than the decay's rounding where
-the decay is relevant. Sums are float32. Scores use TF32. T is also computed by halves: with X the inverses of diagonal
-blocks of n and A' the part of Akk between the blocks of a pair, X - X A' X; forward substitution by blocks. Its TF32
-products, with rounded operands, add 2^-11 of |X| |A'| |X| each, before T - 1 is rounded to 2^-9. u, kg, qg, v_new are
-rounded once, w twice in forward; in delta_scalar.py, beta (v - k e^G S), v_new, r, and the latter two times their
-factors. dG uses the rounded operands: a pair's term in dG_t equals its negative term in dG_s, so that they cancel in
-the gates after t. For strong gates kg's term of dg is a sum over earlier tokens, not a difference.
+Error analysis, bfloat16: q, k times their factors are rounded to TF32, for gradients to 16 bits: 2^-12, 2^-17 of each
+term, for any gates; pairs of gradients to bfloat16: 2^-9. T - 1 is stored, and T x computed as x + (T - 1) x: T's
+diagonal is 1. A gate has 16 bits (two bfloat16 parts), the same in all sums: an error of 2^-17 G in a decay, much less
+than the decay's rounding where the decay is relevant. Sums are float32. Scores use TF32. T is also computed by halves:
+with X the inverses of diagonal blocks of n and A' the part of Akk between the blocks of a pair, X - X A' X; forward
+substitution by blocks. Its TF32 products, with rounded operands, add 2^-11 of |X| |A'| |X| each, before T - 1 is
+rounded to 2^-9. u, kg, qg, v_new are rounded once, w twice in forward; in delta_scalar.py, beta (v - k e^G S), v_new,
+r, and the latter two times their factors. dG uses the rounded operands: a pair's term in dG_t equals its negative term
+in dG_s, so that they cancel in the gates after t. For strong gates kg's term of dg is a sum over earlier tokens, not a
+difference.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Finds the operand addresses of wgmma: traces integer registers in a kernel's machine code (sm_90, from nvdisasm).
 
-The ptxas of Triton 3.6 and 3.7 (12.8) computes some descriptors from an overwritten register, seen in products of
-bfloat16 with 32 columns: they read outside of shared memory, or wrong numbers. This module executes a kernel
+The ptxas of Triton 3.6 and 3.7 (12.8) computes some descriptors from a register that is not set, or overwritten: seen
+where operands with rows of 64 bytes (32 columns of bfloat16) and of 128 bytes are at one place in shared memory, at
+different times. They read outside of shared memory, or wrong numbers. This module executes a kernel
 symbolically for one thread without data: an integer is known if it derives from constants, the start of shared memory
 and the thread's number. Loops run three times, forward branches are not taken.
 """

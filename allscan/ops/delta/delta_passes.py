@@ -55,11 +55,12 @@ def blocks(BK: int, BV_max: int, dtype: torch.dtype) -> dict[str, dict[str, int]
     )
 
 
-# On other GPUs than Hopper: (greatest BV, warps). With more columns code for A100s spills kilobytes of registers, and
-# code of Triton 3.6 to 3.8 for Blackwell needs more tensor memory than the 512 columns of a multiprocessor
-OFF_HOPPER = dict.fromkeys(("output", "local", "adjoint"), (64, 8))
-OFF_HOPPER |= dict.fromkeys(("scalar_output", "scalar_states", "scalar_local", "scalar_adjoint"), (64, 8))
-OFF_HOPPER["strong_gradient"] = 32, 4
+# On other GPUs than Hopper, unless BV is smaller. With more columns code for A100s spills kilobytes of registers, and
+# code of Triton 3.6 to 3.8 for Blackwell needs more tensor memory than the 512 columns of a multiprocessor; that of
+# KDA's gradients also with 32 channels in float32 (ptxas gets 16 wrong for Hopper only, see blocks.product_of_parts)
+NARROW = "output local adjoint scalar_output scalar_states scalar_local scalar_adjoint"
+OFF_HOPPER = dict.fromkeys(NARROW.split(), dict(BV=64, num_warps=8))
+OFF_HOPPER |= dict.fromkeys(("gradient", "rest"), dict(BJ=16, BV=32))
 
 
 def blocks_of_cpus(BK: int, BV_max: int) -> dict[str, dict[str, int]]:
@@ -106,9 +107,9 @@ class StatePass:
             return of_cpus(*widths)
         sizes = of_hopper(*widths, self.dtype)
         if not is_hopper(device):
-            for name, (BV, num_warps) in OFF_HOPPER.items():
-                if name in sizes and sizes[name]["BV"] >= BV:
-                    sizes[name] = sizes[name] | dict(BV=BV, num_warps=num_warps)  # some names share one dict
+            for name, smaller in OFF_HOPPER.items():
+                if name in sizes and sizes[name]["BV"] >= smaller["BV"]:
+                    sizes[name] = sizes[name] | smaller  # some names share one dict
         return sizes
 
     def forward(self, x: Between, ends: Ends, saved_states: SavedStates) -> list[Tensor]:

@@ -12,7 +12,7 @@ from ...base.tiling import cdiv
 from ...comm.communicator import Communicator
 from ...launch.plan import Buffer, Plan
 from ...shmem_kernels.delta_chunks import anchors_kernel, operands_kernel, output_kernel
-from ...shmem_kernels.delta_chunks_bwd import dbeta_kernel, gradient_kernel, pairs_kernel, strong_gradient_kernel
+from ...shmem_kernels.delta_chunks_bwd import gradient_kernel, pairs_kernel
 from ...tokens.packing import CHUNK_TOKENS, Layout, chunk_weights
 from .delta_passes import StatePass, _words
 from .fla_chunks import ChunkCall
@@ -20,8 +20,8 @@ from .records import Between, DeltaShape, Ends, IncomingStates, Inputs, OfOutput
 
 
 def chunk_blocks(BK: int, BV_max: int, dtype: torch.dtype) -> dict[str, dict[str, int]]:
-    """Return the fastest block sizes, warps and registers on a GPU. For bfloat16 products with 32 columns ptxas 12.8
-    generates wrong code in some kernels (tests/shmem_kernels/test_compile.py checks each)."""
+    """Return the fastest block sizes, warps and registers on a GPU. With operands of 32 columns ptxas 12.8 may generate
+    wrong code, see product_of_parts (tests/shmem_kernels/test_compile.py checks each kernel)."""
     fine = dtype != torch.bfloat16
     both = dict(BJ=32 if fine else 64, BV=32 if fine else 64, num_warps=4, num_stages=1)
     wide = BK > 128 or fine
@@ -29,23 +29,20 @@ def chunk_blocks(BK: int, BV_max: int, dtype: torch.dtype) -> dict[str, dict[str
     output = dict(BV=columns, BJ=min(32, BK), num_warps=8 if wide else 4, num_stages=1 if wide else 2)
     if not wide and BK == 128 and BV_max >= 128:  # 64 columns would also allow one program per multiprocessor only
         output |= dict(BV=128, num_warps=8)
-    few = {} if fine else dict(maxnreg=168)  # three programs per multiprocessor
-    return dict(
-        operands=both,
-        anchors=dict(num_warps=1),
-        solved=both | few,
-        output=output,
-        pairs=both if fine else both | dict(BV=128),
-        gradient=both if fine else both | dict(BJ=32, BV=128),
-        dbeta=dict(num_warps=1),
-        strong_gradient=both if fine else both | dict(BJ=32, BV=128),
-    )
+    found = dict.fromkeys(("operands", "strong", "solved", "pairs", "gradient", "rest"), both)
+    if not fine:
+        found["strong"] = both | dict(BJ=32, BV=128)
+        found["solved"] = found["pairs"] = both | dict(maxnreg=168)  # three programs per multiprocessor
+        # V up to 256 at once, so that operands stay in shared memory; of more columns two kinds would not fit
+        found["gradient"] = both | dict(BJ=32, BV=max(64, BV_max) if BV_max <= 256 else 128)
+        found["rest"] = both | dict(BJ=32)
+    return found | dict(anchors=dict(num_warps=1), output=output)
 
 
 def chunk_blocks_of_cpus(BK: int, BV_max: int) -> dict[str, dict[str, int]]:
     """Return the block sizes for the interpreter, whose time grows with the number of operations."""
-    names = "operands", "solved", "output", "pairs", "gradient", "strong_gradient"
-    return dict.fromkeys(names, dict(BJ=BK, BV=BV_max)) | dict(anchors={}, dbeta={})
+    names = "operands", "strong", "solved", "output", "pairs", "gradient", "rest"
+    return dict.fromkeys(names, dict(BJ=BK, BV=BV_max)) | dict(anchors={})
 
 
 class ChunkPass(StatePass):
@@ -80,7 +77,7 @@ class ChunkPass(StatePass):
         qg, kg, w, u, sums = operands = self._operands_memory(plan, v)
         fixed: dict[str, Any] = dict(scale=scale, SOLVED=False)
         self._operands(plan, x, strong, Saved(scores, solved), operands, **fixed, STRONG=False)
-        self._anchors(plan, x.g, strong)
+        self._anchors(plan, x.g, strong, ALL=False)
         self._operands(plan, x, strong, Saved(scores, solved), operands, **fixed, STRONG=True)
         local = plan.scratch(*self.of_states)
         if self.summarizes:
@@ -127,23 +124,19 @@ class ChunkPass(StatePass):
         self._states(plan, between, IncomingStates(saved_states.incoming), None, (h, v_new))
         plan.join()
         self._adjoint(plan, between, d, scratch.incoming(incoming), (dh, r, dinitial), scale)
-        self._anchors(plan, g, strong)
+        self._anchors(plan, g, strong, ALL=True)
         chunks, strong, weights = self._tables(plan, strong)
-        columns, programs = cdiv(self.K, self.blocks["gradient"]["BJ"]), self.layout.num_chunks * self.H
-        parts = plan.scratch(programs, columns, CHUNK_TOKENS)
-        inputs: tuple[Any, ...] = q, k, v, g, beta, chunks, strong, weights, h, dh, v_new, do, r
-        outputs: tuple[Buffer, ...] = dq, dk, dv, dg, parts
-        self._launch_chunks(plan, "gradient", gradient_kernel, *inputs, *outputs, programs=columns, scale=scale)
-        sizes = dict(H=self.H, BT=CHUNK_TOKENS, NJ=columns)
-        plan.launch(dbeta_kernel, (programs,), parts, chunks, strong, dbeta, **sizes, **self.blocks["dbeta"])
+        programs = self.layout.num_chunks * self.H
         pairs = plan.scratch(programs, 2, CHUNK_TOKENS, CHUNK_TOKENS, dtype=self.fine)
         parts = plan.scratch(programs, 3, CHUNK_TOKENS)
-        inputs, outputs = (v, beta, chunks, strong, v_new, do, r), (dv, pairs, parts)
+        inputs: tuple[Any, ...] = v, beta, chunks, v_new, do, r
+        outputs: tuple[Buffer, ...] = dv, pairs, parts
         self._launch_chunks(plan, "pairs", pairs_kernel, *inputs, *outputs, scale=scale)
         inputs = q, k, g, beta, chunks, strong, weights, h, dh, v_new, do, r, pairs, parts
         for REST in False, True:
             fixed: dict[str, Any] = dict(scale=scale, REST=REST)
-            self._launch_chunks(plan, "strong_gradient", strong_gradient_kernel, *inputs, dq, dk, dg, dbeta, **fixed)
+            name = "rest" if REST else "gradient"
+            self._launch_chunks(plan, name, gradient_kernel, *inputs, dq, dk, dg, dbeta, **fixed)
         return dq, dk, dv, dg, dbeta
 
     def _gradients_memory(self, plan: Plan, x: Inputs) -> tuple[Buffer, ...]:
@@ -161,25 +154,23 @@ class ChunkPass(StatePass):
     def _operands(self, plan: Plan, x: Inputs, strong: Buffer, saved: Saved, operands: tuple, **fixed: Any) -> None:
         qg, kg, w, u, sums = operands
         tensors = *x, *self._tables(plan, strong), saved.scores, saved.solved, w, u, kg, qg, sums
-        name = "solved" if fixed["SOLVED"] else "operands"
+        name = "solved" if fixed["SOLVED"] else "strong" if fixed["STRONG"] else "operands"
         self._launch_chunks(plan, name, operands_kernel, *tensors, **fixed)
 
-    def _anchors(self, plan: Plan, g: Buffer, strong: Buffer) -> None:
-        """Record the kernel that overwrites the flags of strong chunks by their anchors."""
-        sizes = dict(H=self.H, K=self.K, BT=CHUNK_TOKENS, BK=self.common["BK"])
+    def _anchors(self, plan: Plan, g: Buffer, strong: Buffer, ALL: bool) -> None:
+        """Record the kernel that overwrites the flags of strong chunks, or of all, by their anchors."""
+        sizes = dict(H=self.H, K=self.K, BT=CHUNK_TOKENS, BK=self.common["BK"], ALL=ALL)
         grid, chunks = (self.layout.num_chunks * self.H,), plan.constant(self.layout.chunks)
         plan.launch(anchors_kernel, grid, g, chunks, strong, **sizes, **self.blocks["anchors"])
 
     def _tables(self, plan: Plan, strong: Buffer) -> tuple:
         return plan.constant(self.layout.chunks), strong, plan.constant(self.weights)
 
-    def _launch_chunks(
-        self, plan: Plan, name: str, kernel: Any, *buffers: Buffer | None, programs: int = 1, **fixed: Any
-    ) -> None:
-        """Record a launch of ``programs`` for each chunk and head."""
+    def _launch_chunks(self, plan: Plan, name: str, kernel: Any, *buffers: Buffer | None, **fixed: Any) -> None:
+        """Record a launch of one program for each chunk and head."""
         sizes = dict(H=self.H, HK=self.HK, K=self.K, V=self.V, BT=CHUNK_TOKENS)
         precision = self.chunked["PRECISION"]
-        grid = (self.layout.num_chunks * self.H * programs,)
+        grid = (self.layout.num_chunks * self.H,)
         plan.launch(kernel, grid, *buffers, **sizes, PRECISION=precision, **self.blocks[name], **fixed)
 
 

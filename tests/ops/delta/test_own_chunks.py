@@ -222,13 +222,13 @@ def gates_at_the_limit(tokens):
     return g
 
 
-def weak_prefix_case(group, rule, dtype, later=-5.0, at_limit=False):
+def weak_prefix_case(group, rule, dtype, later=-5.0, at_limit=False, K=16):
     """Return whether o and the gradients of a chunk's first tokens have the same bits if its ``later`` gates are
     strong, so that another kernel computes them."""
     with allscan.Communicator(group) as comm:
         cut, tokens, same = 20 if at_limit else 41, [64 + 30], []
         for strength in (0.0 if at_limit else None, later):
-            whole = Whole(DeltaCase(rule, tokens, gates="mild", dtype=dtype), comm.device)
+            whole = Whole(DeltaCase(rule, tokens, gates="mild", dtype=dtype, K=K), comm.device)
             if at_limit:
                 whole.g[0, :cut] = gates_at_the_limit(cut)[:, None, None]
             if strength is not None:
@@ -240,11 +240,11 @@ def weak_prefix_case(group, rule, dtype, later=-5.0, at_limit=False):
         return {name: torch.equal(a[:, :cut], b[:, :cut]) for name, a, b in zip("o q k v g beta".split(), *same)}
 
 
-@pytest.mark.parametrize("rule", ["kda", "gated_delta_rule"])
+@pytest.mark.parametrize("rule, K", [("kda", 16), ("kda", 128), ("gated_delta_rule", 16)])
 @pytest.mark.parametrize("dtype", [F32, torch.float16, BF16])
 @pytest.mark.parametrize("later", [-5.0, -float("inf")])
-def test_a_prefix_does_not_depend_on_the_strength_of_later_gates(run, rule, dtype, later):
-    [same] = run(1, weak_prefix_case, rule, dtype, later)
+def test_a_prefix_does_not_depend_on_the_strength_of_later_gates(run, rule, K, dtype, later):
+    [same] = run(1, weak_prefix_case, rule, dtype, later, K=K)
     assert all(same.values()), same
 
 
@@ -262,25 +262,28 @@ def test_widths_of_gated_delta_rule(run, K, V, H, HV):
         assert max(errors.values()) < 3e-6, errors
 
 
-def small_blocks_case(group, case):
-    """own_case with blocks of 16 columns: several in K and in V."""
-    several = mock.patch.multiple(own_chunks, chunk_blocks_of_cpus=small(own_chunks.chunk_blocks_of_cpus))
-    with several, mock.patch.object(scalar_chunks, "scalar_blocks_of_cpus", small(scalar_chunks.scalar_blocks_of_cpus)):
+def small_blocks_case(group, case, BV_max):
+    """own_case with blocks of 16 columns of K; of V, and of K where T is multiplied, ``BV_max``."""
+    several = mock.patch.multiple(own_chunks, chunk_blocks_of_cpus=small(own_chunks.chunk_blocks_of_cpus, BV_max))
+    blocks = small(scalar_chunks.scalar_blocks_of_cpus, BV_max)
+    with several, mock.patch.object(scalar_chunks, "scalar_blocks_of_cpus", blocks):
         return own_case(group, case)
 
 
-def small(blocks):
-    """The block sizes of ``blocks``, at most 16."""
+def small(blocks, BV_max):
+    """The block sizes of ``blocks``, at most 16; BV at most ``BV_max``."""
     return lambda *x: {
-        name: {key: min(16, value) for key, value in sizes.items()} for name, sizes in blocks(*x).items()
+        name: {key: min(BV_max if key == "BV" else 16, value) for key, value in sizes.items()}
+        for name, sizes in blocks(*x).items()
     }
 
 
 @pytest.mark.parametrize("rule", ["kda", "gated_delta_rule"])
 @pytest.mark.parametrize("dtype, limit", [(F32, 3e-6), (BF16, 1e-2)])
-def test_several_blocks_of_columns(run, rule, dtype, limit):
+@pytest.mark.parametrize("BV_max", [16, 64])
+def test_several_blocks_of_columns(run, rule, dtype, limit, BV_max):
     case = DeltaCase(rule, [70, 33], H=1, HV=2, K=40, V=40, gates="mixed", dtype=dtype, lengths=[0, 20, 20, 52, 103])
-    for errors in run(2, small_blocks_case, case):
+    for errors in run(2, small_blocks_case, case, BV_max):
         assert max(errors.values()) < limit, errors
 
 
@@ -300,6 +303,21 @@ def rounding_case(group, gates):
         wanted = harness.step(exact, do.double(), lambda *x: delta_reference(*x)[0], True)
         found = harness.step(leaves, do, lambda *x: allscan.zeco_kda(*x, comm=comm, chunk="allscan")[0], True)
         return relative_all(ERRORS_OF_FLA[gates], found, wanted)
+
+
+def first_gate_case(group, gates):
+    """Return the largest gradient of the first gates, 0 without an initial state, relative to dg's root mean square."""
+    with allscan.Communicator(group) as comm:
+        leaves, do = local_delta.drawn(local_delta.Shape(64, 1, gates=gates), 64, comm.device)
+        o, _ = allscan.zeco_kda(*leaves, comm=comm, chunk="allscan")
+        [dg] = torch.autograd.grad((o * do).sum(), leaves[3:4])
+        return (dg[:, 0].abs().max() / dg.square().mean().sqrt()).item()
+
+
+@pytest.mark.parametrize("gates", ["weak", "strong"])
+def test_pairs_terms_cancel_in_earlier_gates(run, gates):
+    """Operands of products with pairs are rounded once, and dG takes the rounded ones."""
+    assert run(1, first_gate_case, gates)[0] < 1e-5
 
 
 @pytest.mark.parametrize("gates", ERRORS_OF_FLA)
