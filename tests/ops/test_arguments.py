@@ -31,13 +31,19 @@ def tensors(comm, T=T):
     return F.normalize(x, dim=-1), F.logsigmoid(g)
 
 
+def factors(g):
+    """Return e^g of the first channel in g's type; on GPUs autocast would compute exp in float32."""
+    with torch.autocast(g.device.type, enabled=False):
+        return g[..., 0].exp()
+
+
 def kda(comm, x, g, **options):
-    return allscan.zeco_kda(x, x, x, g, g[..., 0].exp(), comm=comm, **(dict(chunk="fla") | options))
+    return allscan.zeco_kda(x, x, x, g, factors(g), comm=comm, **(dict(chunk="fla") | options))
 
 
 def gdn(comm, x, g, **options):
     options = dict(chunk="fla") | options
-    return allscan.zeco_gated_delta_rule(x, x, x, g[..., 0], g[..., 0].exp(), comm=comm, **options)
+    return allscan.zeco_gated_delta_rule(x, x, x, g[..., 0], factors(g), comm=comm, **options)
 
 
 def own_kda(comm, x, g, **options):
@@ -53,7 +59,7 @@ def gla(comm, x, g, **options):
 
 
 def ssd(comm, x, g, **options):
-    return allscan.zeco_ssd(x, g[..., 0].exp(), g[0, 0, :, 0], x, x, 4, comm=comm, **options)
+    return allscan.zeco_ssd(x, factors(g), g[0, 0, :, 0], x, x, 4, comm=comm, **options)
 
 
 def scan(comm, x, g, **options):
@@ -256,7 +262,7 @@ def may_differ_case(group):
                 y = y[0] if isinstance(y, tuple) else y
                 found.append((y.detach(), *torch.autograd.grad(y.sum(), [leaf])))
             errors += [error(a, b) for other in found[1:] for a, b in zip(other, found[0])]
-        chunks = [allscan.zeco_ssd(x, g[..., 0].exp(), g[0, 0, :, 0], x, x, n, comm=comm) for n in (4, 2 + comm.rank)]
+        chunks = [allscan.zeco_ssd(x, factors(g), g[0, 0, :, 0], x, x, n, comm=comm) for n in (4, 2 + comm.rank)]
         return *errors, error(*chunks)
 
 
