@@ -49,21 +49,20 @@ def variants() -> dict[str, Variant]:
     """Return {name: variant}; in each group the variant in use is the first."""
     used, found = chunk_blocks(K, K, BF16), {}
 
-    def add(group: str, kernel, blocks: str, constants: dict[str, Any], *others: dict[str, int], **more: Any) -> None:
+    def add(group: str, kernel, constants: dict[str, Any], *others: dict[str, int], beside: tuple[str, ...] = ()):
         for other in ({}, *others):
-            sizes = {x.replace("num_", ""): y for x, y in (used[blocks] | other).items()}
+            sizes = {x.replace("num_", ""): y for x, y in (used[group] | other).items()}
             name = ", ".join([group, *(f"{x} {y}" for x, y in sizes.items())])
-            found[group if not other else name] = Variant(
-                group, kernel, constants, used[blocks] | other, more.get("beside", ())
-            )
+            name = name if other else group
+            found[name] = Variant(group, kernel, constants, used[group] | other, beside)
 
-    for name, form in (("operands", (0, 0)), ("strong", (0, 1)), ("solved", (1, 0))):
-        constants = dict(zip(("SOLVED", "STRONG"), map(bool, form), strict=True))
-        others = [] if form[0] else [dict(BJ=64, BV=128), dict(BJ=64, BV=64) if form[1] else dict(BJ=32, BV=128)]
-        add(name, delta_chunks.operands_kernel, name, constants, *others)
-    add("pairs", bwd.pairs_kernel, "pairs", {}, dict(BV=128, maxnreg=255))
-    add("gradient", bwd.gradient_kernel, "gradient", dict(REST=False), dict(BV=64), beside=("pairs",))
-    add("rest", bwd.gradient_kernel, "rest", dict(REST=True), dict(BV=128), beside=("pairs",))
+    operands = delta_chunks.operands_kernel
+    add("operands", operands, dict(SOLVED=False, STRONG=False), dict(BV=128), dict(BJ=32, BV=128))
+    add("strong", operands, dict(SOLVED=False, STRONG=True), dict(BJ=64), dict(BJ=64, BV=64))
+    add("solved", operands, dict(SOLVED=True, STRONG=False))
+    add("pairs", bwd.pairs_kernel, {}, dict(BV=128, maxnreg=255))
+    add("gradient", bwd.gradient_kernel, dict(REST=False), dict(BV=64), beside=("pairs",))
+    add("rest", bwd.gradient_kernel, dict(REST=True), dict(BV=128), beside=("pairs",))
     return found
 
 

@@ -210,21 +210,15 @@ def load_weights(p_weights, i, BT: tl.constexpr):
 
 
 @triton.jit
-def weighted_by(b_weights, b_x, b_sum, PRECISION: tl.constexpr):
-    """sum + weights x. With weights 0 and 1 the only error is the rounding of float32 sums: in bfloat16 x is split
-    into three parts."""
+def sums_of(b_where, b_x, PRECISION: tl.constexpr):
+    """For each row the sum of the rows of b_x that b_where selects; no other row is added and subtracted again. The
+    only error is the rounding of float32 sums: in bfloat16 x is split into three parts."""
+    b_ones = cast(tl.where(b_where, 1.0, 0.0), tl.bfloat16)
+    b_sum = tl.zeros([b_where.shape[0], b_x.shape[1]], tl.float32)
     if PRECISION == "bf16":
         b_high = high_half(b_x)
         b_middle = high_half(b_x - b_high)
-        b_sum = product(b_weights, b_x - b_high - b_middle, b_sum, PRECISION)
-        b_sum = product(b_weights, b_middle, b_sum, PRECISION)
-        return product(b_weights, b_high, b_sum, PRECISION)
-    return product(b_weights, b_x, b_sum, PRECISION)
-
-
-@triton.jit
-def sums_of(b_where, b_x, PRECISION: tl.constexpr):
-    """For each row the sum of the rows of b_x that b_where selects; no other row is added and subtracted again. As
-    exact as weighted_by."""
-    b_ones = cast(tl.where(b_where, 1.0, 0.0), tl.bfloat16)
-    return weighted_by(b_ones, b_x, tl.zeros([b_where.shape[0], b_x.shape[1]], tl.float32), PRECISION)
+        b_sum = product(b_ones, b_x - b_high - b_middle, b_sum, PRECISION)
+        b_sum = product(b_ones, b_middle, b_sum, PRECISION)
+        return product(b_ones, b_high, b_sum, PRECISION)
+    return product(b_ones, b_x, b_sum, PRECISION)

@@ -33,7 +33,18 @@ from .blocks import (
     times,
     upper,
 )
-from .delta_chunks import PAIRS, SUMS, after_anchor, chunk_of, gates_at, shared, state_tile, sums_from, tile
+from .delta_chunks import (
+    PAIRS,
+    after_anchor,
+    chunk_of,
+    gate_sums,
+    gates_at,
+    halves_of,
+    shared,
+    state_tile,
+    sums_from,
+    tile,
+)
 
 
 @triton.jit
@@ -133,6 +144,26 @@ def pairs_kernel(
 
 
 @triton.jit
+def load_values(p_do, p_r, p_v_new, place, i_v, H: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr):
+    """Load a block of columns of do, r and v_new. place: h, first and last token."""
+    h, start, end = place
+    base, at, inside = tile(h, start, end, H, V, BT, BV, i_v)
+    return load(p_do + base, at, inside), load(p_r + base, at, inside), load(p_v_new + base, at, inside)
+
+
+@triton.jit
+def load_states(
+    p_states, p_dstates, place_s, i_v, K: tl.constexpr, V: tl.constexpr, BJ: tl.constexpr, BV: tl.constexpr
+):
+    """Load a block of a state and of its gradient; return also the sums of their product over its columns [BJ].
+    place_s: number of the state, j."""
+    i_state, j = place_s
+    base, at, inside = state_tile(i_state, i_v, K, V, BJ, BV, j)
+    b_state, b_dstate = load(p_states + base, at, inside), load(p_dstates + base, at, inside)
+    return b_state, b_dstate, tl.sum(b_state.to(tl.float32) * b_dstate.to(tl.float32), 1)
+
+
+@triton.jit
 def load_pairs(b_pairs, p_pairs, i, p_where, BT: tl.constexpr, PRECISION: tl.constexpr):
     """Return the pairs of tokens that p_where [BT, BT] selects, or all without it; b_pairs as in ``shared``."""
     b_pairs = shared(b_pairs, p_pairs, i, BT, PRECISION)
@@ -220,38 +251,33 @@ def gradient_kernel(
     size, inverse = tl.load(p_parts + 2 * BT), tl.load(p_parts + 2 * BT + 1)
     b_dbeta = tl.load(p_parts + BT + t)
     start, end, at_t, inside_t, b_beta = chunk_of(p_chunks, p_beta, n, h, H, BT)
+    place = (h, start, end)
     p_pairs += (n * H + h).to(tl.int64) * (2 * BT * BT)
     b_pq, b_pk = load_weights(p_pairs, 0, BT), load_weights(p_pairs, 1, BT)
     b_onward, b_before = load_weights(p_weights, ONWARD, BT), load_weights(p_weights, BEFORE, BT)
     if V <= BV:
-        base_v, at_v, inside_v = tile(h, start, end, H, V, BT, BV)
-        b_do, b_r = load(p_do + base_v, at_v, inside_v), load(p_r + base_v, at_v, inside_v)
-        b_v_new = load(p_v_new + base_v, at_v, inside_v)
+        b_do, b_r, b_v_new = load_values(p_do, p_r, p_v_new, place, 0, H, V, BT, BV)
     for j in range((K + BJ - 1) // BJ):
         base_k, at_k, inside_k = tile(h // (H // HK), start, end, HK, K, BT, BJ, j)
         base, at, inside = tile(h, start, end, H, K, BT, BJ, j)
+        place_s = (n * H + h, j)
         b_zeros = tl.zeros([BT, BJ], tl.float32)
         b_last = tl.zeros([BJ], tl.float32)
         b_g = gates_at(p_g, h, start, end, j, H, K, BT, BJ)
         b_q, b_k = load(p_q + base_k, at_k, inside_k), load(p_k + base_k, at_k, inside_k)
         if V <= BV:
-            base_s, at_s, inside_s = state_tile(n * H + h, 0, K, V, BJ, BV, j)
-            b_state, b_dstate = load(p_states + base_s, at_s, inside_s), load(p_dstates + base_s, at_s, inside_s)
-            b_last = tl.sum(b_state.to(tl.float32) * b_dstate.to(tl.float32), 1)
+            b_state, b_dstate, b_last = load_states(p_states, p_dstates, place_s, 0, K, V, BJ, BV)
         b_same = tl.load(p_parts + t)[:, None]
         b_dq, b_dk, b_gates = b_same * b_k.to(tl.float32), b_same * b_q.to(tl.float32), b_zeros
-        b_table = shared(b_onward, p_weights, ONWARD, BT, PRECISION)
-        b_sums = -product_of_parts(tl.trans(b_table), b_g, 2, PRECISION)
+        b_sums = -gate_sums(b_onward, p_weights, ONWARD, b_g, BT, PRECISION)
         i, first = 0, 0
         while (i < 32) & (first < BT):
             tl.debug_barrier()
             beyond = (packed >> i) & 255
-            b_row, b_column = after_anchor(b_sums)
-            b_row = tl.where(((t >= first) & (t < beyond))[:, None], b_row, 0.0)
             b_dq, b_dk, b_gates, b_dbeta = add_pairs(
                 (b_pq, b_pk, p_pairs, None),
                 (b_q, b_k, b_beta),
-                (b_row, b_column),
+                after_anchor(b_sums, first, beyond),
                 (b_dq, b_dk, b_gates, b_dbeta),
                 BT,
                 PRECISION,
@@ -263,11 +289,10 @@ def gradient_kernel(
         for m in range(6 if REST else 0):
             tl.debug_barrier()
             b_g = gates_at(p_g, h, start, end, j, H, K, BT, BJ)
-            b_factor = exp2(product_of_parts(load_weights(p_weights, SUMS + m, BT), b_g, 2, PRECISION))
             b_dq, b_dk, b_gates, b_dbeta = add_pairs(
                 (b_pq, b_pk, p_pairs, p_weights + (PAIRS + m) * BT * BT),
                 (b_q, b_k, b_beta),
-                (tl.where((t >= packed >> 24)[:, None], b_factor, 0.0), b_factor),
+                halves_of(p_weights, m, b_g, packed >> 24, BT, PRECISION),
                 (b_dq, b_dk, b_gates, b_dbeta),
                 BT,
                 PRECISION,
@@ -276,17 +301,13 @@ def gradient_kernel(
         b_g = gates_at(p_g, h, start, end, j, H, K, BT, BJ)
         for i_v in range((V + BV - 1) // BV):
             if V > BV:
-                base_v, at_v, inside_v = tile(h, start, end, H, V, BT, BV, i_v)
-                base_s, at_s, inside_s = state_tile(n * H + h, i_v, K, V, BJ, BV, j)
-                b_state, b_dstate = load(p_states + base_s, at_s, inside_s), load(p_dstates + base_s, at_s, inside_s)
-                b_last += tl.sum(b_state.to(tl.float32) * b_dstate.to(tl.float32), 1)
-                b_do, b_r = load(p_do + base_v, at_v, inside_v), load(p_r + base_v, at_v, inside_v)
-                b_v_new = load(p_v_new + base_v, at_v, inside_v)
+                b_state, b_dstate, b_part = load_states(p_states, p_dstates, place_s, i_v, K, V, BJ, BV)
+                b_last += b_part
+                b_do, b_r, b_v_new = load_values(p_do, p_r, p_v_new, place, i_v, H, V, BT, BV)
             b_of_q = product(b_do, tl.trans(b_state), b_of_q, PRECISION)
             b_of_k = product(b_r, tl.trans(b_state), b_of_k, PRECISION)
             b_by_state = product(b_v_new, tl.trans(b_dstate), b_by_state, PRECISION)
-        b_table = shared(b_onward, p_weights, ONWARD, BT, PRECISION)
-        b_from = exp2(product_of_parts(tl.trans(b_table), b_g, 2, PRECISION))
+        b_from = exp2(gate_sums(b_onward, p_weights, ONWARD, b_g, BT, PRECISION))
         b_of_q *= b_from * scale
         tl.store(p_dq + base + at, cast(tl.fma(b_dq, size + b_zeros, b_of_q), p_dq.dtype.element_ty), mask=inside)
         b_gates = tl.fma(b_q.to(tl.float32), b_of_q, b_gates * size)
@@ -294,8 +315,7 @@ def gradient_kernel(
         b_dbeta += tl.sum(b_k.to(tl.float32) * b_of_k, 1) * inverse
         b_of_k *= b_beta[:, None]
         b_gates = tl.fma(b_k.to(tl.float32), b_of_k, b_gates)
-        b_table = shared(b_before, p_weights, BEFORE, BT, PRECISION)
-        b_by_state *= exp2(product_of_parts(tl.trans(b_table), b_g, 2, PRECISION))
+        b_by_state *= exp2(gate_sums(b_before, p_weights, BEFORE, b_g, BT, PRECISION))
         b_dk = tl.fma(b_dk, size + b_zeros, b_of_k + b_by_state)
         tl.store(p_dk + base + at, cast(b_dk, p_dk.dtype.element_ty), mask=inside)
         # not a difference of sums over all tokens and over later ones: it may be much smaller than both

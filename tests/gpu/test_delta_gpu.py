@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import allscan
-from support.delta import NAMES, DeltaCase, Whole, of_rank
+from support.delta import NAMES, DeltaCase, Whole, of_rank, same_prefix
 from support.fla import import_fla
 from support.gla import BF16, F32
 from support.values import late, place, relative_all
@@ -92,21 +92,18 @@ def test_own_chunks_are_as_near_as_flas(run, size, kind, dtype, cuts):
 
 
 def prefix_case(group, later):
-    """Return, by tensor, whether the tokens before ``cut`` have the same bits if its chunk's later gates are strong:
-    then kernels with other block sizes compute the chunk."""
-    with allscan.Communicator(group) as comm:
-        cut, found = 448 + 41, []
-        for strength in (None, later):
-            case = DeltaCase("kda", [512], H=16, HV=32, K=128, V=128, gates="mild", dtype=BF16)
-            whole = Whole(case, comm.device)
+    """same_prefix if the later gates of its last chunk are strong: then kernels with other block sizes compute it."""
+    cut = 448 + 41
+
+    def later_gates(strength):
+        def change(whole):
             if strength is not None:
                 whole.g[:, cut:] = strength
-            whole.do[:, cut:] = 0.0
-            whole.dfinal.zero_()
-            o, _, *grads = whole.ours(comm, place(comm, [512]), chunk="allscan")
-            found.append([o, *grads[:5]])
-        names = "o dq dk dv dg dbeta".split()
-        return {name: torch.equal(a[:, :cut], b[:, :cut]) for name, a, b in zip(names, *found, strict=True)}
+
+        return change
+
+    case = DeltaCase("kda", [512], H=16, HV=32, K=128, V=128, gates="mild", dtype=BF16)
+    return same_prefix(group, case, cut, map(later_gates, (None, later)))
 
 
 @pytest.mark.parametrize("later", [-5.0, -120.0, -float("inf")])

@@ -125,6 +125,22 @@ def own_case(group, case: DeltaCase, **options):
         return relative_all(NAMES, whole.ours(comm, place(comm, case.tokens, case.zigzag), **options), expected)
 
 
+def same_prefix(group, case: DeltaCase, cut, changes):
+    """Return, by tensor, whether o and the gradients of the tokens before ``cut`` have the same bits with both changes
+    of the sequence, functions of a Whole; the loss is of these tokens alone. With allscan's own chunk kernels."""
+    with allscan.Communicator(group) as comm:
+        found = []
+        for change in changes:
+            whole = Whole(case, comm.device)
+            change(whole)
+            whole.do[:, cut:] = 0.0
+            whole.dfinal.zero_()
+            o, _, *grads = whole.ours(comm, place(comm, case.tokens), chunk="allscan")
+            found.append([o, *grads[:5]])
+        names = "o dq dk dv dg dbeta".split()
+        return {name: torch.equal(a[:, :cut], b[:, :cut]) for name, a, b in zip(names, *found, strict=True)}
+
+
 class Chunk:
     """The WY form of one chunk in float64, for all heads: [H, C, ...]."""
 

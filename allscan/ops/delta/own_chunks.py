@@ -33,7 +33,7 @@ def chunk_blocks(BK: int, BV_max: int, dtype: torch.dtype) -> dict[str, dict[str
     if not fine:
         found["strong"] = both | dict(BJ=32, BV=128)
         found["solved"] = found["pairs"] = both | dict(maxnreg=168)  # three programs per multiprocessor
-        # V up to 256 at once, so that operands stay in shared memory; of more columns two kinds would not fit
+        # V up to 256 at once: do, r and v_new stay in shared memory, for which more columns would be too many
         found["gradient"] = both | dict(BJ=32, BV=max(64, BV_max) if BV_max <= 256 else 128)
         found["rest"] = both | dict(BJ=32)
     return found | dict(anchors=dict(num_warps=1), output=output)
@@ -133,10 +133,9 @@ class ChunkPass(StatePass):
         outputs: tuple[Buffer, ...] = dv, pairs, parts
         self._launch_chunks(plan, "pairs", pairs_kernel, *inputs, *outputs, scale=scale)
         inputs = q, k, g, beta, chunks, strong, weights, h, dh, v_new, do, r, pairs, parts
-        for REST in False, True:
-            fixed: dict[str, Any] = dict(scale=scale, REST=REST)
-            name = "rest" if REST else "gradient"
-            self._launch_chunks(plan, name, gradient_kernel, *inputs, dq, dk, dg, dbeta, **fixed)
+        outputs = dq, dk, dg, dbeta
+        for name, REST in ("gradient", False), ("rest", True):
+            self._launch_chunks(plan, name, gradient_kernel, *inputs, *outputs, scale=scale, REST=REST)
         return dq, dk, dv, dg, dbeta
 
     def _gradients_memory(self, plan: Plan, x: Inputs) -> tuple[Buffer, ...]:

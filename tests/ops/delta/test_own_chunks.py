@@ -13,7 +13,7 @@ from allscan.ops.delta import own_chunks, scalar_chunks
 from allscan.reference import delta_reference
 from allscan.shmem_kernels.delta_scalar import scalar_operands_kernel
 from bench import harness, local_delta
-from support.delta import LOG2_E, NAMES, DeltaCase, Whole, of_rank, own_case
+from support.delta import LOG2_E, NAMES, DeltaCase, Whole, of_rank, own_case, same_prefix
 from support.delta_chunks import WEAK, chunked
 from support.fla import delta_recurrence
 from support.gla import BF16, F32
@@ -189,17 +189,16 @@ def test_a_prefix_does_not_depend_on_what_follows(run):
 
 
 def large_values_case(group, dtype):
-    """Return whether o and the gradients of a chunk's first tokens have the same bits if later values are large."""
-    with allscan.Communicator(group) as comm:
-        cut, tokens, found = 41, [64 + 30], []
-        for factor in (1.0, 2.0**40):
-            whole = Whole(DeltaCase("kda", tokens, gates="strong", dtype=dtype), comm.device)
+    """same_prefix of a chunk's first tokens if later values are large."""
+    cut = 41
+
+    def times(factor):
+        def change(whole):
             whole.v[:, cut:] *= factor
-            whole.do[:, cut:] = 0.0
-            whole.dfinal.zero_()
-            o, _, *grads = whole.ours(comm, place(comm, tokens), chunk="allscan")
-            found.append([o, *grads[:5]])
-        return {name: torch.equal(a[:, :cut], b[:, :cut]) for name, a, b in zip("o q k v g beta".split(), *found)}
+
+        return change
+
+    return same_prefix(group, DeltaCase("kda", [64 + 30], gates="strong", dtype=dtype), cut, map(times, (1.0, 2.0**40)))
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16])
@@ -223,21 +222,20 @@ def gates_at_the_limit(tokens):
 
 
 def weak_prefix_case(group, rule, dtype, later=-5.0, at_limit=False, K=16):
-    """Return whether o and the gradients of a chunk's first tokens have the same bits if its ``later`` gates are
-    strong, so that another kernel computes them."""
-    with allscan.Communicator(group) as comm:
-        cut, tokens, same = 20 if at_limit else 41, [64 + 30], []
-        for strength in (0.0 if at_limit else None, later):
-            whole = Whole(DeltaCase(rule, tokens, gates="mild", dtype=dtype, K=K), comm.device)
+    """same_prefix of a chunk's first tokens if its ``later`` gates are strong, so that another kernel computes them."""
+    cut = 20 if at_limit else 41
+
+    def later_gates(strength):
+        def change(whole):
             if at_limit:
                 whole.g[0, :cut] = gates_at_the_limit(cut)[:, None, None]
             if strength is not None:
                 whole.g[:, cut:64] = strength
-            whole.do[:, cut:] = 0.0
-            whole.dfinal.zero_()
-            o, _, *grads = whole.ours(comm, place(comm, tokens), chunk="allscan")
-            same.append([o, *grads[:5]])
-        return {name: torch.equal(a[:, :cut], b[:, :cut]) for name, a, b in zip("o q k v g beta".split(), *same)}
+
+        return change
+
+    case = DeltaCase(rule, [64 + 30], gates="mild", dtype=dtype, K=K)
+    return same_prefix(group, case, cut, map(later_gates, (0.0 if at_limit else None, later)))
 
 
 @pytest.mark.parametrize("rule, K", [("kda", 16), ("kda", 128), ("gated_delta_rule", 16)])
