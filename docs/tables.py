@@ -37,6 +37,9 @@ def _number(text: str, digits: int) -> str:
     return f"{float(text):,.{digits}f}"
 
 
+_TIMES = "p50_us", "back_to_back_us"
+
+
 def _pair(row: dict[str, str]) -> str:
     """Format latency / back-to-back time, in microseconds."""
     back = row.get("back_to_back_us") or row["free_running_us"]
@@ -90,13 +93,16 @@ def headline() -> str:
     def ms(us: str) -> str:
         return f"{float(us) / 1e3:.2f}"
 
+    by_hand = functools.partial(_find, "scan_h200", bytes=2 << 20)
     rows = [
         [
             "scan of 2 MiB, us, latency / back to back",
             _pair(_scan("sentinel", 2)),
             _pair(_scan("sentinel", 4)),
             "NCCL all-gather of symmetric windows and a fused fold, 2 and 4 ranks: "
-            f"{_windows(2, 2 << 20, 'fused fold')}; {_windows(4, 2 << 20, 'fused fold')}",
+            f"{_windows(2, 2 << 20, 'fused fold')}; {_windows(4, 2 << 20, 'fused fold')}. Pull and fold by hand, "
+            f"2 ranks: {_pair(by_hand(method='pull and fold'))}, where the scan takes "
+            f"{_pair(by_hand(method='sentinel'))}",
         ],
         [
             "GLA, both passes, over one GPU's time",
@@ -310,7 +316,7 @@ def _windows(ranks: int, size: int, fold: str) -> str:
     """Format the all-gather of symmetric windows: the least of all numbers of programs, for each of both times."""
     names = (f"windows ({fold}){programs}" for programs in ("", ", 16 programs", ", 32 programs", ", 64 programs"))
     found = [_find("scan", method=name, ranks=ranks, bytes=size) for name in names]
-    return " / ".join(_number(str(min(float(row[x]) for row in found)), 1) for x in ("p50_us", "back_to_back_us"))
+    return " / ".join(_number(str(min(float(row[x]) for row in found)), 1) for x in _TIMES)
 
 
 def alternatives() -> str:
@@ -323,6 +329,17 @@ def alternatives() -> str:
         rows.append([str(ranks), f"{mib:g} MiB", f"**{ours}**", copy, *windows])
     head = ["ranks", "state", "All-Scan", "bare copy", "symmetric windows and a fused fold", "without fold"]
     return _table(head, rows)
+
+
+def pull() -> str:
+    """docs/results.md: the scan against a pull written by hand, 2 H200s."""
+    methods, rows = ("sentinel", "pull and fold", "peer copy"), []
+    for mib in (0.0625, 0.25, 0.5, 1, 2, 4, 8, 32):
+        found = [_find("scan_h200", method=method, bytes=int(mib * (1 << 20))) for method in methods]
+        ratios = (f"{float(found[1][x]) / float(found[0][x]):.2f}" for x in _TIMES)
+        size = f"{mib:g} MiB" if mib > 0.1 else "64 KiB"
+        rows.append([size, *(_pair(row) for row in found), *ratios])
+    return _table(["state", "All-Scan", "pull and fold", "bare copy", "ratio, latency", "back to back"], rows)
 
 
 def dense() -> str:
