@@ -46,8 +46,12 @@ def _pair(row: dict[str, str]) -> str:
     return f"{_number(row['p50_us'], 1)} / {_number(back, 1)}"
 
 
-def _ratio(above: dict[str, str], below: dict[str, str], column: str = "p50_us") -> str:
-    return f"{float(above[column]) / float(below[column]):.3f}"
+def _ratio(above: dict[str, str], below: dict[str, str], column: str = "p50_us", digits: int = 3) -> str:
+    return f"{float(above[column]) / float(below[column]):.{digits}f}"
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / (1 << 20):g} MiB" if nbytes >= 1 << 18 else f"{nbytes >> 10} KiB"
 
 
 def _table(head: list[str], rows: list[list[str]]) -> str:
@@ -322,23 +326,22 @@ def _windows(ranks: int, size: int, fold: str) -> str:
 def alternatives() -> str:
     """docs/results.md: the scan against NCCL's symmetric windows, H200s."""
     rows = []
-    for ranks, mib in itertools.product((2, 4), (0.25, 2, 8, 32)):
-        size = int(mib * (1 << 20))
+    for ranks, size in itertools.product((2, 4), (1 << 18, 2 << 20, 8 << 20, 32 << 20)):
         ours, copy = (_pair(_scan(method, ranks, size)) for method in ("sentinel", "peer copy"))
         windows = (_windows(ranks, size, fold) for fold in ("fused fold", "no fold"))
-        rows.append([str(ranks), f"{mib:g} MiB", f"**{ours}**", copy, *windows])
+        rows.append([str(ranks), _size(size), f"**{ours}**", copy, *windows])
     head = ["ranks", "state", "All-Scan", "bare copy", "symmetric windows and a fused fold", "without fold"]
     return _table(head, rows)
 
 
 def pull() -> str:
     """docs/results.md: the scan against a pull written by hand, 2 H200s."""
-    methods, rows = ("sentinel", "pull and fold", "peer copy"), []
-    for mib in (0.0625, 0.25, 0.5, 1, 2, 4, 8, 32):
-        found = [_find("scan_h200", method=method, bytes=int(mib * (1 << 20))) for method in methods]
-        ratios = (f"{float(found[1][x]) / float(found[0][x]):.2f}" for x in _TIMES)
-        size = f"{mib:g} MiB" if mib > 0.1 else "64 KiB"
-        rows.append([size, *(_pair(row) for row in found), *ratios])
+    rows = []
+    for kib in (64, 256, 512, 1024, 2048, 4096, 8192, 32768):
+        of_size = functools.partial(_find, "scan_h200", bytes=kib << 10)
+        ours, by_hand, copy = (of_size(method=method) for method in ("sentinel", "pull and fold", "peer copy"))
+        ratios = (_ratio(by_hand, ours, x, 2) for x in _TIMES)
+        rows.append([_size(kib << 10), _pair(ours), _pair(by_hand), _pair(copy), *ratios])
     return _table(["state", "All-Scan", "pull and fold", "bare copy", "ratio, latency", "back to back"], rows)
 
 
@@ -480,9 +483,6 @@ def gated_delta_rule_cp() -> str:
     return _delta_cp("gated_delta_rule")
 
 
-_CHAIN_BYTES = {1 << 16: "64 KiB", 1 << 18: "0.25 MiB", 1 << 19: "0.5 MiB", 1 << 20: "1 MiB", 2 << 20: "2 MiB"}
-
-
 def _chain(kind: str, size: int, ranks: int) -> dict[str, str]:
     return _find("chain", kind=kind, bytes=size, ranks=ranks)
 
@@ -490,16 +490,16 @@ def _chain(kind: str, size: int, ranks: int) -> dict[str, str]:
 def chain() -> str:
     """docs/results.md: virtual ranks on two GPUs, each hop over their link."""
     rows = []
-    for size, name in _CHAIN_BYTES.items():
+    for size in (1 << 16, 1 << 18, 1 << 19, 1 << 20, 2 << 20):
         times = {ranks: float(_chain("chain", size, ranks)["p50_us"]) for ranks in (2, 3, 4, 5, 8, 9)}
-        rows.append([name, *(f"{us:.1f}" for us in times.values()), f"**{times[3] - times[2]:.2f}**"])
+        rows.append([_size(size), *(f"{us:.1f}" for us in times.values()), f"**{times[3] - times[2]:.2f}**"])
     return _table(["state", *(f"{ranks} ranks" for ranks in (2, 3, 4, 5, 8, 9)), "a further hop"], rows)
 
 
 def hop() -> str:
     """docs/results.md: times of the parts of a hop, by clocks in the kernel."""
     parts = [row for row in _rows("chain") if row["kind"].startswith("hop: ")]
-    sizes = {int(row["bytes"]): _CHAIN_BYTES[int(row["bytes"])] for row in parts}
+    sizes = {int(row["bytes"]): _size(int(row["bytes"])) for row in parts}
     kinds = dict.fromkeys(row["kind"] for row in parts)
     rows = []
     for kind in kinds:
