@@ -85,7 +85,9 @@ def operators(comm, T, heads, width) -> dict:
     beta = torch.rand(1, T, heads, device=comm.device)
     calls = {
         "zeco_gla": lambda *x: allscan.zeco_gla(*x, comm=comm)[0],
+        "zeco_gla in zigzag": lambda *x: allscan.zeco_gla(*x, comm=comm, layout="zigzag")[0],
         "zeco_kda": lambda *x: allscan.zeco_kda(*x, beta, comm=comm)[0],
+        "zeco_kda in zigzag": lambda *x: allscan.zeco_kda(*x, beta, comm=comm, layout="zigzag")[0],
     }
     if comm.device.type == "cuda":
         with contextlib.suppress(ImportError):

@@ -8,7 +8,9 @@ Every method is checked against float64 before it is timed, and the baselines ar
 WINDOWS is timed in separate processes. A latency is the median over replays of a CUDA graph with REPEATS pairs
 (barrier, scan), minus the same graph of barriers alone, divided by REPEATS; of the slowest rank. "Back to back": a
 graph of scans without barriers, the cost of a scan if ranks may run ahead; "eager": REPEATS consecutive calls from
-Python without a graph. Without GPUs every method but NVSHMEM's put is only checked, on 3 CPU ranks.
+Python without a graph. "whole_gpu": sentinel links with as many programs as multiprocessors, as the pull has; the
+default is half of them, which leaves the others to NCCL. Without GPUs every method but these two and NVSHMEM's put is
+only checked, on 3 CPU ranks.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ import torch.distributed as dist
 import triton
 
 import allscan
+from allscan.base.tiling import multiprocessors
 from allscan.reference import allscan_reference
 from allscan.tools.ranks import Ranks
 from allscan.tools.timing import copy_kernel
@@ -61,7 +64,7 @@ COLUMNS = (
     "triton",
     "sources",
 )
-METHODS = ["sentinel", "signal", "put", "all_gather", "windows", "pull", "ring"]
+METHODS = ["sentinel", "whole_gpu", "signal", "put", "all_gather", "windows", "pull", "ring"]
 
 # Environments for NCCL's all-gather of symmetric windows, by suffix of the method's name
 WINDOWS = {"": {}} | {f", {n} programs": {"NCCL_SYM_CTAS": str(n)} for n in (16, 32, 64)}
@@ -103,6 +106,9 @@ def point(ranks: int, nbytes: int, methods, tiles) -> list:
     expected = allscan_reference(states, decays)[comm.rank]
     state, decay = states[comm.rank].to(comm.device), decays[comm.rank].to(comm.device)
     made = {name: AllScanMethod(comm, state, decay, name) for name in ("sentinel", "signal", "put") if name in methods}
+    if "whole_gpu" in methods and comm.device.type == "cuda":
+        programs = multiprocessors(comm.device)
+        made["sentinel (whole GPU)"] = AllScanMethod(comm, state, decay, "sentinel", max_ctas=programs)
     for words, depth in tiles:
         tile = (max(1, words // V), min(V, words))
         name = f"sentinel-{words}-depth{depth}"
@@ -188,9 +194,7 @@ def main() -> int:
         "--mib", type=float, nargs="+", default=[0.0625, 0.25, 0.5, 1, 2, 4, 8, 32], help="sizes of the state"
     )
     parser.add_argument("--tiles", type=int, nargs="*", default=[], help="also time sentinel with tiles of these sizes")
-    parser.add_argument(
-        "--methods", nargs="+", default=["sentinel", "signal", "put", "all_gather", "windows", "pull", "ring"]
-    )
+    parser.add_argument("--methods", nargs="+", default=METHODS, choices=METHODS)
     parser.add_argument("--csv", default=results("scan.csv"))
     arguments = parser.parse_args()
     gpus = torch.cuda.device_count()
