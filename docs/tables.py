@@ -69,8 +69,7 @@ def headline() -> str:
     both = {"pass": "forward+backward"}
     gla = {ranks: step(method="zeco", ranks=ranks, **both) for ranks in (2, 4)}
     gathered = step(method="all_gather overlapped", ranks=4, **both)
-    of_kda = dict(rule="kda", T=16384, H=32, gates="near 1", ranks=2) | both
-    own, cp = _find("delta_allscan", method="zeco", **of_kda), _find("delta", method="fla cp_context", **of_kda)
+    of_kda = dict(rule="kda", T=16384, H=32, gates="near 1") | both
 
     def hybrid(method: str, ranks: int) -> str:
         found = _hybrids(method, ranks).items()
@@ -97,6 +96,10 @@ def headline() -> str:
     def ms(us: str) -> str:
         return f"{float(us) / 1e3:.2f}"
 
+    def kda(csv: str, method: str, ranks: int) -> str:
+        row = _find(csv, method=method, ranks=ranks, **of_kda)
+        return f"{ms(row['p50_us'])}; {_number(row['times_one_rank'], 3)}"
+
     by_hand = functools.partial(_find, "scan_h200", bytes=2 << 20)
     rows = [
         [
@@ -116,9 +119,8 @@ def headline() -> str:
         ],
         [
             "KDA, both passes, ms; over the same kernels' time on one GPU",
-            f"{ms(own['p50_us'])}; {_number(own['times_one_rank'], 3)}",
-            "",
-            f"fla's context parallelism: {ms(cp['p50_us'])}; {_number(cp['times_one_rank'], 3)}",
+            *(kda("delta_allscan", "zeco", n) for n in (2, 4)),
+            f"fla's context parallelism, 2 and 4 ranks: {', '.join(kda('delta', 'fla cp_context', n) for n in (2, 4))}",
         ],
         [
             "training a GLA model, tokens/s, of data parallel's",
@@ -311,7 +313,8 @@ def memory() -> str:
         row = _find("local", shape="1x16384x16x128x128", sequences="", method=method, sources="c2ee9aef2fcb")
         rows.append([method, "16 heads of 128 x 128", _number(row["extra_mib"], 0)])
     for method, told in (("zeco", 'zeco_kda(chunk="fla"), 2 ranks'), ("fla, one rank", "fla chunk_kda")):
-        row = _find("delta", method=method, rule="kda", T=16384, H=32, gates="near 1", **{"pass": "forward+backward"})
+        at = dict(rule="kda", T=16384, H=32, gates="near 1", ranks=2)
+        row = _find("delta", method=method, **at, **{"pass": "forward+backward"})
         rows.append([told, "32 heads of 128 x 128", _number(row["extra_mib"], 0)])
     return _table(["16,384 tokens a rank, bfloat16", "", "peak beside inputs, MiB"], rows)
 
@@ -376,7 +379,7 @@ def _delta(rule: str, methods: dict[str, str] = _DELTA, sizes=((16384, 32), (163
         for method, told in methods.items():
             cells: list[str] = []
             for both in ("forward", "forward+backward"):
-                wanted = dict(rule=rule, T=tokens, H=heads, gates="near 1", method=method) | {"pass": both}
+                wanted = dict(rule=rule, T=tokens, H=heads, gates="near 1", method=method, ranks=2) | {"pass": both}
                 found = _matching("delta", **wanted)
                 one = found and (_number(found[0]["p50_us"], 0), _number(found[0]["times_one_rank"], 3))
                 cells += one or ("", "")
@@ -437,23 +440,25 @@ _FLA_OPERATORS = {"kda": "fla chunk_kda", "gated_delta_rule": "fla chunk_gated_d
 def delta_allscan() -> str:
     """docs/delta.md: both rules with allscan's chunk kernels, eager and as a CUDA graph."""
     names = {
-        "zeco, one rank": "one rank",
-        "zeco": "**2 ranks**",
-        "zeco, middle rank's work": _DELTA["zeco, middle rank's work"],
-        "zeco, zigzag": _DELTA["zeco, zigzag"],
-        "zeco, invariant 2048": "`invariant=2048`",
-        "zeco, invariant 1024": "`invariant=1024`",
+        ("zeco, one rank", 2): "one rank",
+        ("zeco", 2): "**2 ranks**",
+        ("zeco, middle rank's work", 2): _DELTA["zeco, middle rank's work"],
+        ("zeco, zigzag", 2): _DELTA["zeco, zigzag"],
+        ("zeco, invariant 2048", 2): "`invariant=2048`",
+        ("zeco, invariant 1024", 2): "`invariant=1024`",
+        ("zeco", 4): "**4 ranks**",
+        ("zeco, zigzag", 4): _DELTA["zeco, zigzag"],
     }
     rows = []
-    for rule, method in itertools.product(_RULES, names):
+    for rule, (method, ranks) in itertools.product(_RULES, names):
         cells: list[str] = []
         for passes in ("forward", "forward+backward"):
-            at = dict(rule=rule, T=16384, H=32, gates="near 1") | {"pass": passes}
+            at = dict(rule=rule, T=16384, H=32, gates="near 1", ranks=ranks) | {"pass": passes}
             row, one = (_find("delta_allscan", method=name, **at) for name in (method, "zeco, one rank"))
             graphs = float(row["graph_us"]) / float(one["graph_us"])
             cells += [_number(row["p50_us"], 0), _number(row["times_one_rank"], 3)]
             cells += [_number(row["graph_us"], 0), f"{graphs:.3f}"]
-        rows.append([_RULES[rule], names[method], *cells])
+        rows.append([_RULES[rule], names[method, ranks], *cells])
     part = ["over one rank", "graph, us", "over one rank"]
     return _table(["", "", "forward, us", *part, "both passes, us", *part], rows)
 
