@@ -188,7 +188,7 @@ def delta_carry_kernel(
     p_transition,  # float32 [NS, H, K, K]
     p_local,  # float32 [NS, H, K, V], the segments' local states
     p_segments,  # int32 [NS, SEGMENT_WORDS]
-    p_first_segments,  # int32 [B + 1]
+    p_segments_of,  # int32 [B, 2]; first segment and end of each state
     p_outside,  # float32 [N, H, K, V], the states at the beginning of each sequence; None for zeros
     p_incoming,  # float32 [NS, H, K, V]; out, each segment's incoming state from this rank's tokens
     p_through,  # float32 [NS, H, K, K]; out, transition from the rank's incoming state to each segment; or None
@@ -211,7 +211,7 @@ def delta_carry_kernel(
     NV: tl.constexpr = (V + BC - 1) // BC
     i_c, i = tl.program_id(0), tl.program_id(1)
     index, h = i // H, i % H
-    s_first, s_end = tl.load(p_first_segments + index), tl.load(p_first_segments + index + 1)
+    s_first, s_end = tl.load(p_segments_of + 2 * index), tl.load(p_segments_of + 2 * index + 1)
     BEGIN: tl.constexpr = LAST if REVERSE else FIRST
     FINISH: tl.constexpr = FIRST if REVERSE else LAST
     COMES: tl.constexpr = LEFT if REVERSE else ENTERED

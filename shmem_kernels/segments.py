@@ -221,7 +221,7 @@ def gated_segments_kernel(
     p_gate,  # float32 [NS, H, K]
     p_gates,  # float32 [NS, H, K]; out, -inf: later kernels then add nothing to the incoming states
     p_segments,  # int32 [NS, SEGMENT_WORDS]
-    p_first_segments,  # int32 [B + 1]
+    p_segments_of,  # int32 [B, 2]; first segment and end of each state
     p_outside,  # float32 [N, H, K, V], the states at the beginning of each sequence; None for zeros
     p_final,  # float32 [N, H, K, V]; out, the states at the end of each sequence that ends here; or None
     p_external,  # float32 [carried, H, K, V], of the first rank: its incoming state; None for zeros
@@ -230,8 +230,8 @@ def gated_segments_kernel(
     H: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
-    HALVES: tl.constexpr,  # parts of a rank's tokens: 2 in the zigzag layout
-    HALF: tl.constexpr,  # the part of this scan
+    STATES: tl.constexpr,  # carried
+    HALF: tl.constexpr,  # of a rank's tokens in the zigzag layout, whose states this scan carries: 0 or 1
     REVERSE: tl.constexpr,
 ):
     """carry_kernel (gla_fwd.py) and the scan over the ranks in one, in the order of the sequence. Loads states up to
@@ -244,8 +244,8 @@ def gated_segments_kernel(
     while tile < channel.num_tiles:
         g, k, v = tile_place(channel, tile, K, V)
         inside, at = (k < K)[:, None] & (v < V)[None, :], k[:, None] * V + v[None, :]
-        p_first, h = p_first_segments + g // H * HALVES + HALF, g % H
-        s_first, s_end = tl.load(p_first), tl.load(p_first + 1)
+        index, h = HALF * STATES + g // H, g % H
+        s_first, s_end = tl.load(p_segments_of + 2 * index), tl.load(p_segments_of + 2 * index + 1)
         b_prev, ok = _entered(channel, tile, begun, p_external, K, V, EXTERNAL)
         for n in tl.range(0, loop_bound(s_end - s_first), num_stages=4):
             s = s_end - 1 - n if REVERSE else s_first + n
@@ -276,7 +276,7 @@ def delta_segments_kernel(
     p_transition,  # float32 [NS, H, K, K]
     p_local,  # float32 [NS, H, K, V], the segments' local states
     p_segments,  # int32 [NS, SEGMENT_WORDS]
-    p_first_segments,  # int32 [B + 1]
+    p_segments_of,  # int32 [B, 2]; first segment and end of each state
     p_outside,  # float32 [N, H, K, V], the states at the beginning of each sequence; None for zeros
     p_incoming,  # float32 [NS, H, K, V]; out, each segment's incoming state, from all ranks
     p_external,  # float32 [B, H, K, V], of the first rank: its incoming state; None for zeros
@@ -285,7 +285,7 @@ def delta_segments_kernel(
     H: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
-    HALVES: tl.constexpr,
+    STATES: tl.constexpr,
     HALF: tl.constexpr,
     BJ: tl.constexpr,
     STAGES: tl.constexpr,
@@ -304,8 +304,8 @@ def delta_segments_kernel(
     while tile < channel.num_tiles:
         g, i, v = tile_place(channel, tile, K, V)
         inside, offsets = (i < K)[:, None] & (v < V)[None, :], i[:, None] * V + v[None, :]
-        p_first, h = p_first_segments + g // H * HALVES + HALF, g % H
-        s_first, s_end = tl.load(p_first), tl.load(p_first + 1)
+        index, h = HALF * STATES + g // H, g % H
+        s_first, s_end = tl.load(p_segments_of + 2 * index), tl.load(p_segments_of + 2 * index + 1)
         b_prev, ok = _entered(channel, tile, begun, p_external, K, V, EXTERNAL)
         for n in range(loop_bound(s_end - s_first)):
             s = s_end - 1 - n if REVERSE else s_first + n

@@ -12,6 +12,7 @@ import torch.utils.checkpoint
 
 import allscan
 from allscan.base.checks import ScanInputs
+from allscan.ops import carrier
 from allscan.scan.two_way import two_way_scan
 from allscan.zigzag import from_zigzag, to_zigzag, zigzag_first_token, zigzag_positions
 from support.delta import DeltaCase, operator_case
@@ -79,6 +80,20 @@ def test_ascending_and_descending(run, size, T):
 def test_zeco_gla(run, size):
     kind = "mixed" if size == 3 else "weak"
     check(run(size, gla_case, GLACase(TOKENS[:size], B=2 if size < 4 else 1, H=2, V=24, gates=kind, zigzag=True)))
+
+
+def recorded_case(group, case):
+    """Return gla_case's errors, and the number of its scans that Python launches, because a plan cannot."""
+    with mock.patch.object(carrier, "record_call", wraps=carrier.record_call) as called:
+        return gla_case(group, case), called.call_count
+
+
+@pytest.mark.parametrize("B, K, of_python", [(1, 16, 0), (2, 6, 0), (1, 18, 2)])
+def test_both_scans_are_launches_of_a_plan(run, B, K, of_python, size=2):
+    """Except where the states of the second halves would not begin at a multiple of 16 bytes."""
+    found = run(size, recorded_case, GLACase(TOKENS[:size], B=B, K=K, zigzag=True))
+    check([errors for errors, _ in found])
+    assert [count for _, count in found] == [of_python] * size
 
 
 @pytest.mark.parametrize("size, name", [(len(tokens), name) for name, (tokens, _) in PACKED.items()])

@@ -57,7 +57,7 @@ class Plan:
 
     def __init__(self, graphs: Graphs | None = None) -> None:
         self.buffers: list[Buffer] = []
-        self.divided: set[int] = set()  # numbers of the buffers that have views
+        self.wholes: dict[int, Buffer] = {}  # by number of a view of scratch memory: the buffer that it is a view of
         self.tables: dict[int, Tensor] = {}  # constants by number of the buffer
         self.bytes = 0  # of a run's scratch memory
         self.new_outputs: list[tuple[int | None, tuple[int, ...], torch.dtype]] = []  # like which input, shape, dtype
@@ -79,10 +79,11 @@ class Plan:
         return self._buffer(self._num_inputs - 1, 0, tuple(like.shape), like.dtype)
 
     def view(self, whole: Buffer, offset: int, *shape: int, dtype: torch.dtype | None = None) -> Buffer:
-        """View of an input or a scratch buffer, from element ``offset`` on; of an input also with another ``dtype``.
-        Views of a scratch buffer must be identical or disjoint: without compiled kernels each is a separate tensor."""
-        self.divided.add(whole.number)
-        return self._buffer(whole.memory, whole.offset + offset * whole.dtype.itemsize, shape, dtype or whole.dtype)
+        """View of an input or a scratch buffer, from element ``offset`` on; of an input also with another ``dtype``."""
+        view = self._buffer(whole.memory, whole.offset + offset * whole.dtype.itemsize, shape, dtype or whole.dtype)
+        if whole.memory == OWN:
+            self.wholes[view.number] = whole
+        return view
 
     def scratch(self, *shape: int, dtype: torch.dtype = torch.float32, before: Sequence[Buffer] = ()) -> Buffer:
         """An uninitialised buffer that lives until the end of a run. ``before``: outputs that are first written after
@@ -277,7 +278,7 @@ class PlanExecution:
         self._empty: dict[int, Tensor] = {}  # scratch tensors by offset
         if places is None:
             for buffer in plan.buffers:  # here: the allocator assigns memory to the stream that is current now
-                if buffer.memory == OWN and buffer.number not in plan.divided:
+                if buffer.memory == OWN and buffer.number not in plan.wholes:
                     self.tensor(buffer.number)
 
     def tensor(self, number: int) -> Tensor:
@@ -290,6 +291,9 @@ class PlanExecution:
             if whole.shape == shape and whole.dtype == dtype:
                 return whole  # not a view: torch forbids a caller to change such an output in place
         elif self._memory is None:
+            if (of := self._plan.wholes.get(number)) is not None:
+                start = (offset - of.offset) // dtype.itemsize
+                return self.tensor(of.number).view(-1)[start : start + math.prod(shape)].view(shape)
             found = self._empty.get(offset)
             if found is None:
                 found = self._empty[offset] = self._tensors[0].new_empty(shape, dtype=dtype)

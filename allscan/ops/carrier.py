@@ -23,7 +23,7 @@ from ..scan.agreement import ScanVariant, get_or_create_scan
 from ..scan.collective import AllScan
 from ..scan.launcher import ChannelUse, Scanned
 from ..scan.segment_launches import dense_blocks
-from ..scan.two_way import two_way_channels, two_way_scan
+from ..scan.two_way import record_two_way, two_way_channels, two_way_scan
 from ..tokens.packing import CHUNK_TOKENS
 
 C = TypeVar("C", bound="AllScanCarrier")
@@ -35,13 +35,13 @@ class Carried(NamedTuple):
     """Arguments of a scan over the ranks: tensors, or plan buffers in place of tensors. Each rank multiplies its
     incoming state by its decay or transition; by 0 if it has neither, or if ``passes`` is False.
 
-    The second dimension is 2 in the zigzag layout (first and second half of a rank's tokens), otherwise 1."""
+    The first dimension is 2 in the zigzag layout (first and second half of a rank's tokens), otherwise 1."""
 
-    state: Any  # [B, 1 or 2, H, K, V]
+    state: Any  # [1 or 2, B, H, K, V]
     out: Any  # like state: receives the incoming state
     fwd_epoch: Any  # int64 [FWD_EPOCHS], see AllScan.channel: forward writes it, the reverse scan reads it
-    decay: Any = None  # [B, 1 or 2, H, K]
-    transition: Any = None  # [B, 1 or 2, H, K, K]
+    decay: Any = None  # [1 or 2, B, H, K]
+    transition: Any = None  # [1 or 2, B, H, K, K]
     passes: tuple[bool, bool] = (True, True)  # for each half: the incoming state contributes to the outgoing state
     stamp: int = 0  # of the call, see call_order.stamp
 
@@ -71,7 +71,7 @@ class StateCarrier(Protocol):
         """Launch the scan; with ``reverse`` (the backward pass) from the last rank to the first."""
 
     def neighbours(self, shape: tuple[int, ...], zigzag: bool) -> tuple[bool, bool]:
-        """Return whether a forward ``carry`` of states [B, 1 or 2, H, K, V] waits for a preceding rank, and whether it
+        """Return whether a forward ``carry`` of states [1 or 2, B, H, K, V] waits for a preceding rank, and whether it
         sends to a following rank. A carry that does not wait writes zeros to ``out``; no kernel reads them, so ``out``
         may alias ``state``. A carry that does not send must not read state and decay, which may be written while it
         runs. If it would neither wait nor send, as on one rank, ``carry`` is not called."""
@@ -139,16 +139,29 @@ class AllScanCarrier:
 
     def record(self, plan: Plan, carried: Carried, reverse: bool, zigzag: bool) -> None:
         scan = self._scan(carried.state.shape)
-        if zigzag or scan.algorithm != "chain":
+        aligned = not zigzag or math.prod(scan.shape[:-1]) % 4 == 0  # second halves begin at multiples of 16 bytes
+        if not aligned or scan.algorithm != "chain":
             record_call(plan, carried, reverse, zigzag)
             return
-        factors = (carried.decay, carried.transition) if carried.passes[0] else ()
-        fwd_epoch = plan.view(carried.fwd_epoch, 0, 1)
-        buffers = Scanned(carried.state, carried.out, fwd_epoch, *factors)
-        scan.launcher.record_scan(plan, buffers, reverse, carried.stamp)
+
+        def half(i: int) -> Scanned:
+            """The buffers of one half of the tokens; without zigzag, of all."""
+
+            def part(x: Buffer) -> Buffer:
+                return plan.view(x, i * math.prod(x.shape[1:]), *x.shape[1:])
+
+            factors = (carried.decay, carried.transition) if carried.passes[i] else ()
+            fwd_epoch = plan.view(carried.fwd_epoch, 2 * i, 1)
+            return Scanned(part(carried.state), part(carried.out), fwd_epoch, *(x and part(x) for x in factors))
+
+        if zigzag:
+            first, second = (1, 0) if reverse else (0, 1)  # in backward the ascending scan is that of the second halves
+            record_two_way(plan, scan, half(first), half(second), reverse, carried.stamp)
+        else:
+            scan.launcher.record_scan(plan, half(0), ChannelUse(reverse, reverse, carried.stamp))
 
     def _scan(self, shape: Sequence[int]) -> AllScan:
-        return self.prepare((shape[0] * shape[2], *shape[3:]))
+        return self.prepare((shape[1] * shape[2], *shape[3:]))
 
     def carry(self, carried: Carried, reverse: bool, zigzag: bool) -> None:
         scan, out, fwd_epoch = self._scan(carried.state.shape), carried.out, carried.fwd_epoch
@@ -159,7 +172,7 @@ class AllScanCarrier:
             channels = two_way_channels(scan, fwd_epoch, reverse)
             found = two_way_scan(scan, *(halves[i] for i in order), channels=channels)
             for i, x in zip(order, found, strict=True):
-                out[:, i] = x.unflatten(0, (out.shape[0], -1))
+                out[i] = x.view(out.shape[1:])
         else:
             channel = scan.launcher.channel(reverse, fwd_epoch, adjoint=reverse)
             state, decay, *_ = halves[0]
@@ -167,7 +180,7 @@ class AllScanCarrier:
 
     def _half(self, carried: Carried, i: int) -> ScanInputs:
         state, *factors = (
-            None if x is None else x[:, i].flatten(0, 1) for x in (carried.state, carried.decay, carried.transition)
+            None if x is None else x[i].flatten(0, 1) for x in (carried.state, carried.decay, carried.transition)
         )
         return ScanInputs(state, *factors) if carried.passes[i] else ScanInputs(state, 0)
 
@@ -176,7 +189,9 @@ class AllScanCarrier:
         return hops * HOP_US + words * WORD_US if hops else 0.0
 
     def pending(self, prepared: Any, zigzag: bool) -> list[PendingBackward]:
-        return pending_backwards(prepared.launcher.backwards, zigzag)
+        # of a chain's first scan only: a plan looks for backwards before its first launch, where the other rank cannot
+        # have begun its second scan, which waits for this rank's first
+        return pending_backwards(prepared.launcher.backwards, zigzag and prepared.algorithm != "chain")
 
 
 class InOrderCarrier(AllScanCarrier):
@@ -194,11 +209,6 @@ class InOrderCarrier(AllScanCarrier):
     ) -> AllScan:
         tile = transition_tile(shape[-2]) if self._dense and shape is not None else None
         return get_or_create_scan(self.comm, shape, agree, deferred, at_first, ScanVariant(tile))
-
-    def pending(self, prepared: Any, zigzag: bool) -> list[PendingBackward]:
-        # of the first scan only: a plan looks for backwards before its first launch, where the other rank cannot have
-        # begun its second scan, which waits for this rank's first
-        return pending_backwards(prepared.launcher.backwards, False)
 
     def record_segments(
         self, plan: Plan, kernel: Any, buffers: Sequence[Buffer | None], use: ChannelUse, **fixed: Any
@@ -225,11 +235,12 @@ class InOrderCarrier(AllScanCarrier):
         stamp: int,
         **fixed: Any,
     ) -> None:
-        """Record one segment scan for each of the HALVES of this rank's tokens, with REVERSE from the last half.
-        ``buffers``: the first buffers of the kernel. ``back``: the outgoing state of each half, and the forward epochs.
-        On the last rank the outgoing state of the first scan is the incoming state of the second."""
+        """Record one scan over segments for each half of this rank's tokens (without the zigzag layout one for all
+        tokens), with REVERSE from the last half. ``buffers``: the first buffers of the kernel. ``back``: the outgoing
+        state of each half, and the forward epochs. On the last rank the outgoing state of the first scan is the
+        incoming state of the second."""
         *outgoing, fwd_epoch = back
-        halves, reverse = fixed["HALVES"], fixed["REVERSE"]
+        halves, reverse = len(outgoing), fixed["REVERSE"]
         handed = None
         for i in range(halves):
             half, against = halves - 1 - i if reverse else i, i == 1 if halves == 2 else reverse

@@ -32,6 +32,10 @@ from .rails_links import Rails
 from .work import Work
 from .workspace import Spec, Workspace, reset
 
+# Kernels of which ranks may launch different ones for one scan
+SCANS = {"scan_kernel", "shift_rows_kernel", "transition_kernel", "rails_kernel", "segments_kernel"}
+SCANS |= {"dense_segments_kernel"}
+
 _STEP = Channel._fields.index("step")  # step and the next field, fwd_epoch, change with each call
 _BEHIND = _STEP + 2
 _STAMPS = STAMPS.value
@@ -142,8 +146,8 @@ class Launcher:
 
     def _description(self, kernel: Any, reverse: bool) -> str:
         name = name_of(kernel)
-        if name in ("scan_kernel", "shift_rows_kernel", "transition_kernel", "rails_kernel"):
-            name = "scan"  # ranks may launch different ones of these for one scan
+        if name in SCANS:
+            name = "scan"
         return f"{name} over {self.shape}" + (", reverse" if reverse else "")
 
     def prepared_scan(
@@ -214,16 +218,17 @@ class Launcher:
         reverse, adjoint, stamp = use
         self.after_launch(launch(*tensors[:-1], self.channel(reverse, tensors[-1], adjoint, stamp)))
 
-    def record_scan(self, plan: Plan, buffers: Scanned, reverse: bool, stamp: int) -> None:
-        """Record a scan in a plan, which runs inside a call of the communicator. With ``reverse`` it is the adjoint."""
+    def record_scan(self, plan: Plan, buffers: Scanned, use: ChannelUse, initial_state: Buffer | None = None) -> None:
+        """Record a scan in a plan, which runs inside a call of the communicator. initial_state: like the state, on the
+        first rank in the direction of the scan."""
         if self.rails is not None:
             raise ValueError("plans need a chain")
         state, out, fwd_epoch, decay, transition = buffers
         factor = decay or transition or state
         strides = (0, 0) if factor is state else (self.K, 1)
-        variant = KernelVariant(transition is not None, decay is not None, strides, factor is state, False, reverse)
-        kernel_buffers = state, factor, state, out, fwd_epoch
-        self.record_launch(plan, self._make_launch(variant), kernel_buffers, ChannelUse(reverse, reverse, stamp))
+        kind = transition is not None, decay is not None, strides, factor is state, initial_state is not None
+        kernel_buffers = state, factor, initial_state or state, out, fwd_epoch
+        self.record_launch(plan, self._make_launch(KernelVariant(*kind, use.reverse)), kernel_buffers, use)
 
     def record_launch(self, plan: Plan, launch: Launch, buffers: Sequence[Buffer], use: ChannelUse) -> None:
         """Record a kernel's launch with these ``buffers``, but a channel in place of the last, the forward epoch. The

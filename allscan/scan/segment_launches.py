@@ -12,6 +12,7 @@ from ..base.checks import decay_rows, plain
 from ..base.tiling import next_power_of_2, transition_blocks
 from ..comm.agreed import CACHE_SIZE, Recent
 from ..launch.compiled_kernel import Launch
+from ..launch.plan import Buffer, Plan
 from ..shmem_kernels.segments import (
     ADDED,
     INITIAL,
@@ -22,6 +23,7 @@ from ..shmem_kernels.segments import (
     segments_kernel,
 )
 from .collective import AllScan
+from .launcher import ChannelUse, Scanned
 
 
 class Segments(NamedTuple):
@@ -95,6 +97,14 @@ class SegmentScans:
         if self.comm.debug:
             self.comm._look_for_nan("allscan_segments()", incoming=incoming, outgoing=outgoing)
         return incoming, outgoing
+
+    def record(self, plan: Plan, segment: Scanned, outgoing: Buffer, use: ChannelUse) -> None:
+        """Record a scan over one segment in a plan, which also writes the outgoing state."""
+        state, out, fwd_epoch, decay, transition = segment
+        factor = decay or transition
+        assert factor is not None, "the outgoing state is the segment's"
+        launch = self._make(1, Direction(use.reverse), len(self.shape), decay is not None, decay is None, NOTHING.value)
+        self.launcher.record_launch(plan, launch, (state, factor, state, out, outgoing, fwd_epoch), use)
 
     def _make(self, n: int, direction: Direction, ndim: int, has_decay: bool, dense: bool, added: int) -> Launch:
         *lead, K, V = self.shape

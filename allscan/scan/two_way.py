@@ -9,8 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..base.checks import ScanInputs, Shift
+from ..launch.plan import Plan
 from ..shmem_kernels.channel import Channel
 from .collective import AllScan
+from .launcher import ChannelUse, Scanned
+from .segment_launches import SegmentScans
 
 
 def two_way_scan(
@@ -42,6 +45,23 @@ def two_way_scan(
     state, decay, transition, *_ = descending
     arguments = dict(transition=transition, adjoint=adjoint, channel=for_descending)
     return prev, scan.scan(state, decay, initial_state=handed, reverse=True, **arguments)
+
+
+def record_two_way(
+    plan: Plan, scan: AllScan, ascending: Scanned, descending: Scanned, adjoint: bool, stamp: int
+) -> None:
+    """Record ``two_way_scan`` in a plan, which runs inside a call of the communicator. stamp: of the call, see
+    call_order.stamp. The last rank's ascending scan is one over a segment, because that kernel also writes the outgoing
+    state, with which the descending scan begins."""
+    upwards = ChannelUse(False, adjoint, stamp)
+    last = scan.comm.rank == scan.comm.size - 1
+    handed = ascending.state if last else None
+    if last and (ascending.decay or ascending.transition):
+        handed = plan.scratch(*scan.shape)
+        SegmentScans.of(scan).record(plan, ascending, handed, upwards)
+    else:
+        scan.launcher.record_scan(plan, ascending, upwards)
+    scan.launcher.record_scan(plan, descending, ChannelUse(True, adjoint, stamp), handed)
 
 
 def two_way_channels(scan: AllScan, fwd_epoch: Tensor, adjoint: bool) -> tuple[Channel, Channel]:

@@ -123,8 +123,12 @@ def chunk_weights(BT: int, device: torch.device) -> torch.Tensor:
 
 
 class Layout(Tables):
-    """Tables of pieces, which are cut into segments of ``segment`` tokens and chunks of BT tokens. ``states``: number
-    of states sent. ``fla``: add the tables that fla's functions take for packed sequences, see delta.chunks."""
+    """Tables of pieces, which are cut into segments of ``segment`` tokens and chunks of CHUNK_TOKENS tokens.
+
+    states: number of states sent, equally many of each of ``halves`` (2 in the zigzag layout). In the tables and in
+    memory the states of the first half come first. fla: add the tables that fla's functions take for packed sequences,
+    see delta.chunks.
+    """
 
     def __init__(
         self,
@@ -132,39 +136,42 @@ class Layout(Tables):
         states: int,
         segment: int,
         device: torch.device,
-        BT: int = CHUNK_TOKENS,
         fla: bool = False,
+        halves: int = 1,
     ) -> None:
+        BT = CHUNK_TOKENS
         segments: list[tuple] = []
         chunks: list[tuple[int, int]] = []
-        begins: list[int] = []
+        of_states = [[0, 0] for _ in range(states)]  # first segment and end of each state
         for piece in pieces:
-            while len(begins) <= piece.state_index:
-                begins.append(len(segments))
+            place = piece.state_index % halves * (states // halves) + piece.state_index // halves
+            if of_states[place] == [0, 0]:
+                of_states[place][0] = len(segments)
             beyond = ENTERED.value * (not piece.flags & FIRST.value) | LEFT.value * (not piece.flags & LAST.value)
             starts = self.starts(piece, segment)
             for start, end in zip(starts, [*starts[1:], piece.end], strict=True):
                 first, last = start == piece.start, end == piece.end
                 flags = (FIRST.value * first | LAST.value * last) & piece.flags | beyond
-                segments.append((start, end, len(chunks), piece.state_index, piece.sequence, flags))
+                segments.append((start, end, len(chunks), place, piece.sequence, flags))
                 chunks += [(c, min(c + BT, end)) for c in range(start, end, BT)]
-        begins += [len(segments)] * (states + 1 - len(begins))
+            of_states[place][1] = len(segments)
         self.num_segments, self.num_chunks = len(segments), len(chunks)
-        self.passing = {piece.state_index for piece in pieces if piece.flags == 0}  # states both received and sent on
+        # halves of the tokens, 0 and 1, of which a state is both received and sent on
+        self.passing = {piece.state_index % halves for piece in pieces if piece.flags == 0}
         self.entered = any(not piece.flags & FIRST.value for piece in pieces)  # a state is received
         self.left = any(not piece.flags & LAST.value for piece in pieces)
         self._derived: dict = {}
         self.alike: tuple[object, ...] = ()  # values equal on all ranks in calls with this layout
         self.stamp = 0  # stamp of calls with these tables, see call_order.stamp
         self.boundaries = [0] + [piece.end for piece in pieces if piece.end > piece.start]  # cu_seqlens of this rank
-        tables = [torch.tensor(table, dtype=torch.int32, device="cpu") for table in (segments, chunks, begins)]
+        tables = [torch.tensor(table, dtype=torch.int32, device="cpu") for table in (segments, chunks, of_states)]
         tables.append(weights(BT))
         if fla:
             lengths = list(itertools.pairwise(self.boundaries))
             indices = [(i, n) for i, (a, b) in enumerate(lengths) for n in range(cdiv(b - a, BT))]
             tables += [torch.tensor(x, dtype=torch.int64, device="cpu") for x in (self.boundaries, indices)]
         super().__init__(tables, device)
-        self.segments, self.chunks, self.first_segments, self.weights = self.tensors[:4]
+        self.segments, self.chunks, self.segments_of_states, self.weights = self.tensors[:4]
         self.fla = tuple(self.tensors[4:])  # (cu_seqlens, chunk_indices)
 
     def starts(self, piece: TokenRange, segment: int) -> list[int]:

@@ -214,16 +214,17 @@ def find_layout(comm: Communicator, own: OwnTokens, segment: int, fla: bool = Fa
             _check_chunks(lengths, first, tokens, zigzag, aligned)
         else:
             begins, ends = comm.rank == 0, comm.rank == (0 if zigzag else comm.size - 1)
-            halves = ((begins, False), (False, ends)) if zigzag else ((begins, ends),)
-            n = T // len(halves)
-            places = [(b, half) for b in range(B) for half in halves]
+            edges = ((begins, False), (False, ends)) if zigzag else ((begins, ends),)
+            n = T // len(edges)
+            places = [(b, edge) for b in range(B) for edge in edges]
             pieces = [
                 TokenRange.of(i * n, (i + 1) * n, i, b, begins=begins, ends=ends)
                 for i, (b, (begins, ends)) in enumerate(places)
             ]
         states = carried_states(B, B if lengths is None else len(lengths) - 1, zigzag)
         cls = AlignedLayout if aligned and lengths is not None else Layout
-        layout = cls(pieces, 2 * states if zigzag else states, segment, comm.device, fla=fla)
+        halves = 2 if zigzag else 1
+        layout = cls(pieces, halves * states, segment, comm.device, fla=fla, halves=halves)
         layout.alike = lengths, zigzag, segment if aligned else 0
         if layout.num_chunks > MOST_CHUNKS:  # possible if a segment does not begin with a sequence
             raise ValueError(f"a rank may have {MOST_CHUNKS:,} chunks of packed sequences, got {layout.num_chunks:,}")

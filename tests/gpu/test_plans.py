@@ -168,9 +168,9 @@ def test_new_plans_on_streams_that_are_not_joined(run, size):
     run(size, new_plans_case)
 
 
-def graphs_case(group, recompute):
+def graphs_case(group, layout, recompute):
     """A step is launched as one graph, with the same bits, also in the caller's graph and after an error."""
-    once = functools.partial(step, recompute=recompute)
+    once = functools.partial(step, layout=layout, recompute=recompute)
     with allscan.Communicator(group) as comm:
         tensors = leaves(comm.device)
         # without its autograd graph, in which torch records that the leaves were used on another stream
@@ -194,10 +194,10 @@ def graphs_case(group, recompute):
 
 
 @pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("recompute", [True, False])
+@pytest.mark.parametrize("layout, recompute", [("contiguous", True), ("contiguous", False), ("zigzag", True)])
 @pytest.mark.kernels
-def test_what_comes_again_is_a_graph(run, size, recompute):
-    run(size, graphs_case, recompute)
+def test_what_comes_again_is_a_graph(run, size, layout, recompute):
+    run(size, graphs_case, layout, recompute)
 
 
 def alike_case(group, calls):
@@ -213,8 +213,10 @@ def alike_case(group, calls):
             q, k, v, g = leaves(comm.device, K=64, V=64)
             beta = torch.ones(1, 300, 4, device=comm.device)
             of_rules = (allscan.zeco_kda, g), (allscan.zeco_gated_delta_rule, g[..., 0].contiguous())
-            for (operator, gate), chunk in itertools.product(of_rules, ("fla", "allscan")):
-                o, state = operator(q, k * 0.1, v, gate, beta, comm=comm, output_final_state=True, chunk=chunk)
+            kinds = ("fla", "contiguous"), ("allscan", "contiguous"), ("allscan", "zigzag")
+            for (operator, gate), (chunk, layout) in itertools.product(of_rules, kinds):
+                how = dict(comm=comm, output_final_state=True, chunk=chunk, layout=layout)
+                o, state = operator(q, k * 0.1, v, gate, beta, **how)
                 found += [o, state, *torch.autograd.grad(o.float().sum() + state.sum(), [q, k, v, g])]
         return [x.detach() for x in found]
 

@@ -18,7 +18,7 @@ from allscan.base.tiling import H100_MULTIPROCESSORS
 from allscan.launch.compiled_kernel import Launch
 from allscan.shmem_kernels.segment_table import FIRST, LAST
 from allscan.tokens import packing, partition
-from allscan.tokens.packing import Layout, cut, most_segments, segment_length
+from allscan.tokens.packing import Layout, TokenRange, cut, most_segments, segment_length
 from allscan.tokens.partition import OwnTokens, find_layout, partition_start
 from support.packed import calls, differ, forward_and_backward
 from support.values import own_triton, raised
@@ -65,11 +65,19 @@ def test_by_hand():
     assert [tuple(piece) for piece in cut(lengths, 7, 5)] == [(0, 5, 0, 5, FIRST.value | LAST.value)]
 
 
+def test_states_of_first_halves_come_first():
+    """In the tables of the zigzag layout, though pieces lie in the order of batch entries."""
+    pieces = [TokenRange(100 * i, 100 * i + 100, i, i // 2, 0 if i == 2 else FIRST.value) for i in range(4)]
+    layout = Layout(pieces, 4, 64, "cpu", halves=2)
+    assert layout.segments[:, 3].tolist() == [0, 0, 2, 2, 1, 1, 3, 3]
+    assert layout.segments_of_states.tolist() == [[0, 2], [4, 6], [2, 4], [6, 8]] and layout.passing == {0}
+
+
 @pytest.mark.quick("1")
 @pytest.mark.parametrize("seed", range(200))
 def test_at_random(seed):
     chance = random.Random(seed)
-    tokens = [chance.choice((1, 2, 31, 32, 33, 64, 100)) for _ in range(chance.randint(1, 5))]
+    tokens = [chance.choice((1, 2, 127, 128, 129, 256, 400)) for _ in range(chance.randint(1, 5))]
     total = sum(tokens)
     edges = sorted(chance.randint(0, total) for _ in range(chance.randint(0, 12)))
     edges += chance.choices(edges, k=2) if edges else []  # some sequences are empty
@@ -78,15 +86,15 @@ def test_at_random(seed):
     begin = 0
     for T in tokens:
         pieces = cut(lengths, begin, T)
-        tables = Layout(pieces, 1, 32, "cpu", 16)
+        tables = Layout(pieces, 1, 128, "cpu")
         segments, chunks = tables.segments.tolist(), tables.chunks.tolist()
-        assert len(segments) == tables.num_segments <= most_segments(1, T, len(lengths) - 1, 32)
-        assert tables.first_segments.tolist() == [0, len(segments)]
+        assert len(segments) == tables.num_segments <= most_segments(1, T, len(lengths) - 1, 128)
+        assert tables.segments_of_states.tolist() == [[0, len(segments)]]
         assert [t for a, b in chunks for t in range(a, b)] == list(range(T))
         for number, (start, end, chunk, index, sequence, flags) in enumerate(segments):
             assert index == 0 and lengths[sequence] <= begin + start <= begin + end <= lengths[sequence + 1]
             own = [t for a, b in chunks[chunk:] for t in range(a, b)][: end - start]
-            assert own == list(range(start, end)) and end - start <= 32
+            assert own == list(range(start, end)) and end - start <= 128
             if flags & FIRST.value:
                 assert begin + start == lengths[sequence]
                 begun.append(sequence)

@@ -284,7 +284,7 @@ class StatePass:
             saved_states.transitions,
             local,
             self._segments(plan),
-            plan.constant(self.layout.first_segments),
+            plan.constant(self.layout.segments_of_states),
             outside,
             saved_states.incoming,
             scratch.through,
@@ -311,13 +311,10 @@ class StatePass:
         if prev is None:
             return
         # without a sequence that spans the whole rank, the incoming state does not contribute to the outgoing state
-        halves = range(1 + self.zigzag)
-        passes = [any(index % len(halves) == i for index in self.layout.passing) for i in halves]
-        lead = self.B, len(halves), self.H
+        passes = 0 in self.layout.passing, int(self.zigzag) in self.layout.passing
+        lead = 1 + self.zigzag, self.B, self.H
         own, prev, dense = (x if x is None else plan.view(x, 0, *lead, *x.shape[1:]) for x in (own, prev, dense))
-        carried = Carried(
-            own, prev, saved_states.fwd_epoch, transition=dense, passes=(passes[0], passes[-1]), stamp=self.layout.stamp
-        )
+        carried = Carried(own, prev, saved_states.fwd_epoch, transition=dense, passes=passes, stamp=self.layout.stamp)
         self.carrier.record(plan, carried, reverse, self.zigzag)
 
     def _carry_in_order(
@@ -328,9 +325,9 @@ class StatePass:
         halves, carrier = 1 + self.zigzag, self.carrier
         assert isinstance(carrier, InOrderCarrier)
         outgoing = [plan.scratch(self.B * self.H, self.K, self.V) for _ in range(halves)]
-        tables = self._segments(plan), plan.constant(self.layout.first_segments)
+        tables = self._segments(plan), plan.constant(self.layout.segments_of_states)
         buffers = saved_states.transitions, local, *tables, outside, saved_states.incoming
-        fixed = dict(H=self.H, K=self.K, V=self.V, HALVES=halves, REVERSE=reverse)
+        fixed = dict(H=self.H, K=self.K, V=self.V, STATES=self.B, REVERSE=reverse)
         carrier.record_halves(
             plan, delta_segments_kernel, buffers, (*outgoing, saved_states.fwd_epoch), self.layout.stamp, **fixed
         )

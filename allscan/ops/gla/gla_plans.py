@@ -190,8 +190,8 @@ class GLAPlan(Plan):
         self.lookers = (min(flags, LOOKERS * max(1, shape.num_sms)),)
         sub_blocks = dict(BK=self.BK, BC=SUB_BLOCK[shape.device], BS=min(32, self.BK))
         self.of_strong = dict(N=flags, LOOK=LOOK[shape.device], **sub_blocks)
-        self.chunks, self.segments, self.first_segments, self.weights = (
-            self.constant(x) for x in (layout.chunks, layout.segments, layout.first_segments, layout.weights)
+        self.chunks, self.segments, self.segments_of_states, self.weights = (
+            self.constant(x) for x in (layout.chunks, layout.segments, layout.segments_of_states, layout.weights)
         )
         # set by ``carry``, for ``join_carry`` and ``end``
         self._has_incoming = False  # this rank receives a state, which final_kernel adds to its final states
@@ -330,12 +330,12 @@ class GLAPlan(Plan):
             return self.carry_in_order(carrier, sums, incoming, ends, fwd_epoch, long)
         (states, gates, prev), (outside, final) = incoming, ends
         H, K, V, reverse, zigzag = self.H, self.K, self.V, self.reverse, bool(self.shape.zigzag)
-        halves = self.shape.carried, 1 + zigzag, H, K
+        halves = 1 + zigzag, self.shape.carried, H, K
         own, decay = self.scratch(*halves, V), self.scratch(*halves)
         BK, BV = default_tile(K, V, CARRY_WORDS[self.shape.device])
         grid = cdiv(K, BK), cdiv(V, BV), self.shape.states * H
         blocks: dict[str, int] = dict(H=H, K=K, V=V, BK=BK, BV=BV, REVERSE=reverse, num_warps=1)
-        tables = self.segments, self.first_segments
+        tables = self.segments, self.segments_of_states
         self._of_final_kernel = (final, sums, gates, *tables, prev), grid, blocks
         before, behind = carrier.neighbours(own.shape, zigzag)
         self._has_incoming = behind if reverse else before  # this rank receives a state
@@ -396,13 +396,13 @@ class GLAPlan(Plan):
         full incoming state, including the contribution of other ranks; later kernels add nothing to it."""
         (states, gates, _), (outside, final), halves = incoming, ends, 1 + bool(self.shape.zigzag)
         outgoing = [self.scratch(self.shape.carried * self.H, self.K, self.V) for _ in range(halves)]
-        fixed: dict[str, int] = dict(H=self.H, K=self.K, V=self.V, HALVES=halves, REVERSE=self.reverse)
+        fixed: dict[str, int] = dict(H=self.H, K=self.K, V=self.V, STATES=self.shape.carried, REVERSE=self.reverse)
         outputs = None
         with self.side_stream(lambda carrier: carrier.stream()):
             if long:
                 with self.side_stream(lambda carrier: carrier.stream(LONG)):
                     outputs = long()
-            buffers = states, sums, gates, self.segments, self.first_segments, outside, final
+            buffers = states, sums, gates, self.segments, self.segments_of_states, outside, final
             carrier.record_halves(self, gated_segments_kernel, buffers, (*outgoing, fwd_epoch), self.stamp, **fixed)
             if long:
                 self.join()
