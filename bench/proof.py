@@ -39,7 +39,7 @@ class Method:
         calls = steps * layers
         wanted = {0: (0, 0), 1: (calls, calls * backward), 2: (calls * (1 + backward),) * 2}[self.scans]
         found = kernels(once)
-        scans = sum(n for kernel, n in found.items() if kernel.startswith(("scan_kernel", "gated_segments_kernel")))
+        scans = sum(n for kernel, n in found.items() if kernel.startswith(SCANS))
         ways = {kernel: n for kernel, n in found.items() if "nccl" in kernel or "Memcpy" in kernel}
         nccl = {kernel: n for kernel, n in ways.items() if self.nccl and self.nccl in kernel}
         if made != wanted or scans != self.scans * layers * (1 + backward):
@@ -81,6 +81,8 @@ def launched(once) -> list[Launched]:
     ]
 
 
+# Kernels of zeco_gla that scan over the ranks: in the zigzag layout the last rank's first one is segments_kernel
+SCANS = "scan_kernel", "segments_kernel", "gated_segments_kernel"
 # Between the chunks of a delta rule: KDA, and any rule with fla's kernels inside chunks; Gated DeltaNet
 DELTA_STATES = "delta_states_kernel", "scalar_states_kernel"
 # Kinds of launches by parts of kernel names; the first match counts
@@ -89,8 +91,8 @@ KINDS = {
     "softmax": "sdpa flash_fwd flash_bwd fmha dot_do_o convert_dq flashattn flash:: "
     "merge_kernel fold_kernel reverse_kernel",
     "cat": "CatArray",
-    "recurrences": "scan_kernel delta_ kda chunk_ transition_ recompute_w_u prepare_wy merge_16 solve_ l2norm cumsum "
-    "summary_kernel adjoint_kernel operands_kernel output_kernel pairs_kernel gradient_kernel "
+    "recurrences": "scan_kernel segments_kernel delta_ kda chunk_ transition_ recompute_w_u prepare_wy merge_16 solve_ "
+    "l2norm cumsum summary_kernel adjoint_kernel operands_kernel output_kernel pairs_kernel gradient_kernel "
     "factors_kernel scalar_states_kernel gradients_kernel parts_kernel "
     "normalize_ gate_kernel gate_back sums_kernel",
     "convolutions": "conv dgrad wgrad",  # before GEMM, since cuDNN's convolutions also match GEMM's names

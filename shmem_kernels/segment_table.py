@@ -9,7 +9,7 @@ import triton.language as tl
 START = tl.constexpr(0)  # its first token
 END = tl.constexpr(1)  # behind its last token
 FIRST_CHUNK = tl.constexpr(2)  # its first chunk
-STATE_INDEX = tl.constexpr(3)  # its incoming state's index among the states that are sent over the ranks
+STATE_INDEX = tl.constexpr(3)  # its incoming state's index among the states that are sent, first halves' states first
 SEQUENCE = tl.constexpr(4)  # row of initial_state and final_state
 FLAGS = tl.constexpr(5)  # FIRST, LAST, ENTERED, LEFT
 SEGMENT_WORDS = tl.constexpr(6)

@@ -101,33 +101,36 @@ def segments_kernel(
     HAS_DECAY: tl.constexpr,
     EXTERNAL: tl.constexpr,
     DESCENDING: tl.constexpr,  # from this rank's last segment to its first
+    ONE: tl.constexpr,  # n is 1
 ):
     """A program takes tiles program_id, program_id + num_programs, ...
 
     It loads AHEAD segments before it waits for R, and later ones while it folds earlier ones.
     """
+    LOADED: tl.constexpr = 1 if ONE else AHEAD
     tile = tl.program_id(0)
     begun = begin(channel, tile)
     strides = (stride_g, stride_k)
     while tile < channel.num_tiles:
         b_states, b_decays = (), ()
-        for i in tl.static_range(AHEAD):
+        for i in tl.static_range(LOADED):
             place = _place(i, n, MATRICES, DESCENDING)
             b_state, b_decay = _load_segment(p_states, p_decays, channel, tile, place, strides, K, V, HAS_DECAY)
             b_states += (b_state,)  # type: ignore[assignment]
             b_decays += (b_decay,)  # type: ignore[assignment]
         b_prev, ok = _entered(channel, tile, begun, p_external, K, V, EXTERNAL)
         offsets, inside = tile_offsets(channel, tile, K, V)
-        for i in tl.static_range(AHEAD):
+        for i in tl.static_range(LOADED):
             matrix, there = _place(i, n, MATRICES, DESCENDING)
             tl.store(p_incoming + matrix * (K * V) + offsets, b_prev, mask=inside & there)
             b_prev = tl.where(there, fold(b_states[i], b_decays[i], b_prev), b_prev)
-        for i in tl.range(AHEAD, loop_bound(n), num_stages=4):
-            place = _place(i, n, MATRICES, DESCENDING)
-            b_state, b_decay = _load_segment(p_states, p_decays, channel, tile, place, strides, K, V, HAS_DECAY)
-            matrix, _ = place
-            tl.store(p_incoming + matrix * (K * V) + offsets, b_prev, mask=inside)
-            b_prev = fold(b_state, b_decay, b_prev)
+        if not ONE:
+            for i in tl.range(AHEAD, loop_bound(n), num_stages=4):
+                place = _place(i, n, MATRICES, DESCENDING)
+                b_state, b_decay = _load_segment(p_states, p_decays, channel, tile, place, strides, K, V, HAS_DECAY)
+                matrix, _ = place
+                tl.store(p_incoming + matrix * (K * V) + offsets, b_prev, mask=inside)
+                b_prev = fold(b_state, b_decay, b_prev)
         _leave(channel, tile, begun, ok, b_prev)
         tl.store(p_outgoing + offsets, b_prev, mask=inside)
         tile += tl.num_programs(0)
@@ -224,13 +227,13 @@ def gated_segments_kernel(
     p_segments_of,  # int32 [B, 2]; first segment and end of each state
     p_outside,  # float32 [N, H, K, V], the states at the beginning of each sequence; None for zeros
     p_final,  # float32 [N, H, K, V]; out, the states at the end of each sequence that ends here; or None
-    p_external,  # float32 [carried, H, K, V], of the first rank: its incoming state; None for zeros
-    p_outgoing,  # float32 [carried, H, K, V]; out, the outgoing state
+    p_external,  # float32 [STATES, H, K, V], of the first rank: its incoming state; None for zeros
+    p_outgoing,  # float32 [STATES, H, K, V]; out, the outgoing state
     channel,
     H: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
-    STATES: tl.constexpr,  # carried
+    STATES: tl.constexpr,  # number of states that this scan carries
     HALF: tl.constexpr,  # of a rank's tokens in the zigzag layout, whose states this scan carries: 0 or 1
     REVERSE: tl.constexpr,
 ):
@@ -279,8 +282,8 @@ def delta_segments_kernel(
     p_segments_of,  # int32 [B, 2]; first segment and end of each state
     p_outside,  # float32 [N, H, K, V], the states at the beginning of each sequence; None for zeros
     p_incoming,  # float32 [NS, H, K, V]; out, each segment's incoming state, from all ranks
-    p_external,  # float32 [B, H, K, V], of the first rank: its incoming state; None for zeros
-    p_outgoing,  # float32 [B, H, K, V]; out, the outgoing state
+    p_external,  # float32 [STATES, H, K, V], of the first rank: its incoming state; None for zeros
+    p_outgoing,  # float32 [STATES, H, K, V]; out, the outgoing state
     channel,
     H: tl.constexpr,
     K: tl.constexpr,

@@ -50,7 +50,7 @@ class Plan:
     All runs have contiguous tensors of the same shapes and dtypes. With compiled kernels, a run makes one allocation
     for each output and one for all scratch buffers, computes addresses, and launches. The launches are one CUDA graph
     if the same addresses occurred before and the plan has no Python calls, see ``allscan.launch.graph_cache.Graphs``.
-    In the interpreter, and if a ``Launch`` has to go through Triton, every buffer is a tensor of its own.
+    In the interpreter, and if a ``Launch`` has to go through Triton, every buffer but views is a separate tensor.
 
     graphs: the communicator's cache of CUDA graphs; None: no CUDA graphs.
     """
@@ -79,9 +79,10 @@ class Plan:
         return self._buffer(self._num_inputs - 1, 0, tuple(like.shape), like.dtype)
 
     def view(self, whole: Buffer, offset: int, *shape: int, dtype: torch.dtype | None = None) -> Buffer:
-        """View of an input or a scratch buffer, from element ``offset`` on; of an input also with another ``dtype``."""
+        """View of a buffer that is no constant, from element ``offset`` on; of an input also with another ``dtype``."""
         view = self._buffer(whole.memory, whole.offset + offset * whole.dtype.itemsize, shape, dtype or whole.dtype)
         if whole.memory == OWN:
+            assert view.dtype == whole.dtype
             self.wholes[view.number] = whole
         return view
 
@@ -260,9 +261,9 @@ class PlanExecution:
     """Memory and streams of one run whose launches are made one by one.
 
     tensors: the run's inputs and outputs. places: base addresses of these, of scratch memory and of constants (0); None
-    if every buffer is a tensor of its own."""
+    if every buffer but views is a separate tensor."""
 
-    __slots__ = "_plan", "context", "_tensors", "_memory", "places", "_side_streams", "_joins", "_empty"
+    __slots__ = "_plan", "context", "_tensors", "_memory", "places", "_side_streams", "_joins", "_scratch"
 
     def __init__(
         self,
@@ -275,7 +276,7 @@ class PlanExecution:
         self._plan, self.context, self._tensors, self._memory, self.places = plan, context, tensors, memory, places
         self._side_streams: list[AbstractContextManager[object]] = []  # entered side streams, the innermost last
         self._joins: list[Callable[[], None]] = []  # of streams not joined yet, in order of entry
-        self._empty: dict[int, Tensor] = {}  # scratch tensors by offset
+        self._scratch: dict[int, Tensor] = {}  # scratch tensors by number, if they are separate
         if places is None:
             for buffer in plan.buffers:  # here: the allocator assigns memory to the stream that is current now
                 if buffer.memory == OWN and buffer.number not in plan.wholes:
@@ -294,10 +295,9 @@ class PlanExecution:
             if (of := self._plan.wholes.get(number)) is not None:
                 start = (offset - of.offset) // dtype.itemsize
                 return self.tensor(of.number).view(-1)[start : start + math.prod(shape)].view(shape)
-            found = self._empty.get(offset)
-            if found is None:
-                found = self._empty[offset] = self._tensors[0].new_empty(shape, dtype=dtype)
-            return found if found.shape == shape else found.view(shape)
+            if number not in self._scratch:
+                self._scratch[number] = self._tensors[0].new_empty(shape, dtype=dtype)
+            return self._scratch[number]
         else:
             whole = self._memory
         start, rest = divmod(int(whole.storage_offset()) * whole.itemsize + offset, dtype.itemsize)

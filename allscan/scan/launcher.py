@@ -32,9 +32,10 @@ from .rails_links import Rails
 from .work import Work
 from .workspace import Spec, Workspace, reset
 
-# Kernels of which ranks may launch different ones for one scan
-SCANS = {"scan_kernel", "shift_rows_kernel", "transition_kernel", "rails_kernel", "segments_kernel"}
-SCANS |= {"dense_segments_kernel"}
+# Ranks may launch different ones of these for one scan
+KERNELS_OF_A_SCAN = frozenset(
+    "scan_kernel shift_rows_kernel transition_kernel rails_kernel segments_kernel dense_segments_kernel".split()
+)
 
 _STEP = Channel._fields.index("step")  # step and the next field, fwd_epoch, change with each call
 _BEHIND = _STEP + 2
@@ -146,7 +147,7 @@ class Launcher:
 
     def _description(self, kernel: Any, reverse: bool) -> str:
         name = name_of(kernel)
-        if name in SCANS:
+        if name in KERNELS_OF_A_SCAN:
             name = "scan"
         return f"{name} over {self.shape}" + (", reverse" if reverse else "")
 

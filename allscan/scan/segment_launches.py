@@ -99,7 +99,8 @@ class SegmentScans:
         return incoming, outgoing
 
     def record(self, plan: Plan, segment: Scanned, outgoing: Buffer, use: ChannelUse) -> None:
-        """Record a scan over one segment in a plan, which also writes the outgoing state."""
+        """Record a scan over one segment in a plan, which also writes the outgoing state. Transitions are not
+        transposed."""
         state, out, fwd_epoch, decay, transition = segment
         factor = decay or transition
         assert factor is not None, "the outgoing state is the segment's"
@@ -116,7 +117,7 @@ class SegmentScans:
         else:
             # ndim: of decays [n, ..., K] or [n, ...], 0 for a number
             strides = (K, 1) if ndim == len(self.shape) else (min(ndim, 1), 0)
-            fixed |= dict(HAS_DECAY=has_decay, num_warps=self.launcher.num_warps)
+            fixed |= dict(HAS_DECAY=has_decay, ONE=n == 1, num_warps=self.launcher.num_warps)
         kernel = self.launcher.linked(dense_segments_kernel if dense else segments_kernel)
         fixed |= dict(zip(("stride_i", "stride_j") if dense else ("stride_g", "stride_k"), strides))
         return Launch(kernel, (self.launcher.segment_programs,), **fixed)

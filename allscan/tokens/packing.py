@@ -39,7 +39,7 @@ class TokenRange(NamedTuple):
     end: int
     state_index: int  # index of the range's state among the sent states: the batch entry, 0 for packed sequences.
     # Zigzag layout: twice that, plus 1 for the second half of the rank's tokens. per_document=True: twice the
-    # sequence, plus 1 for the second piece of the sequence.
+    # sequence, plus 1 for the second piece of the sequence. Layout orders the states otherwise.
     sequence: int  # row of initial_state and final_state; EACH: one row for each batch entry
     flags: int  # FIRST: the sequence begins here; LAST: it ends here
 
@@ -145,7 +145,7 @@ class Layout(Tables):
         of_states = [[0, 0] for _ in range(states)]  # first segment and end of each state
         for piece in pieces:
             place = piece.state_index % halves * (states // halves) + piece.state_index // halves
-            if of_states[place] == [0, 0]:
+            if not of_states[place][1]:
                 of_states[place][0] = len(segments)
             beyond = ENTERED.value * (not piece.flags & FIRST.value) | LEFT.value * (not piece.flags & LAST.value)
             starts = self.starts(piece, segment)

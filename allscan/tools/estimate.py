@@ -71,7 +71,7 @@ class Cut(NamedTuple):
             TokenRange.of(i * T, (i + 1) * T, i, b, begins=begins, ends=ends)
             for i, (b, begins, ends) in enumerate(places)
         ]
-        return Layout(pieces, len(pieces), segment, torch.device("cpu"))
+        return Layout(pieces, len(pieces), segment, torch.device("cpu"), halves=len(halves))
 
 
 class Peak(NamedTuple):

@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import types
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -20,6 +21,8 @@ from triton.runtime.autotuner import Autotuner
 
 import allscan
 from allscan.comm import topology
+from allscan.launch.compiled_kernel import Launch
+from allscan.scan.launcher import name_of
 from allscan.tools.ranks import Ranks
 from bench import (
     against,
@@ -333,6 +336,36 @@ def test_the_first_configuration():
     )
     hybrid.first_configuration(kernel, 1, 2, grid=(3,), warmup=False)
     assert made == [((1, 2), dict(grid=(3,), warmup=False, BK=32, num_warps=2))]
+
+
+def proven_case(group):
+    """Return the proof that zeco_gla ran in the zigzag layout, with launches in place of torch's profile."""
+    counted, launch = collections.Counter(), Launch.__call__
+
+    def counting(self, *arguments):
+        counted[name_of(self.kernel)] += 1
+        return launch(self, *arguments)
+
+    def once():
+        counted.clear()
+        o, _ = allscan.zeco_gla(x, x, x, -x.detach(), comm=comm, layout="zigzag")
+        o.sum().backward()
+        return counted
+
+    with mock.patch.object(Launch, "__call__", counting), allscan.Communicator(group) as comm:
+        x = torch.rand(1, 64, 1, 16).requires_grad_()
+        once()
+        method = proof.Method(None, comm, scans=2)
+        before = method.epochs()
+        once()
+        with mock.patch.object(proof, "kernels", lambda step: step()):
+            return method.prove("zeco, zigzag", before, 1, 1, True, once)
+
+
+@pytest.mark.cpu
+def test_both_scans_of_the_zigzag_layout_are_counted_on_every_rank(run, size=3):
+    assert run(size, proven_case) == ["4 scans of All-Scan in 1 steps; 4 kernels of scans a step"] * size
+    assert {proof.kind_of(name) for name in proof.SCANS} == {"recurrences"}
 
 
 @pytest.mark.cpu

@@ -36,20 +36,23 @@ def compiled(kernel, factor, tile, links, values, numbers, **options):
 
 
 @pytest.mark.parametrize(
-    "tile, num_warps, links",
+    "tile, num_warps, links, one",
     [
-        ((1, 128), 1, (NONE, NONE)),
-        ((16, 128), 4, (SENTINEL, SENTINEL)),
-        ((32, 128), 8, (SENTINEL, SENTINEL)),
-        ((16, 128), 4, (SIGNAL, NONE)),
-        ((16, 128), 4, (PUT, PUT)),
+        ((1, 128), 1, (NONE, NONE), False),
+        ((16, 128), 4, (SENTINEL, SENTINEL), False),
+        ((32, 128), 8, (SENTINEL, SENTINEL), False),
+        ((32, 128), 8, (SENTINEL, NONE), True),  # the last rank's ascending scan in the zigzag layout
+        ((16, 128), 4, (SIGNAL, NONE), False),
+        ((16, 128), 4, (PUT, PUT), False),
     ],
 )
-def test_segments(links, tile, num_warps):
-    values = {"K": 128, "HAS_DECAY": True, "EXTERNAL": INITIAL.value, "stride_k": 1}
+def test_segments(links, tile, num_warps, one):
+    external = NOTHING if one else INITIAL
+    values = {"K": 128, "HAS_DECAY": True, "EXTERNAL": external.value, "stride_k": 1, "ONE": one}
     found = compiled(segments_kernel, "p_decays", tile, links, values, ("n", "stride_g"), num_warps=num_warps)
     assert found.spilled_bytes <= (most(0, v39=16) if PUT in links else 0)
-    assert found.registers <= (80 if num_warps == 1 else 224)  # segments' states are loaded ahead
+    assert found.registers <= (80 if num_warps == 1 or one else 224)  # segments' states are loaded ahead
+    assert not one or found.shared < 1 << 10
     # each step rounds once, with all links
     assert found.count(r"fma\.rn\.f32") > 0 and found.count(r"\bmul\.(rn\.)?f32") == 0
 

@@ -146,6 +146,30 @@ def ignoring_case(group, how, options=None):
     return found, right, comm.size - 1 - comm.rank
 
 
+def ignored_operator_case(group, name, who):
+    """Train an operator in the zigzag layout; rank ``who`` ignores the second call's output."""
+    comm, x, found = allscan.Communicator(group, timeout=TIMEOUT), torch.rand(1, 64, 1, 16), []
+
+    def step(i, ignores):
+        v = (x.to(comm.device) * i).requires_grad_()
+        beta = [] if name == "zeco_gla" else [v.detach()[..., 0] / i]
+        k = v.detach() / (4 * i)
+        o, _ = getattr(allscan, name)(4 * k, k, v, -k, *beta, comm=comm, layout="zigzag")
+        (v.sum() * 0 if ignores else (o * i).sum()).backward()
+        return v.grad.sum().item()
+
+    for i in range(1, 6):
+        try:
+            found.append(step(i, i == 2 and comm.rank == who))
+        except RuntimeError as problem:
+            found.append(type(problem).__name__)
+            break
+    comm.resync()
+    right = [step(i, False) for i in range(1, 6)]
+    comm.close()
+    return found, right
+
+
 def validation_case(group, options=None):
     """Make calls with gradients but no backward on all ranks: between training steps, and many in a row."""
     with allscan.Communicator(group, timeout=20, **options or {}) as comm:
