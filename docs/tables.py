@@ -120,7 +120,8 @@ def headline() -> str:
         [
             "KDA, both passes, ms; over the same kernels' time on one GPU",
             *(kda("delta_allscan", "zeco", n) for n in (2, 4)),
-            f"fla's context parallelism, 2 and 4 ranks: {', '.join(kda('delta', 'fla cp_context', n) for n in (2, 4))}",
+            "fla's context parallelism, 2 and 4 ranks: "
+            + " and ".join(kda("delta", "fla cp_context", n) for n in (2, 4)),
         ],
         [
             "training a GLA model, tokens/s, of data parallel's",

@@ -31,7 +31,18 @@ import triton
 import triton.language as tl
 
 from .blocks import cast, dot_split, exp2, load, loop_bound, lower, product, rows, state_at
-from .segment_table import ENTERED, FIRST, FLAGS, LAST, LEFT, SEGMENT_WORDS, SEQUENCE, STATE_INDEX, segment
+from .segment_table import (
+    ENTERED,
+    FIRST,
+    FLAGS,
+    LAST,
+    LEFT,
+    SEGMENT_WORDS,
+    SEQUENCE,
+    STATE_INDEX,
+    segment,
+    segments_of_state,
+)
 
 
 @triton.jit
@@ -188,7 +199,7 @@ def delta_carry_kernel(
     p_transition,  # float32 [NS, H, K, K]
     p_local,  # float32 [NS, H, K, V], the segments' local states
     p_segments,  # int32 [NS, SEGMENT_WORDS]
-    p_segments_of,  # int32 [B, 2]; first segment and end of each state
+    p_segments_of_states,  # int32 [B, 2]; first segment and end of each state
     p_outside,  # float32 [N, H, K, V], the states at the beginning of each sequence; None for zeros
     p_incoming,  # float32 [NS, H, K, V]; out, each segment's incoming state from this rank's tokens
     p_through,  # float32 [NS, H, K, K]; out, transition from the rank's incoming state to each segment; or None
@@ -211,7 +222,7 @@ def delta_carry_kernel(
     NV: tl.constexpr = (V + BC - 1) // BC
     i_c, i = tl.program_id(0), tl.program_id(1)
     index, h = i // H, i % H
-    s_first, s_end = tl.load(p_segments_of + 2 * index), tl.load(p_segments_of + 2 * index + 1)
+    s_first, s_end = segments_of_state(p_segments_of_states, index)
     BEGIN: tl.constexpr = LAST if REVERSE else FIRST
     FINISH: tl.constexpr = FIRST if REVERSE else LAST
     COMES: tl.constexpr = LEFT if REVERSE else ENTERED

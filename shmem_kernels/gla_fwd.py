@@ -30,8 +30,8 @@ the other chunks, those of strong decay.
 
 **Sequences.** A piece is this rank's part of one sequence; segments lie inside one piece, chunks inside one segment.
 The tables are int32, made by ``allscan/tokens/packing.py``: ``p_segments`` [NS, SEGMENT_WORDS], ``p_chunks`` [NC, 2]
-(first token, end), ``p_segments_of`` [B, 2]: the first segment and the end of each of the B states that are sent over
-the ranks (B is 1 for packed sequences; in the zigzag layout twice as many, those of the first halves first).
+(first token, end), ``p_segments_of_states`` [B, 2]: the first segment and the end of each of the B states that are sent
+over the ranks (B is 1 for packed sequences; in the zigzag layout twice as many, those of the first halves first).
 
 Tensors: q, k, g, q_in, k_out [tokens, H, K], v, o [tokens, H, V], A [tokens, H, BT]; a segment's incoming state
 [NS, H, K, V] and its gates [NS, H, K], ``prev`` [B, H, K, V], the gates of a chunk [NC, H, K], all float32, the
@@ -65,7 +65,7 @@ from .blocks import (
     tf32_product,
 )
 from .gla_blocks import decayed, load_incoming_state, passed, store_split
-from .segment_table import FIRST, FLAGS, LAST, SEGMENT_WORDS, SEQUENCE, segment
+from .segment_table import FIRST, FLAGS, LAST, SEGMENT_WORDS, SEQUENCE, segment, segments_of_state
 
 
 @triton.jit
@@ -249,7 +249,7 @@ def carry_kernel(
     p_gate,  # float32 [NS, H, K]
     p_gates,  # float32 [NS, H, K]; out
     p_segments,  # int32 [NS, SEGMENT_WORDS]
-    p_segments_of,  # int32 [B, 2]; first segment and end of each state
+    p_segments_of_states,  # int32 [B, 2]; first segment and end of each state
     p_outside,  # float32 [N, H, K, V], the states at the beginning of each sequence; None for zeros
     p_own,  # float32 [B, H, K, V]; out, this rank's local state
     p_decay,  # float32 [B, H, K]; out, the decay of its incoming state
@@ -270,7 +270,7 @@ def carry_kernel(
     i = tl.program_id(2)
     index, h = i // H, i % H
     k, inside, offsets = _block_of_state(K, V, BK, BV)
-    s_first, s_end = tl.load(p_segments_of + 2 * index), tl.load(p_segments_of + 2 * index + 1)
+    s_first, s_end = segments_of_state(p_segments_of_states, index)
     BEGIN: tl.constexpr = LAST if REVERSE else FIRST
     FINISH: tl.constexpr = FIRST if REVERSE else LAST
 
@@ -307,7 +307,7 @@ def final_kernel(
     p_gate,  # float32 [NS, H, K]
     p_gates,  # float32 [NS, H, K], as carry_kernel writes it
     p_segments,  # int32 [NS, SEGMENT_WORDS]
-    p_segments_of,  # int32 [B, 2]; first segment and end of each state
+    p_segments_of_states,  # int32 [B, 2]; first segment and end of each state
     p_prev,  # float32 [B, H, K, V]
     H: tl.constexpr,
     K: tl.constexpr,
@@ -321,7 +321,7 @@ def final_kernel(
     i = tl.program_id(2)
     index, h = i // H, i % H
     k, inside, offsets = _block_of_state(K, V, BK, BV)
-    s_first, s_end = tl.load(p_segments_of + 2 * index), tl.load(p_segments_of + 2 * index + 1)
+    s_first, s_end = segments_of_state(p_segments_of_states, index)
     FINISH: tl.constexpr = FIRST if REVERSE else LAST
     n = 0
     while n < s_end - s_first:

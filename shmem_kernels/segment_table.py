@@ -25,3 +25,10 @@ def segment(p_segments, s, BT: tl.constexpr):
     p_segment = p_segments + s * SEGMENT_WORDS
     start, end, chunk = tl.load(p_segment + START), tl.load(p_segment + END), tl.load(p_segment + FIRST_CHUNK)
     return p_segment, start, end, chunk, (end - start + BT - 1) // BT
+
+
+@triton.jit
+def segments_of_state(p_segments_of_states, index):
+    """(the first segment of a sent state, their end)."""
+    p_state = p_segments_of_states + 2 * index
+    return tl.load(p_state), tl.load(p_state + 1)

@@ -16,7 +16,7 @@ import triton.language as tl
 from .blocks import exp2, loop_bound
 from .channel import begin, finish, receive
 from .links import SENTINEL_BITS, post
-from .segment_table import END, FIRST, FLAGS, LAST, SEGMENT_WORDS, SEQUENCE, START
+from .segment_table import END, FIRST, FLAGS, LAST, SEGMENT_WORDS, SEQUENCE, START, segments_of_state
 from .tiles import load_tile, tile_offsets, tile_place
 
 # EXTERNAL: the meaning of p_external [G, K, V]
@@ -224,7 +224,7 @@ def gated_segments_kernel(
     p_gate,  # float32 [NS, H, K]
     p_gates,  # float32 [NS, H, K]; out, -inf: later kernels then add nothing to the incoming states
     p_segments,  # int32 [NS, SEGMENT_WORDS]
-    p_segments_of,  # int32 [B, 2]; first segment and end of each state
+    p_segments_of_states,  # int32 [B, 2]; first segment and end of each state
     p_outside,  # float32 [N, H, K, V], the states at the beginning of each sequence; None for zeros
     p_final,  # float32 [N, H, K, V]; out, the states at the end of each sequence that ends here; or None
     p_external,  # float32 [STATES, H, K, V], of the first rank: its incoming state; None for zeros
@@ -248,7 +248,7 @@ def gated_segments_kernel(
         g, k, v = tile_place(channel, tile, K, V)
         inside, at = (k < K)[:, None] & (v < V)[None, :], k[:, None] * V + v[None, :]
         index, h = HALF * STATES + g // H, g % H
-        s_first, s_end = tl.load(p_segments_of + 2 * index), tl.load(p_segments_of + 2 * index + 1)
+        s_first, s_end = segments_of_state(p_segments_of_states, index)
         b_prev, ok = _entered(channel, tile, begun, p_external, K, V, EXTERNAL)
         for n in tl.range(0, loop_bound(s_end - s_first), num_stages=4):
             s = s_end - 1 - n if REVERSE else s_first + n
@@ -279,7 +279,7 @@ def delta_segments_kernel(
     p_transition,  # float32 [NS, H, K, K]
     p_local,  # float32 [NS, H, K, V], the segments' local states
     p_segments,  # int32 [NS, SEGMENT_WORDS]
-    p_segments_of,  # int32 [B, 2]; first segment and end of each state
+    p_segments_of_states,  # int32 [B, 2]; first segment and end of each state
     p_outside,  # float32 [N, H, K, V], the states at the beginning of each sequence; None for zeros
     p_incoming,  # float32 [NS, H, K, V]; out, each segment's incoming state, from all ranks
     p_external,  # float32 [STATES, H, K, V], of the first rank: its incoming state; None for zeros
@@ -308,7 +308,7 @@ def delta_segments_kernel(
         g, i, v = tile_place(channel, tile, K, V)
         inside, offsets = (i < K)[:, None] & (v < V)[None, :], i[:, None] * V + v[None, :]
         index, h = HALF * STATES + g // H, g % H
-        s_first, s_end = tl.load(p_segments_of + 2 * index), tl.load(p_segments_of + 2 * index + 1)
+        s_first, s_end = segments_of_state(p_segments_of_states, index)
         b_prev, ok = _entered(channel, tile, begun, p_external, K, V, EXTERNAL)
         for n in range(loop_bound(s_end - s_first)):
             s = s_end - 1 - n if REVERSE else s_first + n

@@ -79,10 +79,9 @@ class Plan:
         return self._buffer(self._num_inputs - 1, 0, tuple(like.shape), like.dtype)
 
     def view(self, whole: Buffer, offset: int, *shape: int, dtype: torch.dtype | None = None) -> Buffer:
-        """View of a buffer that is no constant, from element ``offset`` on; of an input also with another ``dtype``."""
+        """View of a buffer that is no constant, from element ``offset`` on, also with another ``dtype``."""
         view = self._buffer(whole.memory, whole.offset + offset * whole.dtype.itemsize, shape, dtype or whole.dtype)
         if whole.memory == OWN:
-            assert view.dtype == whole.dtype
             self.wholes[view.number] = whole
         return view
 
@@ -292,12 +291,12 @@ class PlanExecution:
             if whole.shape == shape and whole.dtype == dtype:
                 return whole  # not a view: torch forbids a caller to change such an output in place
         elif self._memory is None:
-            if (of := self._plan.wholes.get(number)) is not None:
-                start = (offset - of.offset) // dtype.itemsize
-                return self.tensor(of.number).view(-1)[start : start + math.prod(shape)].view(shape)
-            if number not in self._scratch:
-                self._scratch[number] = self._tensors[0].new_empty(shape, dtype=dtype)
-            return self._scratch[number]
+            if number not in self._plan.wholes:
+                if number not in self._scratch:
+                    self._scratch[number] = self._tensors[0].new_empty(shape, dtype=dtype)
+                return self._scratch[number]
+            of = self._plan.wholes[number]
+            whole, offset = self.tensor(of.number), offset - of.offset
         else:
             whole = self._memory
         start, rest = divmod(int(whole.storage_offset()) * whole.itemsize + offset, dtype.itemsize)

@@ -227,9 +227,10 @@ class Launcher:
         state, out, fwd_epoch, decay, transition = buffers
         factor = decay or transition or state
         strides = (0, 0) if factor is state else (self.K, 1)
-        kind = transition is not None, decay is not None, strides, factor is state, initial_state is not None
+        dense, has_decay, has_initial = (x is not None for x in (transition, decay, initial_state))
+        variant = KernelVariant(dense, has_decay, strides, factor is state, has_initial, use.reverse)
         kernel_buffers = state, factor, initial_state or state, out, fwd_epoch
-        self.record_launch(plan, self._make_launch(KernelVariant(*kind, use.reverse)), kernel_buffers, use)
+        self.record_launch(plan, self._make_launch(variant), kernel_buffers, use)
 
     def record_launch(self, plan: Plan, launch: Launch, buffers: Sequence[Buffer], use: ChannelUse) -> None:
         """Record a kernel's launch with these ``buffers``, but a channel in place of the last, the forward epoch. The

@@ -246,6 +246,16 @@ def most_segments(B: int, T: int, sequences: int, segment: int, zigzag: int = Fa
     return B * (T // segment) + sequences + (sequences if zigzag == PER_DOCUMENT else B * zigzag)
 
 
+def batch_pieces(B: int, T: int, zigzag: int, begins: bool, ends: bool) -> list[TokenRange]:
+    """The pieces of B sequences of which this rank has T tokens each. begins, ends: whether they begin and end on this
+    rank; in the zigzag layout they begin with its first half and end with its second."""
+    edges = ((begins, False), (False, ends)) if zigzag else ((begins, ends),)
+    n, places = T // len(edges), [(b, *edge) for b in range(B) for edge in edges]
+    return [
+        TokenRange.of(i * n, (i + 1) * n, i, b, begins=first, ends=last) for i, (b, first, last) in enumerate(places)
+    ]
+
+
 def cut(lengths: Sequence[int], begin: int, T: int, on_first: bool = True) -> list[TokenRange]:
     """The pieces of packed sequences in tokens begin .. begin + T - 1 of the row. An empty sequence belongs to the rank
     whose last token precedes it, or to the first rank at the row's beginning; ``on_first``: this is the first rank. A

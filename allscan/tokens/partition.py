@@ -21,7 +21,7 @@ from .packing import (
     AlignedLayout,
     Layout,
     Tables,
-    TokenRange,
+    batch_pieces,
     boundaries_on_host,
     carried_states,
 )
@@ -214,13 +214,7 @@ def find_layout(comm: Communicator, own: OwnTokens, segment: int, fla: bool = Fa
             _check_chunks(lengths, first, tokens, zigzag, aligned)
         else:
             begins, ends = comm.rank == 0, comm.rank == (0 if zigzag else comm.size - 1)
-            edges = ((begins, False), (False, ends)) if zigzag else ((begins, ends),)
-            n = T // len(edges)
-            places = [(b, edge) for b in range(B) for edge in edges]
-            pieces = [
-                TokenRange.of(i * n, (i + 1) * n, i, b, begins=begins, ends=ends)
-                for i, (b, (begins, ends)) in enumerate(places)
-            ]
+            pieces = batch_pieces(B, T, zigzag, begins, ends)
         states = carried_states(B, B if lengths is None else len(lengths) - 1, zigzag)
         cls = AlignedLayout if aligned and lengths is not None else Layout
         halves = 2 if zigzag else 1

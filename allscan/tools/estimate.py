@@ -23,7 +23,7 @@ from ..ops.delta.scalar_chunks import ScalarChunkPass
 from ..ops.gla.gla_plans import backward_plan, forward_plan, shape_of
 from ..scan.fwd_epochs import FWD_EPOCHS
 from ..scan.workspace import Spec, workspace_layout
-from ..tokens.packing import CHUNK_TOKENS, Layout, TokenRange, most_segments
+from ..tokens.packing import CHUNK_TOKENS, Layout, batch_pieces, most_segments
 
 OPERATORS = {"gla": "zeco_gla", "kda": "zeco_kda", "gated_delta_rule": "zeco_gated_delta_rule"}
 FLA = {"gla": "gla", "kda": "kda", "gated_deltanet": "gated_delta_rule"}
@@ -64,14 +64,8 @@ class Cut(NamedTuple):
 
     def layout(self, segment: int) -> Layout:
         """Layout of the tokens of a middle rank, if there is one."""
-        T, whole = self.own // (1 + self.zigzag), self.ranks == 1
-        halves = ((whole, False), (False, whole)) if self.zigzag else ((whole, whole),)
-        places = [(b, *half) for b in range(self.batch) for half in halves]
-        pieces = [
-            TokenRange.of(i * T, (i + 1) * T, i, b, begins=begins, ends=ends)
-            for i, (b, begins, ends) in enumerate(places)
-        ]
-        return Layout(pieces, len(pieces), segment, torch.device("cpu"), halves=len(halves))
+        pieces = batch_pieces(self.batch, self.own, self.zigzag, self.ranks == 1, self.ranks == 1)
+        return Layout(pieces, len(pieces), segment, torch.device("cpu"), halves=1 + self.zigzag)
 
 
 class Peak(NamedTuple):

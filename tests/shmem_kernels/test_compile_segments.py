@@ -88,7 +88,7 @@ def test_gradients_of_factors():
 def test_gated_segments(links, tile, num_warps):
     channel, constants = channel_type(*(link.value for link in links), BK=tile[0], BV=tile[1], ADJOINT=True)
     arguments = dict.fromkeys("p_state p_gate p_gates p_outside p_final p_outgoing".split(), "*fp32")
-    arguments |= dict.fromkeys(("p_segments", "p_segments_of"), "*i32") | {"channel": channel}
+    arguments |= dict.fromkeys(("p_segments", "p_segments_of_states"), "*i32") | {"channel": channel}
     values = {"channel": constants, "p_external": None, "H": 16, "K": tile[0] * 4, "V": tile[1], "STATES": 2, "HALF": 0}
     found = Compiled(gated_segments_kernel, arguments, values | {"REVERSE": True}, num_warps=num_warps)
     assert found.spilled_bytes == 0 and found.registers <= most(168, v37=179, v38=172, v39=175)
@@ -103,7 +103,7 @@ def test_delta_segments(K, reverse):
     blocks = dense_blocks(tile[0])
     channel, constants = channel_type(SENTINEL.value, SENTINEL.value, BK=tile[0], BV=tile[1], ADJOINT=reverse)
     arguments = dict.fromkeys("p_transition p_local p_outside p_incoming p_outgoing".split(), "*fp32")
-    arguments |= dict.fromkeys(("p_segments", "p_segments_of"), "*i32") | {"channel": channel}
+    arguments |= dict.fromkeys(("p_segments", "p_segments_of_states"), "*i32") | {"channel": channel}
     values = {"channel": constants, "p_external": None, "H": 16, "K": K, "V": 128, "STATES": 2, "HALF": 1}
     values |= {name: blocks.pop(name) for name in ("BJ", "STAGES")} | {"REVERSE": reverse}
     found = Compiled(delta_segments_kernel, arguments, values, **blocks)
