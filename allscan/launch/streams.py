@@ -144,8 +144,9 @@ class _PrivateStream(torch.cuda.ExternalStream):
 
     idle: list[int]
 
-    def __del__(self) -> None:
-        if not sys.is_finalizing():
+    # is_finalizing is bound here, since at the interpreter's end the module's global names may be None
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not is_finalizing():
             self.idle.append(self.cuda_stream)
 
 
