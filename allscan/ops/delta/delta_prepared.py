@@ -44,13 +44,9 @@ class PreparedDelta:
 
     def __init__(self, comm: Communicator, x: Shapes, cu_seqlens: Tensor | None, options: Options, saved: list) -> None:
         rule, scale, *_, zigzag, _ = options
-        self.comm, self.rule, self.name, self.saved, self.zigzag = (
-            comm,
-            RULES[rule],
-            TITLES[rule],
-            saved,
-            bool(zigzag),
-        )
+        self.comm, self.rule, self.name, self.saved = comm, RULES[rule], TITLES[rule], saved
+        # fla's kernels process the halves of the zigzag layout as packed sequences, of a batch of one
+        self.in_one = bool(zigzag) and not isinstance(self.rule, OwnChunks)
         self.layout = _find_layout(comm, x, cu_seqlens, options)
         self.states = state_pass(comm, self.layout, x, options)
         self.call = ChunkCall(self.states, scale, local(self.layout))
@@ -58,7 +54,7 @@ class PreparedDelta:
         self.state_shape = x.sequences, x.HV, x.K, x.V
         self._state_specs = state_specs(x, zigzag)
         carrier = self.states.carrier
-        self.pending = partial(carrier.pending, carrier.prepare(x.carried(zigzag)), self.zigzag)
+        self.pending = partial(carrier.pending, carrier.prepare(x.carried(zigzag)), bool(zigzag))
 
     def forward(self, *inputs: Any) -> tuple[Any, ...]:
         """Run forward. ``inputs``: the operator's inputs before ``fixed``.
@@ -74,10 +70,10 @@ class PreparedDelta:
             self.states.forward_of_none(ends, saved_states)
             o, *chunks = torch.empty_like(x.v), *sums_and_chunks(self.rule, x.k, x.v, x.g)
         else:
-            if self.zigzag:
+            if self.in_one:
                 x = Inputs(*_in_one(*x))
             o, sums, (scores, solved) = self.rule.forward(self.call, x, ends, saved_states)
-            if self.zigzag:
+            if self.in_one:
                 o = unsafe_view(o, v_shape)  # not a view for autograd: a caller may write to o in place
                 solved = solved.view(v_shape[0], -1, *solved.shape[2:])
                 sums = sums.view(v_shape[0], -1, *sums.shape[2:]) if sums.numel() else sums
@@ -95,13 +91,13 @@ class PreparedDelta:
             grads: Any = [torch.empty_like(y) for y in x]
         else:
             saved, like = saved._replace(scores=saved.scores.view(saved.solved.dtype)), x
-            if self.zigzag:
+            if self.in_one:
                 x, scores = Inputs(*_in_one(*x)), saved.scores
                 saved = Saved(*_in_one(scores if scores.numel() else None, saved.solved))
                 outer = outer._replace(do=outer.do.flatten(0, 1)[None])
             grads = self.rule.backward(self.call, x, saved, outer, saved_states)
             grads = [d.to(y.dtype).contiguous() for d, y in zip(grads, like, strict=True)]
-            if self.zigzag:
+            if self.in_one:
                 grads = [d.view(y.shape) for d, y in zip(grads, like, strict=True)]
         if self.comm.debug:
             named = dict(zip(("dq", "dk", "dv", "dg", "dbeta"), grads), dinitial_state=outer.dinitial)
@@ -154,7 +150,7 @@ def state_pass(comm: Communicator, layout: Layout, x: Shapes, options: Options) 
 
 
 def _in_one(*tensors: Tensor | None) -> Iterator[Any]:
-    """View [B, T, ...] as [1, B * T, ...]: fla processes the halves of the zigzag layout as packed sequences."""
+    """View [B, T, ...] as [1, B * T, ...]."""
     return (x if x is None else x.flatten(0, 1)[None] for x in tensors)
 
 
