@@ -156,7 +156,7 @@ def delta_rule(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Gated DeltaNet or KDA over the ranks: (o, with ``final`` the final state of the row on every rank, else None).
 
-    For sharded documents (see TokenRange.state_index) one ascending and one descending scan send all states, and there
+    For sharded documents (per_document=True) one ascending and one descending scan send all states, and there
     is no final state. tensors: q, k, v, g, beta. operator: is called for each piece with fla's signature, with
     initial_state and output_final_state. Outputs and last states are jointly linear in values and initial states: K
     columns of zeros behind the values, with the unit matrix as their initial state, yield the dependence on the initial
@@ -236,6 +236,7 @@ def _split(x: Tensor, pieces: Any) -> Sequence[torch.Tensor]:
 
 
 def _halves(pieces: Any) -> list[list[int]]:
-    """Indices of the pieces of each half; one list of all pieces in the contiguous layout."""
-    numbers = range(pieces[-1].state_index + 1)
-    return [[i for i, piece in enumerate(pieces) if piece.state_index == half] for half in numbers]
+    """Indices of the pieces of each half, of each document in turn if those are sharded; one list of all pieces in the
+    contiguous layout."""
+    places = itertools.product(range(pieces[-1].entry + 1), range(pieces[-1].half + 1))
+    return [[i for i, piece in enumerate(pieces) if (piece.entry, piece.half) == place] for place in places]

@@ -22,8 +22,8 @@ from .softmax import chunks
 class Part(NamedTuple):
     """Consecutive tokens of one sequence: start .. end - 1 of this rank.
 
-    In the row the sequence begins at token ``begin``, and the part ends before token ``last``. half: see
-    TokenRange.state_index.
+    In the row the sequence begins at token ``begin``, and the part ends before token ``last``. half, entry: see
+    TokenRange.
     """
 
     start: int
@@ -31,6 +31,7 @@ class Part(NamedTuple):
     half: int
     begin: int
     last: int
+    entry: int = 0
 
     @property
     def before(self) -> int:
@@ -71,7 +72,7 @@ class SplitSequence:
         lengths = None if self.lengths is None else boundaries_on_host(self.lengths)
         if lengths is not None and self.per_document and self.own:
             for i, (first, end) in enumerate(document_places(lengths, self.comm.rank, self.comm.size)):
-                parts.append(Part(start, start + end - first, i, lengths[i // 2], end))
+                parts.append(Part(start, start + end - first, i % 2, lengths[i // 2], end, i // 2))
                 start += end - first
             return parts
         for half, (first, end) in enumerate(own):
@@ -87,7 +88,7 @@ class SplitSequence:
         return parts
 
     def cut(self) -> list[TokenRange]:
-        return [TokenRange.of(p.start, p.end, p.half, begins=p.before == 0) for p in self.parts()]
+        return [TokenRange.of(p.start, p.end, p.half, entry=p.entry, begins=p.before == 0) for p in self.parts()]
 
     def where(self) -> dict:
         return dict(

@@ -64,15 +64,15 @@ def scan_in_order(
     entries: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(halves)]
     places, ends = [], {}
     for span, segments in spans:
-        half = entries[span.state_index]
+        half = entries[span.half]
         if span.begins:
             state = before(span)
             half.append((state, state.new_zeros(state.shape[:2])))
         for batch in segments:
-            places.append((span.state_index, len(half), batch))
+            places.append((span.half, len(half), batch))
             half.append((torch.cat([x.state for x in batch]), torch.cat([x.decay for x in batch])))
         if span.ends:
-            ends[span.sequence] = span.state_index, len(half)
+            ends[span.sequence] = span.half, len(half)
     like, inputs = before(None).detach(), []
     for half in entries:
         states, decays = zip(*half) if half else ((), ())

@@ -37,17 +37,25 @@ class TokenRange(NamedTuple):
 
     start: int
     end: int
-    state_index: int  # index of the range's state among the sent states: the batch entry, 0 for packed sequences.
-    # Zigzag layout: twice that, plus 1 for the second half of the rank's tokens. per_document=True: twice the
-    # sequence, plus 1 for the second piece of the sequence. Layout orders the states otherwise.
+    # The range's state is number ``entry`` of the states that the rank sends for its ``half``
+    entry: int  # the batch entry; 0 for packed sequences; with per_document=True the sequence
+    half: int  # 0; 1 for the second half of the rank's tokens (of a document's) in the zigzag layout
     sequence: int  # row of initial_state and final_state; EACH: one row for each batch entry
     flags: int  # FIRST: the sequence begins here; LAST: it ends here
 
     @classmethod
     def of(
-        cls, start: int, end: int, state_index: int = 0, sequence: int = 0, *, begins: bool = False, ends: bool = False
+        cls,
+        start: int,
+        end: int,
+        half: int = 0,
+        *,
+        entry: int = 0,
+        sequence: int = 0,
+        begins: bool = False,
+        ends: bool = False,
     ) -> TokenRange:
-        return cls(start, end, state_index, sequence, FIRST.value * begins | LAST.value * ends)
+        return cls(start, end, entry, half, sequence, FIRST.value * begins | LAST.value * ends)
 
     @property
     def tokens(self) -> int:
@@ -144,7 +152,7 @@ class Layout(Tables):
         chunks: list[tuple[int, int]] = []
         of_states = [[0, 0] for _ in range(states)]  # first segment and end of each state
         for piece in pieces:
-            place = piece.state_index % halves * (states // halves) + piece.state_index // halves
+            place = piece.half * (states // halves) + piece.entry
             if not of_states[place][1]:
                 of_states[place][0] = len(segments)
             beyond = ENTERED.value * (not piece.flags & FIRST.value) | LEFT.value * (not piece.flags & LAST.value)
@@ -157,7 +165,7 @@ class Layout(Tables):
             of_states[place][1] = len(segments)
         self.num_segments, self.num_chunks = len(segments), len(chunks)
         # halves of the tokens, 0 and 1, of which a state is both received and sent on
-        self.passing = {piece.state_index % halves for piece in pieces if piece.flags == 0}
+        self.passing = {piece.half for piece in pieces if piece.flags == 0}
         self.entered = any(not piece.flags & FIRST.value for piece in pieces)  # a state is received
         self.left = any(not piece.flags & LAST.value for piece in pieces)
         self._derived: dict = {}
@@ -250,9 +258,12 @@ def batch_pieces(B: int, T: int, zigzag: int, begins: bool, ends: bool) -> list[
     """The pieces of B sequences of which this rank has T tokens each. begins, ends: whether they begin and end on this
     rank; in the zigzag layout they begin with its first half and end with its second."""
     edges = ((begins, False), (False, ends)) if zigzag else ((begins, ends),)
-    n, places = T // len(edges), [(b, *edge) for b in range(B) for edge in edges]
+    n = T // len(edges)
+    starts = itertools.count(0, n)
     return [
-        TokenRange.of(i * n, (i + 1) * n, i, b, begins=first, ends=last) for i, (b, first, last) in enumerate(places)
+        TokenRange.of(start := next(starts), start + n, half, entry=b, sequence=b, begins=first, ends=last)
+        for b in range(B)
+        for half, (first, last) in enumerate(edges)
     ]
 
 
@@ -269,16 +280,16 @@ def cut(lengths: Sequence[int], begin: int, T: int, on_first: bool = True) -> li
             flags = FIRST.value * (begin <= first < begin + T) | LAST.value * here
             here = first < begin + T and end > begin
         if here:
-            pieces.append(TokenRange(max(first, begin) - begin, min(end, begin + T) - begin, 0, i, flags))
+            pieces.append(TokenRange(max(first, begin) - begin, min(end, begin + T) - begin, 0, 0, i, flags))
     return pieces
 
 
 def zigzag_cut(lengths: Sequence[int], begin: int, T: int, on_first: bool = True) -> list[TokenRange]:
-    """``cut`` for the zigzag layout. The rank has tokens begin .. begin + T / 2 - 1, whose state has index 0, and T / 2
-    tokens at the same distance from the end of the row, whose state has index 1."""
+    """``cut`` for the zigzag layout. The rank's first half begins at token ``begin``; its second half ends at the same
+    distance from the end of the row."""
     n = T // 2
     heads, tails = cut(lengths, begin, n, on_first), cut(lengths, lengths[-1] - begin - n, n, False)
-    return heads + [p._replace(start=p.start + n, end=p.end + n, state_index=1) for p in tails]
+    return heads + [p._replace(start=p.start + n, end=p.end + n, half=1) for p in tails]
 
 
 def document_cut(lengths: Sequence[int], begin: int, T: int, on_first: bool = True) -> list[TokenRange]:
@@ -289,8 +300,8 @@ def document_cut(lengths: Sequence[int], begin: int, T: int, on_first: bool = Tr
     for i, (a, b) in enumerate(itertools.pairwise(lengths)):
         n = (b - a) * (T // 2) // max(lengths[-1], 1)
         pieces += [
-            TokenRange(start, start + n, 2 * i, i, first),
-            TokenRange(start + n, start + 2 * n, 2 * i + 1, i, last),
+            TokenRange(start, start + n, i, 0, i, first),
+            TokenRange(start + n, start + 2 * n, i, 1, i, last),
         ]
         start += 2 * n
     return pieces

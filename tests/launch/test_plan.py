@@ -117,7 +117,7 @@ def test_a_layout_goes_with_what_is_derived_of_it():
     """Reference counts free both: some trainers disable Python's garbage collector."""
     gc.disable()
     try:
-        layout = Layout([TokenRange(0, 10, 0, 0, 3)], 1, 64, "cpu")
+        layout = Layout([TokenRange.of(0, 10, begins=True, ends=True)], 1, 64, "cpu")
         layout.derived("launches", functools.partial(types.SimpleNamespace, layout=layout.tables()))
         gone = weakref.ref(layout)
         del layout
@@ -436,7 +436,7 @@ def edges_of(plan, carrier):
 def test_what_a_graph_of_zeco_gla_runs_beside_the_scan(monkeypatch):
     """The scan waits for this rank's segments only; da_kernel and the chunks' states wait for no scan."""
     monkeypatch.setattr(Launch, "node", lambda launch, _: launch.kernel.fn.__name__)
-    layout, like = Layout([TokenRange(0, 256, 0, 0, 0)], 1, 64, "cpu"), torch.zeros(1, 256, 2, 64, dtype=torch.bfloat16)
+    layout, like = Layout([TokenRange.of(0, 256)], 1, 64, "cpu"), torch.zeros(1, 256, 2, 64, dtype=torch.bfloat16)
     shape = gla_plans.shape_of(1, 256, 2, 64, 64, 1, torch.bfloat16, torch.float32, "cuda", False, 132, False)
     kept, gates = torch.zeros(shape.saved_words), torch.zeros(1, 256, 2, 64)
     with side_streams(monkeypatch) as some:

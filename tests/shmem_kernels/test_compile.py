@@ -416,7 +416,7 @@ def launch_states(K, V, scalar, monkeypatch, capability):
     dtype, H, T = torch.bfloat16, 4, 130
     with_gpu_blocks(monkeypatch, capability)
     monkeypatch.setattr(Launches, "made", [])
-    layout = Layout([TokenRange(0, T, 0, 0, 0)], 1, 64, "cpu")  # in the middle of a sequence
+    layout = Layout([TokenRange.of(0, T)], 1, 64, "cpu")  # in the middle of a sequence
     device = torch.device("cpu")
     carriers = {"carrier of transitions": NoScan()}
     comm = types.SimpleNamespace(size=3, device=device, attributes=carriers, graphs=None)

@@ -53,21 +53,21 @@ def test_by_hand():
     boundary."""
     lengths = [0, 0, 2, 6, 6, 7, 12]
     assert [tuple(piece) for piece in cut(lengths, 0, 4)] == [
-        (0, 0, 0, 0, FIRST.value | LAST.value),
-        (0, 2, 0, 1, FIRST.value | LAST.value),
-        (2, 4, 0, 2, FIRST.value),
+        (0, 0, 0, 0, 0, FIRST.value | LAST.value),
+        (0, 2, 0, 0, 1, FIRST.value | LAST.value),
+        (2, 4, 0, 0, 2, FIRST.value),
     ]
     assert [tuple(piece) for piece in cut(lengths, 4, 3)] == [
-        (0, 2, 0, 2, LAST.value),
-        (2, 2, 0, 3, FIRST.value | LAST.value),
-        (2, 3, 0, 4, FIRST.value | LAST.value),
+        (0, 2, 0, 0, 2, LAST.value),
+        (2, 2, 0, 0, 3, FIRST.value | LAST.value),
+        (2, 3, 0, 0, 4, FIRST.value | LAST.value),
     ]
-    assert [tuple(piece) for piece in cut(lengths, 7, 5)] == [(0, 5, 0, 5, FIRST.value | LAST.value)]
+    assert [tuple(piece) for piece in cut(lengths, 7, 5)] == [(0, 5, 0, 0, 5, FIRST.value | LAST.value)]
 
 
 def test_states_of_first_halves_come_first():
     """In the tables of the zigzag layout, though pieces lie in the order of batch entries."""
-    pieces = [TokenRange(100 * i, 100 * i + 100, i, i // 2, 0 if i == 2 else FIRST.value) for i in range(4)]
+    pieces = [TokenRange(100 * i, 100 * i + 100, i // 2, i % 2, i // 2, 0 if i == 2 else FIRST.value) for i in range(4)]
     layout = Layout(pieces, 4, 64, "cpu", halves=2)
     assert layout.segments[:, 3].tolist() == [0, 0, 2, 2, 1, 1, 3, 3]
     assert layout.segments_of_states.tolist() == [[0, 2], [4, 6], [2, 4], [6, 8]] and layout.passing == {0}
