@@ -100,16 +100,16 @@ def headline() -> str:
         row = _find(csv, method=method, ranks=ranks, **of_kda)
         return f"{ms(row['p50_us'])}; {_number(row['times_one_rank'], 3)}"
 
-    by_hand = functools.partial(_find, "scan_h200", bytes=2 << 20)
+    of_pull = [functools.partial(_find, "scan_pull", bytes=2 << 20, ranks=n) for n in (2, 4)]
+    by_hand, beside = ("; ".join(_pair(of(method=m)) for of in of_pull) for m in ("pull and fold", "sentinel"))
     rows = [
         [
             "scan of 2 MiB, us, latency / back to back",
             _pair(_scan("sentinel", 2)),
             _pair(_scan("sentinel", 4)),
             "NCCL all-gather of symmetric windows and a fused fold, 2 and 4 ranks: "
-            f"{_windows(2, 2 << 20, 'fused fold')}; {_windows(4, 2 << 20, 'fused fold')}. Pull and fold by hand, "
-            f"2 ranks: {_pair(by_hand(method='pull and fold'))}, where the scan takes "
-            f"{_pair(by_hand(method='sentinel'))}",
+            f"{_windows(2, 2 << 20, 'fused fold')}; {_windows(4, 2 << 20, 'fused fold')}. Pull and fold by hand: "
+            f"{by_hand}, where the scan takes {beside}",
         ],
         [
             "GLA, both passes, over one GPU's time",
@@ -339,14 +339,76 @@ def alternatives() -> str:
 
 
 def pull() -> str:
-    """docs/results.md: the scan against a pull written by hand, 2 H200s."""
+    """docs/results.md: the scan against a pull written by hand, H200s."""
     rows = []
-    for kib in (64, 256, 512, 1024, 2048, 4096, 8192, 32768):
-        of_size = functools.partial(_find, "scan_h200", bytes=kib << 10)
-        ours, by_hand, copy = (of_size(method=method) for method in ("sentinel", "pull and fold", "peer copy"))
-        ratios = (_ratio(by_hand, ours, x, 2) for x in _TIMES)
-        rows.append([_size(kib << 10), _pair(ours), _pair(by_hand), _pair(copy), *ratios])
-    return _table(["state", "All-Scan", "pull and fold", "bare copy", "ratio, latency", "back to back"], rows)
+    for ranks, kibs in ((2, (64, 256, 512, 1024, 2048, 4096, 8192, 32768)), (4, (256, 2048, 8192))):
+        for kib in kibs:
+            of_size = functools.partial(_find, "scan_pull", ranks=ranks, bytes=kib << 10)
+            methods = "sentinel", "sentinel (whole GPU)", "pull and fold", "peer copy"
+            ours, whole, by_hand, copy = (of_size(method=method) for method in methods)
+            times = map(_pair, (ours, whole, by_hand, copy))
+            ratios = (_ratio(by_hand, ours, x, 2) for x in _TIMES)
+            rows.append([str(ranks), _size(kib << 10), *times, *ratios])
+    head = ["ranks", "state", "All-Scan", "on every multiprocessor", "pull and fold", "bare copy"]
+    return _table([*head, "ratio, latency", "back to back"], rows)
+
+
+_BOTH = "forward+backward"
+_HOST = {
+    "AllScan.scan(out=)": "`AllScan.scan(out=)`",
+    "allscan, no gradients": "`allscan()`",
+    "allscan, forward with gradients": "with gradients, forward",
+    "allscan, async_op": "with `async_op`",
+    "halo": "`halo`",
+    f"autograd.Function of nothing, {_BOTH}": "an autograd.Function that launches nothing, with its backward",
+    "zeco_gla, forward": "`zeco_gla`, forward",
+    f"zeco_gla, {_BOTH}, a layer of 8": "both passes, one of eight calls, each with the last one's output as v",
+    f"zeco_gla, {_BOTH}": "both passes, a single call",
+    f"zeco_gla, {_BOTH}, one thread": "the same with torch's backward in the caller's thread",
+    f"zeco_gla in zigzag, {_BOTH}": "a single call in the zigzag layout",
+    "zeco_kda, forward": "`zeco_kda`, forward",
+    f"zeco_kda, {_BOTH}": "both passes, a single call",
+    f"zeco_kda in zigzag, {_BOTH}": "the same in the zigzag layout",
+    "fla chunk_gla, forward": "fla's `chunk_gla` on one rank, forward",
+    f"fla chunk_gla, {_BOTH}, a layer of 8": "both passes, one of eight calls",
+    f"fla chunk_gla, {_BOTH}": "both passes, a single call",
+    "fla chunk_kda, forward": "fla's `chunk_kda` on one rank, forward",
+    f"fla chunk_kda, {_BOTH}": "both passes, a single call",
+}
+_HOST_TOKENS = 512, 2048, 16384
+
+
+def host() -> str:
+    """docs/results.md: host time of a call over that of NCCL's all-gather."""
+    rows = []
+    for method, told in _HOST.items():
+        cells = [
+            ", ".join(_number(row["over_nccl"], 2 if not row["T"] else 1) for row in found if row["T"] in of_table)
+            for found in (_matching(csv, method=method) for csv in ("host", "host_h100"))
+            for of_table in [("", *map(str, _HOST_TOKENS))]
+        ]
+        rows.append([told, *cells])
+    return _table(["", "2 H200s", "2 H100s"], rows)
+
+
+def host_ratios() -> str:
+    """docs/results.md: operators from Python against fla's and against a CUDA graph, 2 H200s."""
+
+    def row(told: str, column: str, above: str, below: str, digits: int = 2) -> list[str]:
+        pairs = [(_find("host", method=above, T=T), _find("host", method=below, T=T)) for T in _HOST_TOKENS]
+        return [told, *(_ratio(a, b, column, digits) for a, b in pairs)]
+
+    kda, gla = (f"zeco_{rule}, {_BOTH}" for rule in ("kda", "gla"))
+    rows = [
+        row("`zeco_kda` to `chunk_kda`, host, forward", "host_us", "zeco_kda, forward", "fla chunk_kda, forward"),
+        row("`zeco_kda` to `chunk_kda`, host, both passes", "host_us", kda, f"fla chunk_kda, {_BOTH}"),
+        row("the same until the end on the GPU", "total_us", kda, f"fla chunk_kda, {_BOTH}"),
+        row("`zeco_gla` to `chunk_gla`, until the end on the GPU", "total_us", gla, f"fla chunk_gla, {_BOTH}"),
+        row("`zeco_gla` to the caller's CUDA graph of it, likewise", "total_us", gla, f"{gla}, CUDA graph"),
+        row("in the zigzag layout to consecutive tokens, `zeco_gla`", "total_us", f"zeco_gla in zigzag, {_BOTH}", gla),
+        row("in the zigzag layout to consecutive tokens, `zeco_kda`", "total_us", f"zeco_kda in zigzag, {_BOTH}", kda),
+    ]
+    return _table(["", *(f"{T:,} tokens" for T in _HOST_TOKENS)], rows)
 
 
 def dense() -> str:
