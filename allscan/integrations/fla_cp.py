@@ -293,10 +293,10 @@ def _passes(
         begin, end = (times * int(x) for x in context.cu_seqlens_cpu[i:][:2])
     HV, V = v.shape[2:]
     segment = delta_segment_length(end - begin, HV, multiprocessors(comm.device))
-    middle = [TokenRange.of(begin, end)]
+    middle = [TokenRange(begin, end)]
     layout = cached_table(comm, ("fla_cp", begin, end, segment), lambda: Layout(middle, 1, segment, comm.device))
     shape = DeltaShape(1, HV, k.shape[2], k.shape[3], V, k.dtype, operands.get("gk") is None)
-    return layout.derived(shape, lambda: StatePass(comm, layout.tables(), shape))
+    return layout.derived(shape, lambda: StatePass(comm, layout.for_calls(), shape))
 
 
 def _summary(k: Tensor, v: Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -18,7 +18,7 @@ from ..base.checks import PER_DOCUMENT, is_zigzag
 from ..comm.communicator import Communicator, check_communicator
 from ..ops.delta import zeco_gated_delta_rule
 from ..ops.ssd import zeco_ssd
-from ..tokens.packing import CUTS, TokenRange, boundaries_on_host, without_empty
+from ..tokens.packing import CUTS, TokenRange, boundaries_on_host, flags_of, without_empty
 from ..tokens.partition import partition_start
 from . import needing
 from .recurrent import convolved, delta_rule
@@ -162,7 +162,7 @@ class _Mixer:
                 reject(comm, "packed_seq_params with a context parallel group of their own are not covered")
             lengths = packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded
         n, begins = T - T // 2 if self.zigzag else T, comm.rank == 0
-        row = [TokenRange.of(0, n, begins=begins), *([TokenRange.of(n, T, 1)] if self.zigzag else [])]
+        row = [TokenRange(0, n, flags=flags_of(begins)), *([TokenRange(n, T, 1)] if self.zigzag else [])]
         # packed_seq_params of a format such as "bshd" and without boundaries carries no information
         if packed is None or (packed.qkv_format != "thd" and lengths is None and packed.seq_idx is None):
             return _Tokens(row, where)

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..base.checks import boundaries
 from ..comm.communicator import Communicator
 from ..comm.host_exchange import by_rank, differing
-from ..tokens.packing import TokenRange, boundaries_on_host, cut, document_places, without_empty
+from ..tokens.packing import TokenRange, boundaries_on_host, cut, document_places, flags_of, without_empty
 from .attention import WHOLE, Attention
 from .batches import DOCUMENTS, documents_misfit, misfit
 from .softmax import chunks
@@ -88,7 +88,7 @@ class SplitSequence:
         return parts
 
     def cut(self) -> list[TokenRange]:
-        return [TokenRange.of(p.start, p.end, p.half, entry=p.entry, begins=p.before == 0) for p in self.parts()]
+        return [TokenRange(p.start, p.end, p.half, p.entry, flags=flags_of(p.before == 0)) for p in self.parts()]
 
     def where(self) -> dict:
         return dict(

@@ -31,7 +31,7 @@ from ..comm.communicator import Communicator, check_communicator, communicator_o
 from ..launch.compiled_kernel import dynamo_disabled
 from ..scan.agreement import get_or_create_scan
 from ..scan.fwd_epochs import new_fwd_epochs
-from ..tokens.packing import Tables, boundaries_on_host, carried_states, own_boundaries
+from ..tokens.packing import Tables, boundaries_on_host, carried_states, own_boundaries, tokens_of_pieces
 from ..tokens.partition import cached_table, check_packed, compare_values, partition_start
 from .allscan import OF_HALO, scan_once, scan_zigzag
 
@@ -252,15 +252,10 @@ def _decay(T: int, n: int, reverse: bool) -> Any:  # float | Shift
     return 0.0 if T >= n else Shift(-T if reverse else T)
 
 
-def _tokens_of_pieces(lengths: Sequence[int], T: int) -> list[int]:
-    """Return, for each document, the number of tokens in each of its two pieces on a rank with T tokens."""
-    return [(b - a) * (T // 2) // max(lengths[-1], 1) for a, b in itertools.pairwise(lengths)]
-
-
 def _groups(lengths: Sequence[int], n: int, T: int) -> list[tuple[int, list[int], int]]:
     """Group documents by piece length. Returns (tokens of a piece, at most n; the documents with such pieces; the
     number of states sent together), equal on all ranks. Empty documents are in the group of the longest."""
-    counts = _tokens_of_pieces(lengths, T)
+    counts = tokens_of_pieces(lengths, T)
     most = min(n, max(counts))
     by_tokens: dict[int, list[int]] = {most: []}
     for i, count in enumerate(counts):
@@ -309,7 +304,7 @@ def _of_documents(
     groups = _groups(lengths, n, tokens)
 
     def make() -> _Documents:
-        counts = [c for c in _tokens_of_pieces(lengths, tokens) for _ in range(2)]
+        counts = [c for c in tokens_of_pieces(lengths, tokens) for _ in range(2)]
         return _Documents(groups, [min(n, c) for c in counts] if ends else counts, n, reverse, comm.device)
 
     table = cached_table(comm, ("halo of documents", lengths, tokens, n, reverse, ends), make)

@@ -23,6 +23,7 @@ from ..tokens.packing import (
     Tables,
     TokenRange,
     apart,
+    batch_pieces,
     boundaries_on_host,
     carried_states,
     own_boundaries,
@@ -206,7 +207,7 @@ def _rows(span: TokenRange) -> slice:
 
 def _of_half(spans: list[TokenRange], half: int) -> list[TokenRange]:
     """Return the spans with tokens in a half, or, if there are none, the span that forwards the incoming state."""
-    own, through = [s for s in spans if s.half == half], TokenRange.of(0, 0, half, sequence=EACH)
+    own, through = [s for s in spans if s.half == half], TokenRange(0, 0, half, sequence=EACH)
     return [s for s in own if s.tokens] or [
         next((s for s in own if s.sequence == EACH or not s.ends), through)  # the other spans are empty sequences
     ]
@@ -342,7 +343,7 @@ def _in_order(
         d, n = steps.of(own["dt"], inputs["dt_bias"]), own["x"].shape[1]
         taken = own["x"], d, A, own["B"], own["C"]
         y, last = scan(*taken, chunk_size=asked.chunk_size, D=D, seq_idx=None, return_final_states=True)
-        tokens, whole = _Tokens(own["x"], d, d * A, own["B"], own["C"]), TokenRange.of(0, n, sequence=EACH)
+        tokens, whole = _Tokens(own["x"], d, d * A, own["B"], own["C"]), TokenRange(0, n, sequence=EACH)
 
         def outputs(state: Tensor) -> Tensor:
             found = y.float() + tokens.read(whole, state)
@@ -408,12 +409,7 @@ def _spans(
     batch, T = x.shape[:2]
     if lengths is None:
         begins, ends = comm.rank == 0, comm.rank == (0 if zigzag else comm.size - 1)
-        if not zigzag:
-            return [TokenRange.of(0, T, sequence=EACH, begins=begins, ends=ends)], None
-        spans = [
-            TokenRange.of(0, T // 2, sequence=EACH, begins=begins),
-            TokenRange.of(T // 2, T, 1, sequence=EACH, ends=ends),
-        ]
+        spans = [piece._replace(sequence=EACH) for piece in batch_pieces(1, T, zigzag, begins, ends)]
         key: tuple = ("ssd", batch, T)
     else:
         first = partition_start(comm, lengths, T, first_token, zigzag)

@@ -26,10 +26,10 @@ T_ = TypeVar("T_")
 
 CACHE_SIZE = 256  # entries: boundaries read from the GPU; launches derived from one layout
 CHUNK_TOKENS = 64  # BT
-MOST_CHUNKS = 65535  # of a rank: CUDA's limit of the second axis of a grid
+GRID_LIMIT = 65535  # chunks of a rank, and states times heads: CUDA's limit of the second axis of a grid
 
 
-EACH = -1
+EACH = -1  # see TokenRange.sequence
 
 
 class TokenRange(NamedTuple):
@@ -38,24 +38,10 @@ class TokenRange(NamedTuple):
     start: int
     end: int
     # The range's state is number ``entry`` of the states that the rank sends for its ``half``
-    entry: int  # the batch entry; 0 for packed sequences; with per_document=True the sequence
-    half: int  # 0; 1 for the second half of the rank's tokens (of a document's) in the zigzag layout
-    sequence: int  # row of initial_state and final_state; EACH: one row for each batch entry
-    flags: int  # FIRST: the sequence begins here; LAST: it ends here
-
-    @classmethod
-    def of(
-        cls,
-        start: int,
-        end: int,
-        half: int = 0,
-        *,
-        entry: int = 0,
-        sequence: int = 0,
-        begins: bool = False,
-        ends: bool = False,
-    ) -> TokenRange:
-        return cls(start, end, entry, half, sequence, FIRST.value * begins | LAST.value * ends)
+    half: int = 0  # 1: in the zigzag layout the second half of the rank's tokens, or of its tokens of a document
+    entry: int = 0  # the batch entry; 0 for packed sequences; with per_document=True the sequence
+    sequence: int = 0  # row of initial_state and final_state; EACH: one row for each batch entry
+    flags: int = 0  # see ``flags_of``
 
     @property
     def tokens(self) -> int:
@@ -69,6 +55,11 @@ class TokenRange(NamedTuple):
     @property
     def ends(self) -> bool:
         return bool(self.flags & LAST.value)
+
+
+def flags_of(begins: bool = False, ends: bool = False) -> int:
+    """The flags of tokens with which a sequence begins (FIRST) and ends (LAST)."""
+    return FIRST.value * begins | LAST.value * ends
 
 
 class Tables:
@@ -135,7 +126,7 @@ class Layout(Tables):
 
     states: number of states sent, equally many of each of ``halves`` (2 in the zigzag layout). In the tables and in
     memory the states of the first half come first. fla: add the tables that fla's functions take for packed sequences,
-    see delta.chunks.
+    see ``fla_chunks.Local``.
     """
 
     def __init__(
@@ -186,7 +177,7 @@ class Layout(Tables):
         """The first token of each segment of a piece. An empty piece has one empty segment."""
         return [*range(piece.start, piece.end, segment)] or [piece.start]
 
-    def tables(self, *alike: object) -> Layout:
+    def for_calls(self, *alike: object) -> Layout:
         """A copy without derived launches, for calls in which the values ``alike`` are equal on all ranks as well."""
         alone = copy.copy(self)
         alone._derived, alone.stamp = {}, stamp(*self.alike, *alike)
@@ -194,7 +185,7 @@ class Layout(Tables):
 
     def derived(self, key: Hashable, make: Callable[[], T_]) -> T_:
         """The cached result of ``make()`` for ``key``: launches for these tokens. The oldest of CACHE_SIZE entries is
-        evicted. A result should hold ``tables()``, not this layout: that would be a reference cycle."""
+        evicted. A result should hold ``for_calls()``, not this layout: that would be a reference cycle."""
         found = self._derived.get(key)
         if found is None:
             if len(self._derived) >= CACHE_SIZE:
@@ -259,11 +250,10 @@ def batch_pieces(B: int, T: int, zigzag: int, begins: bool, ends: bool) -> list[
     rank; in the zigzag layout they begin with its first half and end with its second."""
     edges = ((begins, False), (False, ends)) if zigzag else ((begins, ends),)
     n = T // len(edges)
-    starts = itertools.count(0, n)
     return [
-        TokenRange.of(start := next(starts), start + n, half, entry=b, sequence=b, begins=first, ends=last)
+        TokenRange(b * T + half * n, b * T + half * n + n, half, b, b, flags_of(*edge))
         for b in range(B)
-        for half, (first, last) in enumerate(edges)
+        for half, edge in enumerate(edges)
     ]
 
 
@@ -275,12 +265,12 @@ def cut(lengths: Sequence[int], begin: int, T: int, on_first: bool = True) -> li
     for i, (first, end) in enumerate(zip(lengths, lengths[1:])):
         here = begin < end <= begin + T or (on_first and first == end == begin == 0)
         if first == end:
-            flags = FIRST.value | LAST.value
+            flags = flags_of(True, True)
         else:
-            flags = FIRST.value * (begin <= first < begin + T) | LAST.value * here
+            flags = flags_of(begin <= first < begin + T, here)
             here = first < begin + T and end > begin
         if here:
-            pieces.append(TokenRange(max(first, begin) - begin, min(end, begin + T) - begin, 0, 0, i, flags))
+            pieces.append(TokenRange(max(first, begin) - begin, min(end, begin + T) - begin, sequence=i, flags=flags))
     return pieces
 
 
@@ -292,16 +282,21 @@ def zigzag_cut(lengths: Sequence[int], begin: int, T: int, on_first: bool = True
     return heads + [p._replace(start=p.start + n, end=p.end + n, half=1) for p in tails]
 
 
+def tokens_of_pieces(lengths: Sequence[int], T: int) -> list[int]:
+    """With per_document=True: for each document the number of tokens in each of its two pieces on a rank with T
+    tokens."""
+    return [(b - a) * (T // 2) // max(lengths[-1], 1) for a, b in itertools.pairwise(lengths)]
+
+
 def document_cut(lengths: Sequence[int], begin: int, T: int, on_first: bool = True) -> list[TokenRange]:
     """``cut`` for the zigzag layout with per_document=True. Rank r has two pieces of each sequence, chunks r and
     2P - 1 - r of the sequence's 2P chunks; sequences follow one another. begin: r T / 2, unused."""
     pieces, start = [], 0
-    first, last = FIRST.value * on_first, LAST.value * on_first
-    for i, (a, b) in enumerate(itertools.pairwise(lengths)):
-        n = (b - a) * (T // 2) // max(lengths[-1], 1)
+    first, last = flags_of(begins=on_first), flags_of(ends=on_first)
+    for i, n in enumerate(tokens_of_pieces(lengths, T)):
         pieces += [
-            TokenRange(start, start + n, i, 0, i, first),
-            TokenRange(start + n, start + 2 * n, i, 1, i, last),
+            TokenRange(start, start + n, 0, i, i, first),
+            TokenRange(start + n, start + 2 * n, 1, i, i, last),
         ]
         start += 2 * n
     return pieces

@@ -17,7 +17,7 @@ from ..comm.host_exchange import by_rank
 from .packing import (
     CHUNK_TOKENS,
     CUTS,
-    MOST_CHUNKS,
+    GRID_LIMIT,
     AlignedLayout,
     Layout,
     Tables,
@@ -220,8 +220,8 @@ def find_layout(comm: Communicator, own: OwnTokens, segment: int, fla: bool = Fa
         halves = 2 if zigzag else 1
         layout = cls(pieces, halves * states, segment, comm.device, fla=fla, halves=halves)
         layout.alike = lengths, zigzag, segment if aligned else 0
-        if layout.num_chunks > MOST_CHUNKS:  # possible if a segment does not begin with a sequence
-            raise ValueError(f"a rank may have {MOST_CHUNKS:,} chunks of packed sequences, got {layout.num_chunks:,}")
+        if layout.num_chunks > GRID_LIMIT:  # possible if a segment does not begin with a sequence
+            raise ValueError(f"a rank may have {GRID_LIMIT:,} chunks of packed sequences, got {layout.num_chunks:,}")
         return layout
 
     return cached_table(comm, (B, T, first, lengths, segment, zigzag, fla, aligned), make)
@@ -234,7 +234,7 @@ def _check_chunks(
     chunk. tokens: numbers of tokens, in order, of the ranks for which this rank knows them; ``first``: this rank's
     first token. A segment that is ``aligned`` may begin inside a chunk of its sequence, which adds one chunk."""
     pieces_of_one = 1 + (zigzag == PER_DOCUMENT) + aligned
-    if max(tokens.values()) // CHUNK_TOKENS + len(lengths) * pieces_of_one + 1 <= MOST_CHUNKS:
+    if max(tokens.values()) // CHUNK_TOKENS + len(lengths) * pieces_of_one + 1 <= GRID_LIMIT:
         return
     found = {}
     begin = first if len(tokens) == 1 else 0
@@ -242,6 +242,6 @@ def _check_chunks(
         pieces = CUTS[zigzag](lengths, begin, T, rank == 0)
         found[rank] = sum(max(1, cdiv(piece.end - piece.start, CHUNK_TOKENS)) + aligned for piece in pieces)
         begin += T // (1 + bool(zigzag))
-    if max(found.values()) > MOST_CHUNKS:
-        most = ", ".join(f"rank {rank} {number:,}" for rank, number in found.items() if number > MOST_CHUNKS)
-        raise ValueError(f"a rank may have {MOST_CHUNKS:,} chunks of packed sequences: {most}")
+    if max(found.values()) > GRID_LIMIT:
+        most = ", ".join(f"rank {rank} {number:,}" for rank, number in found.items() if number > GRID_LIMIT)
+        raise ValueError(f"a rank may have {GRID_LIMIT:,} chunks of packed sequences: {most}")

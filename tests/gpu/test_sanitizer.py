@@ -96,7 +96,7 @@ def delta_kernels() -> None:
         (200, 48, BF16, True),
     ):
         H, T = 2, 300
-        layout = Layout([TokenRange.of(0, T)], 1, 128, middle.device)
+        layout = Layout([TokenRange(0, T)], 1, 128, middle.device)
         states = delta_passes.StatePass(middle, layout, DeltaShape(1, H, H, K, V, dtype, scalar))
         q, k, w = (torch.randn(1, T, H, K, device="cuda", dtype=dtype) / K**0.5 for _ in range(3))
         u, do, dv = (torch.randn(1, T, H, V, device="cuda", dtype=dtype) for _ in range(3))

@@ -136,7 +136,7 @@ def torchs_rule_case(group, tokens):
     from megatron.core.ssm.gated_delta_net import gdn
 
     from allscan.integrations import megatron
-    from allscan.tokens.packing import TokenRange
+    from allscan.tokens.packing import TokenRange, flags_of
 
     generator = torch.Generator().manual_seed(0)
     q, k, v = (F.normalize(torch.randn(1, sum(tokens), 2, 16, generator=generator), dim=-1) for _ in range(3))
@@ -145,7 +145,7 @@ def torchs_rule_case(group, tokens):
     with allscan.Communicator(group, invariant=64) as comm:
         begin = sum(tokens[: comm.rank])
         mine = slice(begin, begin + tokens[comm.rank])
-        of_rank = megatron._Tokens([TokenRange.of(0, tokens[comm.rank], begins=comm.rank == 0)], dict(comm=comm))
+        of_rank = megatron._Tokens([TokenRange(0, tokens[comm.rank], flags=flags_of(comm.rank == 0))], dict(comm=comm))
         operator = gdn.torch_chunk_gated_delta_rule
         o = megatron._rule(operator, of_rank, *(x[:, mine] for x in given))
         comm.barrier()

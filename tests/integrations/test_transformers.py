@@ -720,7 +720,7 @@ def convolutions_case(group, activation, layout):
     """Return errors of a convolution's outputs and gradients, for activations that save their result for backward or
     not, and for a slice x of a wider tensor."""
     from allscan.integrations.recurrent import convolved
-    from allscan.tokens.packing import TokenRange
+    from allscan.tokens.packing import TokenRange, flags_of
 
     with allscan.Communicator(group) as comm:
         torch.manual_seed(0)
@@ -738,9 +738,9 @@ def convolutions_case(group, activation, layout):
             return [y.detach(), *torch.autograd.grad(y, (x, *own), dy)]
 
         y, *grads = answers(conv(wide[:, :, C:]), dy, wide)
-        pieces = [TokenRange.of(0, T, begins=comm.rank == 0)]
+        pieces = [TokenRange(0, T, flags=flags_of(comm.rank == 0))]
         if zigzag:
-            pieces = [TokenRange.of(0, T // 2, begins=comm.rank == 0), TokenRange.of(T // 2, T, 1)]
+            pieces = [TokenRange(0, T // 2, flags=flags_of(comm.rank == 0)), TokenRange(T // 2, T, 1)]
         part = wide[:, mine].detach().requires_grad_()
         here = convolved(conv, n, part[:, :, C:], pieces, comm=comm, layout=layout)
         got, dx, *sums = answers(here, dy[:, mine], part)

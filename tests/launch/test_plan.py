@@ -29,7 +29,7 @@ from allscan.launch.plan import OWN, Plan
 from allscan.ops.gla import gla_plans
 from allscan.scan.collective import Work
 from allscan.shmem_kernels.scan import scan_kernel
-from allscan.tokens.packing import Layout, TokenRange
+from allscan.tokens.packing import Layout, TokenRange, flags_of
 from support.fake_gpu import CUDA, LOADED, fake_gpu, floats
 
 pytestmark = [pytest.mark.cpu, pytest.mark.quick]
@@ -117,8 +117,8 @@ def test_a_layout_goes_with_what_is_derived_of_it():
     """Reference counts free both: some trainers disable Python's garbage collector."""
     gc.disable()
     try:
-        layout = Layout([TokenRange.of(0, 10, begins=True, ends=True)], 1, 64, "cpu")
-        layout.derived("launches", functools.partial(types.SimpleNamespace, layout=layout.tables()))
+        layout = Layout([TokenRange(0, 10, flags=flags_of(True, True))], 1, 64, "cpu")
+        layout.derived("launches", functools.partial(types.SimpleNamespace, layout=layout.for_calls()))
         gone = weakref.ref(layout)
         del layout
         assert gone() is None
@@ -436,7 +436,7 @@ def edges_of(plan, carrier):
 def test_what_a_graph_of_zeco_gla_runs_beside_the_scan(monkeypatch):
     """The scan waits for this rank's segments only; da_kernel and the chunks' states wait for no scan."""
     monkeypatch.setattr(Launch, "node", lambda launch, _: launch.kernel.fn.__name__)
-    layout, like = Layout([TokenRange.of(0, 256)], 1, 64, "cpu"), torch.zeros(1, 256, 2, 64, dtype=torch.bfloat16)
+    layout, like = Layout([TokenRange(0, 256)], 1, 64, "cpu"), torch.zeros(1, 256, 2, 64, dtype=torch.bfloat16)
     shape = gla_plans.shape_of(1, 256, 2, 64, 64, 1, torch.bfloat16, torch.float32, "cuda", False, 132, False)
     kept, gates = torch.zeros(shape.saved_words), torch.zeros(1, 256, 2, 64)
     with side_streams(monkeypatch) as some:

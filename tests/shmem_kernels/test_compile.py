@@ -30,12 +30,12 @@ from allscan.shmem_kernels import (
     gla_fwd,
     gla_strong,
 )
-from allscan.shmem_kernels.fold import fold_kernel, reverse_kernel
 from allscan.shmem_kernels.links import NONE, PUT, SENTINEL, SIGNAL
 from allscan.shmem_kernels.merge import merge_kernel
 from allscan.shmem_kernels.rails import RAILS, Slice, rails_kernel
 from allscan.shmem_kernels.scan import scan_kernel, shift_rows_kernel
 from allscan.shmem_kernels.transition import transition_kernel
+from allscan.shmem_kernels.triangle_rows import fold_kernel, reverse_kernel
 from allscan.tokens.packing import Layout, TokenRange
 from allscan.tools import compiled as tool
 from allscan.tools.compiled import channel_type
@@ -416,7 +416,7 @@ def launch_states(K, V, scalar, monkeypatch, capability):
     dtype, H, T = torch.bfloat16, 4, 130
     with_gpu_blocks(monkeypatch, capability)
     monkeypatch.setattr(Launches, "made", [])
-    layout = Layout([TokenRange.of(0, T)], 1, 64, "cpu")  # in the middle of a sequence
+    layout = Layout([TokenRange(0, T)], 1, 64, "cpu")  # in the middle of a sequence
     device = torch.device("cpu")
     carriers = {"carrier of transitions": NoScan()}
     comm = types.SimpleNamespace(size=3, device=device, attributes=carriers, graphs=None)

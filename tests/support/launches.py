@@ -14,7 +14,7 @@ from allscan.launch.streams import Streams
 from allscan.ops.delta import delta_passes, own_chunks, scalar_chunks
 from allscan.ops.delta.records import DeltaShape, Ends, Inputs, Outer, Saved
 from allscan.ops.gla import gla_operator, gla_plans
-from allscan.tokens.packing import Layout, TokenRange
+from allscan.tokens.packing import Layout, TokenRange, flags_of
 
 from .delta import saved_states_for
 from .sm90 import Compiled
@@ -135,7 +135,7 @@ def launch_gla(K, V, dtype, kept, monkeypatch, H=4, T=130):
     for sizes in ("SUB_BLOCK", "STEP", "LOOK", "CARRY_WORDS"):
         if (of := getattr(gla_plans, sizes)).keys() > {"cpu"}:
             monkeypatch.setattr(gla_plans, sizes, {"cpu": of["cuda"]})
-    layout = Layout([TokenRange.of(0, T, begins=True, ends=True)], 1, 1024, "cpu")
+    layout = Layout([TokenRange(0, T, flags=flags_of(True, True))], 1, 1024, "cpu")
     monkeypatch.setattr(gla_operator, "multiprocessors", lambda device: H100_MULTIPROCESSORS)
     monkeypatch.setattr(gla_operator, "carrier_of", lambda *_: NoCarrier())
     monkeypatch.setattr(gla_operator, "check_first", lambda *_: None)
@@ -188,7 +188,7 @@ def chunk_pass(layout, K, V, dtype, scalar, monkeypatch, capability=90):
 def launch_chunks(K, V, dtype, scalar, monkeypatch, capability=90):
     """Record in Launches the launches of both passes of a delta rule on a GPU, with allscan's own chunk kernels."""
     H, T = 4, 130
-    layout = Layout([TokenRange.of(0, T)], 1, 64, "cpu")  # in the middle of a sequence
+    layout = Layout([TokenRange(0, T)], 1, 64, "cpu")  # in the middle of a sequence
     states = chunk_pass(layout, K, V, dtype, scalar, monkeypatch, capability)
     x, v = (torch.zeros(1, T, H, width, dtype=dtype) for width in (K, V))
     outside = torch.zeros(1, H, K, V)

@@ -9,7 +9,7 @@ import torch
 import allscan
 from allscan.integrations.recurrent import delta_rule
 from allscan.reference import delta_reference
-from allscan.tokens.packing import TokenRange
+from allscan.tokens.packing import TokenRange, flags_of
 from allscan.zigzag import from_zigzag, to_zigzag
 
 from .fla import import_fla
@@ -74,9 +74,9 @@ def other_rule(q, k, v, g, beta, initial_state, output_final_state):
 
 
 def recurrent(comm, q, k, v, g, beta, layout="contiguous"):
-    pieces = [TokenRange.of(0, 24, begins=comm.rank == 0)]
+    pieces = [TokenRange(0, 24, flags=flags_of(comm.rank == 0))]
     if layout == "zigzag":
-        pieces = [TokenRange.of(0, 12, begins=comm.rank == 0), TokenRange.of(12, 24, 1)]
+        pieces = [TokenRange(0, 12, flags=flags_of(comm.rank == 0)), TokenRange(12, 24, 1)]
     return delta_rule(other_rule, (q / 8, k / 8, v, -g.abs() / 8, beta.sigmoid()), pieces, comm=comm)[0]
 
 

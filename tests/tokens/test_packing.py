@@ -67,7 +67,7 @@ def test_by_hand():
 
 def test_states_of_first_halves_come_first():
     """In the tables of the zigzag layout, though pieces lie in the order of batch entries."""
-    pieces = [TokenRange(100 * i, 100 * i + 100, i // 2, i % 2, i // 2, 0 if i == 2 else FIRST.value) for i in range(4)]
+    pieces = [TokenRange(100 * i, 100 * i + 100, i % 2, i // 2, i // 2, 0 if i == 2 else FIRST.value) for i in range(4)]
     layout = Layout(pieces, 4, 64, "cpu", halves=2)
     assert layout.segments[:, 3].tolist() == [0, 0, 2, 2, 1, 1, 3, 3]
     assert layout.segments_of_states.tolist() == [[0, 2], [4, 6], [2, 4], [6, 8]] and layout.passing == {0}
@@ -230,7 +230,7 @@ def test_tables_are_there_before_any_stream_reads_them(run, size):
     stream without other launches."""
     for different, made, tables in run(size, straggling_copies_case):
         assert not different, different
-        assert len(made) == tables > 10 and {stream for _, stream in made} == {"tables"}
+        assert len(made) == tables >= 8 and {stream for _, stream in made} == {"tables"}
 
 
 def uses_case(group):
@@ -461,7 +461,7 @@ def test_debug_mode_compares_the_values_of_cu_seqlens(run, size=2):
 
 def chunks_case(group, layout):
     """One rank has more chunks than kernels support: all ranks raise; the next call is right."""
-    partition.MOST_CHUNKS = 4  # these ranks end with the test
+    partition.GRID_LIMIT = 4  # these ranks end with the test
     with allscan.Communicator(group, timeout=5.0) as comm:
         T, total = 8, 8 * comm.size
         q = torch.randn(1, T, 1, 16, generator=torch.Generator().manual_seed(comm.rank)).to(comm.device)

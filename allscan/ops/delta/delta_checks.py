@@ -20,7 +20,7 @@ from ...base.errors import DeferredError
 from ...base.tiling import multiprocessors
 from ...bindings.versions import rejection
 from ...comm.communicator import Communicator
-from ...tokens.packing import CHUNK_TOKENS, MOST_CHUNKS, carried_states, own_boundaries
+from ...tokens.packing import CHUNK_TOKENS, GRID_LIMIT, carried_states, own_boundaries
 from ...tokens.partition import compare_values
 from ..carrier import AllScanCarrier, check_invariant
 from .delta_passes import delta_segment_length
@@ -147,12 +147,12 @@ def check_tensors(
     for name, x in dict(g=g, beta=beta).items():
         if x.shape != wanted[name]:
             raise ValueError(f"{name} must be {list(wanted[name])}, got {list(x.shape)}")
-    if B * -(-T // CHUNK_TOKENS) > MOST_CHUNKS:
-        raise ValueError(f"B * T must be at most {MOST_CHUNKS:,} chunks of {CHUNK_TOKENS} tokens, got {tuple(q.shape)}")
+    if B * -(-T // CHUNK_TOKENS) > GRID_LIMIT:
+        raise ValueError(f"B * T must be at most {GRID_LIMIT:,} chunks of {CHUNK_TOKENS} tokens, got {tuple(q.shape)}")
     sequences = shapes_of(q, v, cu_seqlens).sequences
     states = carried_states(B, sequences, zigzag) * (1 + bool(zigzag))
-    if states * HV > MOST_CHUNKS:
-        raise ValueError(f"{states} states of sequences or halves times the heads of v must be at most {MOST_CHUNKS:,}")
+    if states * HV > GRID_LIMIT:
+        raise ValueError(f"{states} states of sequences or halves times the heads of v must be at most {GRID_LIMIT:,}")
     if cu_seqlens is not None and B != 1:
         raise ValueError(f"cu_seqlens must be [N + 1] with B = 1, got {tuple(cu_seqlens.shape)}, B = {B}")
     if initial_state is not None:

@@ -31,9 +31,10 @@ WORDS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16:
 
 
 def _find_layout(comm: Communicator, x: Shapes, cu_seqlens: Tensor | None, options: Options) -> Layout:
-    packed = bool(options.zigzag) or cu_seqlens is not None  # fla processes both halves as packed sequences
+    # fla's functions take both halves of the zigzag layout as packed sequences
+    fla = not isinstance(RULES[options.rule], OwnChunks) and (bool(options.zigzag) or cu_seqlens is not None)
     tokens = OwnTokens(x.B, x.T, cu_seqlens, options.first_token, options.zigzag)
-    return find_layout(comm, tokens, x.segment_length(), packed, bool(x.invariant))
+    return find_layout(comm, tokens, x.segment_length(), fla, bool(x.invariant))
 
 
 class PreparedDelta:
@@ -146,7 +147,7 @@ def state_pass(comm: Communicator, layout: Layout, x: Shapes, options: Options) 
     B = carried_states(x.B, x.sequences, zigzag)
     shape = DeltaShape(B, x.HV, heads, x.K, x.V, x.dtype, rule.scalar, bool(zigzag), bool(x.invariant))
     alike = options.rule, x.B, x.H, options.scale, options.fields, options.bound
-    return layout.derived((cls, shape, alike), lambda: cls(comm, layout.tables(*alike, str(x.dtype)), shape))
+    return layout.derived((cls, shape, alike), lambda: cls(comm, layout.for_calls(*alike, str(x.dtype)), shape))
 
 
 def _in_one(*tensors: Tensor | None) -> Iterator[Any]:

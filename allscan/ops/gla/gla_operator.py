@@ -35,7 +35,7 @@ from ...bindings.torch_compat import num_dispatch_modes
 from ...comm.backwards import saved_tensors
 from ...comm.communicator import Communicator, check_communicator
 from ...launch.plan import Plan
-from ...tokens.packing import CHUNK_TOKENS, MOST_CHUNKS, Layout, carried_states, own_boundaries
+from ...tokens.packing import CHUNK_TOKENS, GRID_LIMIT, Layout, carried_states, own_boundaries
 from ...tokens.partition import OwnTokens, check_packed, compare_values, find_layout
 from ..allscan import check_final, final_of_all
 from ..carrier import AllScanCarrier, InOrderCarrier, StateCarrier, carrier_of, check_cut, check_invariant
@@ -122,8 +122,8 @@ def zeco_gla(
 
     Returns:
         (o, final_state): o [B, T, H, V] like v; final_state [B or N, H, K, V] float32, or None. final_state is valid on
-        the rank with the sequence's last token, without cu_seqlens on the last rank (even if it has no tokens), with
-        "all" on every rank; it is zero on the other ranks.
+        the rank with the sequence's last token, without cu_seqlens on the last rank (zigzag: the first), even if it has
+        no tokens, with "all" on every rank; it is zero on the other ranks.
 
     Raises:
         TypeError: a dtype is not supported.
@@ -295,7 +295,7 @@ class Prepared:
             (make, *_), shape, layout, scale = variant, self.shape, self.layout, self.options.scale
             key = type(self.carrier), self.carrier.handle, shape, scale, self.options.of_all, *variant
             alike = "zeco_gla", shape.B, str(shape.dtype), scale, self.options.of_all
-            plan = layout.derived(key, lambda: make(shape, scale, layout.tables(*alike), self.carrier, *tensors))
+            plan = layout.derived(key, lambda: make(shape, scale, layout.for_calls(*alike), self.carrier, *tensors))
             self._plans[variant] = plan
         return plan.run(self.carrier, *[x for x in tensors if x is not None])
 
@@ -316,13 +316,13 @@ def _check(tensors: Sequence[Any], cu_seqlens: Tensor | None, comm: Communicator
     if not q.shape == k.shape == g.shape or q.shape[:3] != v.shape[:3]:
         shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in names.items())
         raise ValueError(f"q, k, g must be [B, T, H, K] and v [B, T, H, V], got {shapes}")
-    if q.shape[0] * cdiv(q.shape[1], CHUNK_TOKENS) > MOST_CHUNKS:
-        raise ValueError(f"B * T must be at most {MOST_CHUNKS:,} chunks of {CHUNK_TOKENS} tokens, got {tuple(q.shape)}")
+    if q.shape[0] * cdiv(q.shape[1], CHUNK_TOKENS) > GRID_LIMIT:
+        raise ValueError(f"B * T must be at most {GRID_LIMIT:,} chunks of {CHUNK_TOKENS} tokens, got {tuple(q.shape)}")
     if zigzag:
         check_halves(q.shape[1])
     states = carried_states(q.shape[0], _state_shape(q, v, cu_seqlens)[0], zigzag) * (1 + bool(zigzag))
-    if states * q.shape[2] > MOST_CHUNKS:
-        raise ValueError(f"the states of {states} sequences or halves times H must be at most {MOST_CHUNKS:,}")
+    if states * q.shape[2] > GRID_LIMIT:
+        raise ValueError(f"the states of {states} sequences or halves times H must be at most {GRID_LIMIT:,}")
     if q.shape[-1] > 512:
         raise ValueError(f"K must be at most 512, got {q.shape[-1]}")
     if cu_seqlens is not None:

@@ -51,8 +51,8 @@ OUTPUTS = {256: (64, 4, 1)}  # output_kernel
 OUTPUTS_REVERSE = {64: (64, 4, 3)}
 CARRY_WORDS = {"cuda": 256, "cpu": 8192}  # words of a state in a program of carry_kernel
 
-# Precision of tensor core products, by input dtype. float16 inputs use tf32: float16 cannot represent the smallest
-# decays, and tf32 has the same mantissa.
+# Precision of products, by input dtype. float16 cannot represent the smallest decays, so products of float16
+# inputs are of three TF32 parts, as those of float32.
 PRECISION = {torch.bfloat16: "bf16", torch.float16: "tf32x3", torch.float32: "tf32x3"}
 # Dtype of stored operands, by input dtype. Backward's A is an exception: in bfloat16 the error of dv would be 1.2 times
 # that of fla, which also stores A in float32.

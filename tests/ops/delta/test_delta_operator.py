@@ -264,7 +264,7 @@ def part_of_tokens(group):
     """Return the local state of tokens 0 to 64 for several numbers of tokens, as fla's context parallelism requests
     it."""
     with allscan.Communicator(group) as comm:
-        layout = Layout([TokenRange.of(0, 64)], 1, 128, comm.device)
+        layout = Layout([TokenRange(0, 64)], 1, 128, comm.device)
         passes = StatePass(comm, layout, DeltaShape(1, 1, 1, 16, 16, F32, True))
         generator = torch.Generator().manual_seed(0)
         k, w, u = (torch.randn(1, 192, 1, 16, generator=generator).to(comm.device) / 10 for _ in range(3))
