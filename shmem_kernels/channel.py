@@ -17,7 +17,7 @@ can replay a scan and ranks may run ahead of each other.
 **Credits.** A slot may be written again once its tile was consumed. The launch boundary says that for all tiles at
 once: in a launch of epoch e, ``begin`` with tile 0 tells prev ``freed = e - 1`` for all tiles (links.py says by which
 words). So a channel is used by launches that follow one another on a stream; each of them handles each tile exactly
-once (``recv``, then ``send``; or ``allscan``; or ``shift``), and the program that has tile 0 begins with it.
+once (``recv``, then ``send``; or ``allscan``; or ``shift``), and the program that has tile 0 calls ``begin`` with it.
 
 **In step.** Epochs cannot distinguish a rank that missed a call from a straggler: both have counted one launch less. So
 every tile carries a tag with the sender's other counters. A tile whose tag differs from the receiver's own is a fault
@@ -107,12 +107,12 @@ class Channel(NamedTuple):
 
 @triton.jit
 def begin(channel, tile):
-    """Begin the tile's epoch: give prev its credit, wait for next's.
+    """Begin the tile's epoch: give prev its credit, wait for next's. tile: int32.
 
-    Returns (epoch, its arrival word, whether all is well), the same for all tiles of a launch. A program with several
-    tiles begins once, before the first, with its lowest tile. The credit is given with tile 0: a launch in which no
-    program begins with tile 0 leaves the rank before without slots. Never begin with a tile of another program, which
-    may have ended the epoch.
+    Returns (epoch and its arrival word, int64; whether all is well), the same for all tiles of a launch. A program with
+    several tiles begins once, before the first, with its lowest tile. The credit is given with tile 0: a launch in
+    which no program begins with tile 0 leaves the rank before without slots. Never begin with a tile of another
+    program, which may have ended the epoch.
     """
     epoch = tl.load(channel.epoch + tile) + 1
     word = _arrival_word(channel, tile, epoch)
@@ -218,7 +218,7 @@ def allscan(channel, tile, b_state, b_decay, b_first):
 @triton.jit
 def send_ahead(channel, tile, begun, b_state, b_decay):
     """Send the tile now if all its decays are zero. Does nothing on the first rank, which waits for no tile, nor on the
-    last, which sends none.
+    last, which sends none. b_state [BK, BV] float32, b_decay broadcastable to it.
 
     For programs with several tiles: ``begun = begin(channel, lowest tile)`` once; ``send_ahead`` for each tile; then
     ``allscan_begun`` for each tile, in any order.
@@ -232,7 +232,8 @@ def send_ahead(channel, tile, begun, b_state, b_decay):
 
 @triton.jit
 def allscan_begun(channel, tile, begun, b_state, b_decay, b_first):
-    """``allscan`` of a tile that has gone through ``send_ahead`` with the same ``begun``, state and decay."""
+    """``allscan`` of a tile that has gone through ``send_ahead`` with the same ``begun``, state and decay. b_first and
+    the results as there."""
     epoch, word, ok = begun
     if (channel.RECV != NONE) | (channel.SEND != NONE):
         ok = ok & (tl.load(channel.epoch + tile) == epoch - 1)
@@ -245,13 +246,13 @@ def _allscan_well(channel, tile, epoch, word, ok, b_state, b_decay, b_first):
     if (channel.RECV == NONE) & (channel.SEND == NONE):
         b_inclusive = combine(b_state, b_decay, b_prev)
     else:
-        waits = channel.SEND != NONE  # the tile must still be sent, unless send_ahead has sent it
+        sends = channel.SEND != NONE  # the tile must still be sent, unless send_ahead has sent it
         if (channel.RECV != NONE) & (channel.SEND != NONE):
-            waits = not all_decays_zero(b_decay)
+            sends = not all_decays_zero(b_decay)
         b_prev, ok = _receive(channel, tile, epoch, word, ok, b_first)
         b_inclusive = combine(b_state, b_decay, b_prev)
         if ok:
-            if waits:
+            if sends:
                 post(channel, tile, epoch, word, b_inclusive)
             finish(channel, tile, epoch)
     return b_prev, b_inclusive
@@ -264,10 +265,10 @@ def allscan_to(channel, tile, begun, b_state, b_decay, b_first, p_out, b_inside)
     """
     epoch, word, ok = begun
     if (channel.RECV == SENTINEL) & ((channel.SEND == SENTINEL) | (channel.SEND == NONE)):
-        waits = False
+        sends = False
         if channel.SEND != NONE:
-            waits = not all_decays_zero(b_decay)
-        ok = pass_words(channel, tile, epoch, word, ok, waits, b_state, b_decay, p_out, b_inside)
+            sends = not all_decays_zero(b_decay)
+        ok = pass_words(channel, tile, epoch, word, ok, sends, b_state, b_decay, p_out, b_inside)
         if ok:
             _end(channel, tile, epoch)
         else:
@@ -299,7 +300,7 @@ def shift(channel, tile, b_value, b_first):
 
 @triton.jit
 def shift_ahead(channel, tile, begun, b_value):
-    """The sending half of ``shift``."""
+    """The sending half of ``shift``, of b_value [BK, BV] float32."""
     epoch, word, ok = begun
     if channel.SEND != NONE:
         ok = ok & (tl.load(channel.epoch + tile) == epoch - 1)
@@ -309,7 +310,8 @@ def shift_ahead(channel, tile, begun, b_value):
 
 @triton.jit
 def shift_begun(channel, tile, begun, b_first):
-    """The receiving half of ``shift``."""
+    """The receiving half of ``shift``: return prev's tile, b_first [BK, BV] float32 on the first rank, NaN after a
+    fault."""
     b_prev = b_first
     if (channel.RECV != NONE) | (channel.SEND != NONE):
         epoch, word, ok = begun

@@ -36,7 +36,7 @@ def decayed(b_own, b_gates, b_prev):
 @triton.jit
 def load_incoming_state(
     p_state,
-    p_gates,
+    p_edge_gate,
     p_prev,
     p_segment,
     s,
@@ -51,7 +51,7 @@ def load_incoming_state(
 ):
     """Load a segment's incoming state [BK, BV]: from this rank's tokens and from the other ranks."""
     k = i_k * BK + tl.arange(0, BK)
-    b_gates = tl.load(p_gates + (s * H + h) * K + k, mask=k < K, other=0.0)
+    b_gates = tl.load(p_edge_gate + (s * H + h) * K + k, mask=k < K, other=0.0)
     at, inside = state_at(s * H + h, i_v, K, V, BK, BV, i_k)
     b_own = load(p_state, at, inside)
     at, inside = state_at(tl.load(p_segment + STATE_INDEX) * H + h, i_v, K, V, BK, BV, i_k)

@@ -15,8 +15,9 @@ The tokens of this rank are cut into segments, and those into chunks of BT token
                       tokens, plus that of the other ranks, decayed:
                       o = A v + scale * q_in S,  then  S = exp(the chunk's gates) S + k_out^T v
 
-In block sizes: rank > piece (of one sequence) > segment (up to 4,096 tokens) > chunk (BT = 64 tokens) > sub-block (BC,
-strong-decay chunks only); BK and BV columns of K and V, BR tokens a step of keys_kernel, BS columns of K at a time.
+In block sizes: rank > piece (of one sequence) > segment (up to 4,096 tokens, or ``invariant``) > chunk (BT = 64 tokens)
+> sub-block (BC, strong-decay chunks only); BK and BV columns of K and V, BR tokens a step of keys_kernel, BS columns of
+K at a time.
 
 Only operands_kernel, keys_kernel and strong_decay_kernel (gla_strong.py) read the gates of tokens; later kernels read
 their sums over chunks and multiply matrices. The scan is a separate kernel because it waits: few programs with few
@@ -31,7 +32,8 @@ the other chunks, those of strong decay.
 **Sequences.** A piece is this rank's part of one sequence; segments lie inside one piece, chunks inside one segment.
 The tables are int32, made by ``allscan/tokens/packing.py``: ``p_segments`` [NS, SEGMENT_WORDS], ``p_chunks`` [NC, 2]
 (first token, end), ``p_segments_of_states`` [B, 2]: the first segment and the end of each of the B states that are sent
-over the ranks (B is 1 for packed sequences; in the zigzag layout twice as many, those of the first halves first).
+over the ranks (B is 1 for packed sequences; in the zigzag layout twice as many, those of the first halves first; with
+per_document=True twice carried_states).
 
 Tensors: q, k, g, q_in, k_out [tokens, H, K], v, o [tokens, H, V], A [tokens, H, BT]; a segment's incoming state
 [NS, H, K, V] and its gates [NS, H, K], ``prev`` [B, H, K, V], the gates of a chunk [NC, H, K], all float32, the
@@ -179,7 +181,7 @@ def state_kernel(
     p_low,  # int8 [NC, H, K, V], see store_split; or None
     p_segment_gate,  # float32 [NS, H, K]; None for every chunk
     p_own,  # float32 [NS, H, K, V], the segments' incoming states from this rank; None for zeros: see below
-    p_gates,  # float32 [NS, H, K]; None without p_own
+    p_edge_gate,  # float32 [NS, H, K]; None without p_own
     p_prev,  # float32 [B, H, K, V]; None without p_own
     p_states,  # like p_state; REVERSE and for every chunk, else None
     p_passed,  # float32 [NC, H, blocks of V, K]; with p_states
@@ -197,8 +199,8 @@ def state_kernel(
     the state. REVERSE (q_in, do), from the last chunk to the first, times scale: the gradient of the state.
 
     From zero, it writes the segment's local state (p_state) and the sum of its gates (p_segment_gate). For every chunk,
-    from the segment's incoming state (p_own, p_gates, p_prev), it writes each chunk's incoming state (p_state, p_low);
-    REVERSE, it writes output_kernel's p_dstates to p_state and, with p_states and p_low, its p_passed.
+    from the segment's incoming state (p_own, p_edge_gate, p_prev), it writes each chunk's incoming state (p_state,
+    p_low); REVERSE, it writes output_kernel's p_dstates to p_state and, with p_states and p_low, its p_passed.
     """
     EVERY_CHUNK: tl.constexpr = p_own is not None
     V_BLOCKS: tl.constexpr = (V + BV - 1) // BV
@@ -208,7 +210,7 @@ def state_kernel(
     k = i_k * BK + tl.arange(0, BK)
     b_state = tl.zeros([BK, BV], tl.float32)
     if EVERY_CHUNK:
-        b_state = load_incoming_state(p_own, p_gates, p_prev, p_segment, s, h, i_v, H, K, V, BK, BV, i_k)
+        b_state = load_incoming_state(p_own, p_edge_gate, p_prev, p_segment, s, h, i_v, H, K, V, BK, BV, i_k)
         if REVERSE:
             b_state = b_state / scale
     b_gates = tl.zeros([BK], tl.float32)
@@ -246,8 +248,8 @@ def _block_of_state(K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.c
 @triton.jit
 def carry_kernel(
     p_state,  # float32 [NS, H, K, V]; in, each segment's local state; out, its incoming state from this rank's tokens
-    p_gate,  # float32 [NS, H, K]
-    p_gates,  # float32 [NS, H, K]; out
+    p_segment_gate,  # float32 [NS, H, K]
+    p_edge_gate,  # float32 [NS, H, K]; out
     p_segments,  # int32 [NS, SEGMENT_WORDS]
     p_segments_of_states,  # int32 [B, 2]; first segment and end of each state
     p_outside,  # float32 [N, H, K, V], the states at the beginning of each sequence; None for zeros
@@ -263,9 +265,9 @@ def carry_kernel(
 ):
     """Carry the states through this rank's segments; one program for BK rows and BV columns of a sent state and head.
 
-    p_gates: the summed gates from this rank's edge to each segment, the decay of the rank's incoming state; -inf for
-    segments that it does not reach. Inputs of the scan over the ranks: p_own, p_decay. REVERSE: gradients, from the
-    ends to the beginnings.
+    p_edge_gate: the summed gates from this rank's edge to each segment, the decay of the rank's incoming state; -inf
+    for segments that it does not reach. Inputs of the scan over the ranks: p_own, p_decay. REVERSE: gradients, from
+    the ends to the beginnings.
     """
     i = tl.program_id(2)
     index, h = i // H, i % H
@@ -282,14 +284,14 @@ def carry_kernel(
         flags = tl.load(p_segments + s * SEGMENT_WORDS + FLAGS)
         sequence = tl.load(p_segments + s * SEGMENT_WORDS + SEQUENCE).to(tl.int64)
         b_local = tl.load(p_state + row * (K * V) + offsets, mask=inside, other=0.0)
-        b_gate = tl.load(p_gate + row * K + k, mask=k < K, other=0.0)  # [BK]
+        b_gate = tl.load(p_segment_gate + row * K + k, mask=k < K, other=0.0)  # [BK]
         begins = (flags & BEGIN) != 0
         if p_outside is not None:
             p_begin = p_outside + (sequence * H + h) * (K * V) + offsets
             b_own = tl.where(begins, tl.load(p_begin, mask=inside & begins, other=0.0), b_own)
         b_gates = tl.where(begins, float("-inf"), b_gates)
         tl.store(p_state + row * (K * V) + offsets, b_own, mask=inside)
-        tl.store(p_gates + row * K + k, b_gates, mask=k < K)
+        tl.store(p_edge_gate + row * K + k, b_gates, mask=k < K)
         b_own = b_own * exp2(b_gate)[:, None] + b_local
         b_gates += b_gate
         if (flags & FINISH) != 0:
@@ -304,8 +306,8 @@ def carry_kernel(
 @triton.jit
 def final_kernel(
     p_final,  # float32 [N, H, K, V]; in and out
-    p_gate,  # float32 [NS, H, K]
-    p_gates,  # float32 [NS, H, K], as carry_kernel writes it
+    p_segment_gate,  # float32 [NS, H, K]
+    p_edge_gate,  # float32 [NS, H, K], as carry_kernel writes it
     p_segments,  # int32 [NS, SEGMENT_WORDS]
     p_segments_of_states,  # int32 [B, 2]; first segment and end of each state
     p_prev,  # float32 [B, H, K, V]
@@ -328,8 +330,8 @@ def final_kernel(
         s = s_end - 1 - n if REVERSE else s_first + n
         if (tl.load(p_segments + s * SEGMENT_WORDS + FLAGS) & FINISH) != 0:
             row = (s * H + h).to(tl.int64) * K
-            b_gates = tl.load(p_gates + row + k, mask=k < K, other=0.0)
-            b_gates += tl.load(p_gate + row + k, mask=k < K, other=0.0)
+            b_gates = tl.load(p_edge_gate + row + k, mask=k < K, other=0.0)
+            b_gates += tl.load(p_segment_gate + row + k, mask=k < K, other=0.0)
             sequence = tl.load(p_segments + s * SEGMENT_WORDS + SEQUENCE).to(tl.int64)
             p_end = p_final + (sequence * H + h) * (K * V) + offsets
             b_prev = tl.load(p_prev + i.to(tl.int64) * (K * V) + offsets, mask=inside, other=0.0)
@@ -348,7 +350,7 @@ def output_kernel(
     p_gate,  # float32 [NC, H, K]
     p_segments,  # int32 [NS, SEGMENT_WORDS]
     p_state,  # float32 [NS, H, K, V], the segments' incoming states from this rank
-    p_gates,  # float32 [NS, H, K]
+    p_edge_gate,  # float32 [NS, H, K]
     p_prev,  # float32 [B, H, K, V]
     p_o,  # o, REVERSE dv [tokens, H, V]
     p_states,  # [NC, H, K, V], the chunks' incoming states; this and the next three are None in forward
@@ -376,7 +378,7 @@ def output_kernel(
     i_v, s, h = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     p_segment, start, end, chunk, num_chunks = segment(p_segments, s, BT)
     k = tl.arange(0, BK)
-    b_state = load_incoming_state(p_state, p_gates, p_prev, p_segment, s, h, i_v, H, K, V, BK, BV)
+    b_state = load_incoming_state(p_state, p_edge_gate, p_prev, p_segment, s, h, i_v, H, K, V, BK, BV)
     if REVERSE:
         b_state = b_state / scale
     for i in range(loop_bound(num_chunks)):

@@ -221,8 +221,8 @@ def dense_segments_kernel(
 @triton.jit
 def gated_segments_kernel(
     p_state,  # float32 [NS, H, K, V]; in, each segment's local state; out, its incoming state, from all ranks
-    p_gate,  # float32 [NS, H, K]
-    p_gates,  # float32 [NS, H, K]; out, -inf: later kernels then add nothing to the incoming states
+    p_segment_gate,  # float32 [NS, H, K]
+    p_edge_gate,  # float32 [NS, H, K]; out, -inf: later kernels then add nothing to the incoming states
     p_segments,  # int32 [NS, SEGMENT_WORDS]
     p_segments_of_states,  # int32 [B, 2]; first segment and end of each state
     p_outside,  # float32 [N, H, K, V], the states at the beginning of each sequence; None for zeros
@@ -256,14 +256,14 @@ def gated_segments_kernel(
             flags = tl.load(p_segments + s * SEGMENT_WORDS + FLAGS)
             end = (tl.load(p_segments + s * SEGMENT_WORDS + SEQUENCE).to(tl.int64) * H + h) * (K * V)
             b_state = tl.load(p_state + row * (K * V) + at, mask=inside, other=0.0)
-            b_gate = tl.load(p_gate + row * K + k, mask=k < K, other=0.0)
+            b_gate = tl.load(p_segment_gate + row * K + k, mask=k < K, other=0.0)
             begins = (flags & BEGIN) != 0
             b_outside = tl.zeros_like(b_prev)
             if p_outside is not None:
                 b_outside = tl.load(p_outside + end + at, mask=inside & begins, other=0.0)
             b_prev = tl.where(begins, without_negative_zero(b_outside), b_prev)
             tl.store(p_state + row * (K * V) + at, b_prev, mask=inside)
-            tl.store(p_gates + row * K + k, tl.full([channel.BK], float("-inf"), tl.float32), mask=k < K)
+            tl.store(p_edge_gate + row * K + k, tl.full([channel.BK], float("-inf"), tl.float32), mask=k < K)
             b_prev = fold(b_state, exp2(b_gate)[:, None], b_prev)
             if (flags & FINISH) != 0:
                 if p_final is not None:

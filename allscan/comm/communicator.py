@@ -88,8 +88,8 @@ class Communicator(Calls):
             the environment has ALLSCAN_DEBUG=1. The same on every rank.
         max_ctas: maximum number of programs (thread blocks) of a kernel that waits for other ranks, as in NCCL.
             Default: half the GPU's multiprocessors, so that kernels of other streams, NCCL's above all, can run on the
-            other half, however long a rank is delayed. A higher number shortens the scan's latency by 1 to 2 us, if no
-            other kernels are to be overlapped with it.
+            other half, however long a rank is delayed. With all of them the scan of 4 MiB and more has 7 to 11 % less
+            latency, if no other kernels are to be overlapped with it.
         nodes: number of ranks on each node, in rank order, such as (8, 8, 8); default by host names. The ranks of a
             node must reach each other by loads and stores. The same on every rank.
         algorithm: how allscan(), zeco_gla(), zeco_ssd() and ``AllScan`` scan over several nodes: "chain", "rails",

@@ -50,7 +50,8 @@ class Plan:
     All runs have contiguous tensors of the same shapes and dtypes. With compiled kernels, a run makes one allocation
     for each output and one for all scratch buffers, computes addresses, and launches. The launches are one CUDA graph
     if the same addresses occurred before and the plan has no Python calls, see ``allscan.launch.graph_cache.Graphs``.
-    In the interpreter, and if a ``Launch`` has to go through Triton, every buffer but views is a separate tensor.
+    In the interpreter, and if a ``Launch`` has to go through Triton, every buffer is a separate tensor, except
+    views, and scratch in the memory of an output.
 
     graphs: the communicator's cache of CUDA graphs; None: no CUDA graphs.
     """
@@ -80,6 +81,7 @@ class Plan:
 
     def view(self, whole: Buffer, offset: int, *shape: int, dtype: torch.dtype | None = None) -> Buffer:
         """View of a buffer that is no constant, from element ``offset`` on, also with another ``dtype``."""
+        assert whole.memory != TABLE
         view = self._buffer(whole.memory, whole.offset + offset * whole.dtype.itemsize, shape, dtype or whole.dtype)
         if whole.memory == OWN:
             self.wholes[view.number] = whole
@@ -260,7 +262,7 @@ class PlanExecution:
     """Memory and streams of one run whose launches are made one by one.
 
     tensors: the run's inputs and outputs. places: base addresses of these, of scratch memory and of constants (0); None
-    if every buffer but views is a separate tensor."""
+    if buffers are separate tensors, see Plan."""
 
     __slots__ = "_plan", "context", "_tensors", "_memory", "places", "_side_streams", "_joins", "_scratch"
 

@@ -182,7 +182,8 @@ class AllScanCarrier:
         state, *factors = (
             None if x is None else x[i].flatten(0, 1) for x in (carried.state, carried.decay, carried.transition)
         )
-        return ScanInputs(state, *factors) if carried.passes[i] else ScanInputs(state, 0)
+        multiplied = carried.passes[i] and any(x is not None for x in factors)
+        return ScanInputs(state, *factors) if multiplied else ScanInputs(state, 0)
 
     def expected_us(self, words: int, zigzag: bool) -> float:
         hops = (self.comm.size - 1) * (1 + zigzag)
@@ -268,12 +269,12 @@ def check_invariant(comm: Communicator, invariant: object, zigzag: int) -> int:
 
 
 def check_cut(comm: Communicator, T: int, invariant: int, zigzag: int) -> None:
-    """Raise ValueError unless this rank's T tokens end at a multiple of ``invariant`` or at the end of the global
-    sequence."""
+    """Raise ValueError unless this rank's T tokens, or halves of them, are a multiple of ``invariant``, or this is the
+    last rank of consecutive parts."""
     tokens = T // 2 if zigzag else T
     if invariant and tokens % invariant and (zigzag or comm.rank < comm.size - 1):
-        what = "half of T" if zigzag else "T, but on the last rank,"
-        raise ValueError(f"with invariant={invariant} {what} must be a multiple of it, got T = {T}")
+        what = "half of T" if zigzag else "on every rank but the last T"
+        raise ValueError(f"{what} must be a multiple of invariant={invariant}, got T = {T}")
 
 
 # Carriers that users registered, by handle

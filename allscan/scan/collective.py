@@ -297,7 +297,7 @@ class AllScan:
 
         Raises:
             TypeError: for an invalid grid, and for an AllScan or its method ``channel`` in place of a channel.
-            ValueError: for an invalid grid, and for channels of another AllScan.
+            ValueError: for an invalid grid, for channels of another AllScan, and unless ``algorithm`` is "chain".
             RuntimeError: if this AllScan, or the AllScan of a channel, is closed.
             AllScanError: as ``Communicator.check`` raises.
 
@@ -421,8 +421,9 @@ class AllScan:
 
         Raises:
             TypeError: for arguments of other types.
-            ValueError: for other shapes, dtypes or devices, for ``out`` that overlaps an argument, and for a
-                channel of another AllScan or of the other direction.
+            ValueError: for other shapes, dtypes or devices, for ``out`` that overlaps an argument, for a channel of
+                another AllScan or of the other direction, and for transitions with other tiles or another ``algorithm``
+                than "chain".
             RuntimeError: if this AllScan or its communicator is closed.
             AllScanError: as ``Communicator.check`` raises.
 

@@ -21,7 +21,6 @@ def two_way_scan(
     ascending: ScanInputs,
     descending: ScanInputs,
     *,
-    adjoint: bool = False,
     channels: tuple[Channel, Channel] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Scan both halves of the zigzag layout: ``ascending`` from the first rank to the last, then ``descending`` from
@@ -30,21 +29,20 @@ def two_way_scan(
         R_0 = initial_state (or 0),   R_{p+1} = decay_p R_p + ascending_p,
         E_{P-1} = R_P,                E_{p-1} = decay'_p E_p + descending_p
 
-    Only ``ascending`` may have an initial_state; neither has an ``out``. adjoint: transpose the transitions. channels:
-    of the ascending and of the descending scan. Returns (R_p, E_p). The adjoint exchanges the two inputs.
+    Only ``ascending`` may have an initial_state; neither has an ``out``. channels: of the ascending and of the
+    descending scan. Returns (R_p, E_p). The adjoint exchanges the two inputs.
     Deadlock-free: the ascending scan depends only on ascending scans of lower ranks; the descending scan, launched
     after it, depends on ascending scans and on descending scans of higher ranks.
     """
     for_ascending, for_descending = channels or (None, None)
     state, decay, transition, initial_state, _ = ascending
-    arguments = dict(transition=transition, adjoint=adjoint, channel=for_ascending)
-    prev = scan.scan(state, decay, initial_state=initial_state, **arguments)
+    prev = scan.scan(state, decay, initial_state=initial_state, transition=transition, channel=for_ascending)
     handed = None
     if scan.comm.rank == scan.comm.size - 1:
-        handed = outgoing(ascending, prev, adjoint)
+        handed = outgoing(ascending, prev)
     state, decay, transition, *_ = descending
-    arguments = dict(transition=transition, adjoint=adjoint, channel=for_descending)
-    return prev, scan.scan(state, decay, initial_state=handed, reverse=True, **arguments)
+    back = scan.scan(state, decay, initial_state=handed, transition=transition, reverse=True, channel=for_descending)
+    return prev, back
 
 
 def record_two_way(
