@@ -411,6 +411,21 @@ def host_ratios() -> str:
     return _table(["", *(f"{T:,} tokens" for T in _HOST_TOKENS)], rows)
 
 
+_RULES = {"kda": "KDA", "gated_delta_rule": "Gated DeltaNet"}
+
+
+def invariant_delta() -> str:
+    """docs/invariant.md: delta rules with ``invariant`` over the same call without it, 2 H200s, eager."""
+    rows = []
+    for rule, told in _RULES.items():
+        cells = [told]
+        for which, S in itertools.product(("forward", "forward+backward"), (2048, 1024)):
+            found = functools.partial(_find, "delta_allscan", rule=rule, ranks=2, **{"pass": which})
+            cells.append(_ratio(found(method=f"zeco, invariant {S}"), found(method="zeco")))
+        rows.append(cells)
+    return _table(["", "forward, 2,048", "1,024", "both passes, 2,048", "1,024"], rows)
+
+
 def dense() -> str:
     """docs/results.md: transitions on 4 ranks, latency."""
     rows = []
@@ -423,7 +438,6 @@ def dense() -> str:
     return _table(["heads, K, V", "All-Scan", "NCCL all-gather alone", "and fla's merge"], rows)
 
 
-_RULES = {"kda": "KDA", "gated_delta_rule": "Gated DeltaNet"}
 _DELTA = {
     "fla, one rank": "fla's operator, one rank",
     "zeco, one rank": "ours, one rank",
