@@ -87,7 +87,7 @@ def test_gradients_of_factors():
 @pytest.mark.parametrize("links", [(NONE, NONE), (SENTINEL, SENTINEL)])
 def test_gated_segments(links, tile, num_warps):
     channel, constants = channel_type(*(link.value for link in links), BK=tile[0], BV=tile[1], ADJOINT=True)
-    arguments = dict.fromkeys("p_state p_gate p_gates p_outside p_final p_outgoing".split(), "*fp32")
+    arguments = dict.fromkeys("p_state p_segment_gate p_edge_gate p_outside p_final p_outgoing".split(), "*fp32")
     arguments |= dict.fromkeys(("p_segments", "p_segments_of_states"), "*i32") | {"channel": channel}
     values = {"channel": constants, "p_external": None, "H": 16, "K": tile[0] * 4, "V": tile[1], "STATES": 2, "HALF": 0}
     found = Compiled(gated_segments_kernel, arguments, values | {"REVERSE": True}, num_warps=num_warps)
