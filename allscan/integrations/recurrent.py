@@ -239,4 +239,7 @@ def _halves(pieces: Any) -> list[list[int]]:
     """Indices of the pieces of each half, of each document in turn if those are sharded; one list of all pieces in the
     contiguous layout."""
     places = itertools.product(range(pieces[-1].entry + 1), range(pieces[-1].half + 1))
-    return [[i for i, piece in enumerate(pieces) if (piece.entry, piece.half) == place] for place in places]
+    found: dict[tuple[int, ...], list[int]] = {place: [] for place in places}
+    for i, piece in enumerate(pieces):
+        found[piece.entry, piece.half].append(i)
+    return [*found.values()]
