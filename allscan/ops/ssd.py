@@ -23,13 +23,12 @@ from ..tokens.packing import (
     Tables,
     TokenRange,
     apart,
-    batch_pieces,
     boundaries_on_host,
     carried_states,
     own_boundaries,
     together,
 )
-from ..tokens.partition import cached_table, check_packed, compare_values, partition_start
+from ..tokens.partition import cached_table, check_packed, compare_values, own_batch_pieces, partition_start
 from .allscan import Using, allscan, check_final, final_of_all
 from .carrier import check_cut, check_invariant
 from .first_call import check_gates, common_fields, looks_at_gates
@@ -408,8 +407,7 @@ def _spans(
     """Return (this rank's spans, seq_idx or None)."""
     batch, T = x.shape[:2]
     if lengths is None:
-        begins, ends = comm.rank == 0, comm.rank == (0 if zigzag else comm.size - 1)
-        spans = [piece._replace(sequence=EACH) for piece in batch_pieces(1, T, zigzag, begins, ends)]
+        spans = [piece._replace(sequence=EACH) for piece in own_batch_pieces(comm, 1, T, zigzag)]
         key: tuple = ("ssd", batch, T)
     else:
         first = partition_start(comm, lengths, T, first_token, zigzag)
