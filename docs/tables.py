@@ -380,14 +380,12 @@ _HOST_TOKENS = 512, 2048, 16384
 
 def host() -> str:
     """docs/results.md: host time of a call over that of NCCL's all-gather."""
-    rows = []
-    for method, told in _HOST.items():
-        cells = [
-            ", ".join(_number(row["over_nccl"], 2 if not row["T"] else 1) for row in found if row["T"] in of_table)
-            for found in (_matching(csv, method=method) for csv in ("host", "host_h100"))
-            for of_table in [("", *map(str, _HOST_TOKENS))]
-        ]
-        rows.append([told, *cells])
+
+    def cell(csv: str, method: str) -> str:
+        found = [row for row in _matching(csv, method=method) if not row["T"] or int(row["T"]) in _HOST_TOKENS]
+        return ", ".join(_number(row["over_nccl"], 1 if row["T"] else 2) for row in found)
+
+    rows = [[told, *(cell(csv, method) for csv in ("host", "host_h100"))] for method, told in _HOST.items()]
     return _table(["", "2 H200s", "2 H100s"], rows)
 
 
