@@ -223,14 +223,28 @@ def in_triangles(name, square):
     return kernel._replace(name=f"{name}, triangles", backward=triangles.by_triangles(kernel.backward, square))
 
 
-def check_triangles(device, dtype, name, tokens) -> list[str]:
-    """Return the failures of gradients in triangles, in squares from tokens / 2 on; their warnings count as errors."""
-    kernel, wrong = in_triangles(name, tokens // 2), []
+def check_as(kernel, device, dtype, cases, limits) -> list[str]:
+    """Return the failures of blocks by this kernel. cases: (batch, tokens, shape); warnings of triangles are errors."""
+    wrong = []
     with mock.patch.object(attention_kernels, "KERNELS", (kernel,)), warnings.catch_warnings():
         warnings.filterwarnings("error", message="gradients of softmax attention in triangles")
-        for batch, more in ((1, 1), (2, 2)):
-            wrong += check(device, dtype, more * tokens, (4, 4, 192, 128), batch, IN_TRIANGLES)
+        for batch, tokens, shape in cases:
+            wrong += check(device, dtype, tokens, shape, batch, limits)
     return wrong
+
+
+def check_triangles(device, dtype, name, tokens) -> list[str]:
+    """Return the failures of gradients in triangles, in squares from tokens / 2 on."""
+    cases = [(n, n * tokens, (4, 4, 192, 128)) for n in (1, 2)]
+    return check_as(in_triangles(name, tokens // 2), device, dtype, cases, IN_TRIANGLES)
+
+
+def check_rows(device, dtype, name, tokens) -> list[str]:
+    """Return the failures of gradients by rows of tokens / 4 queries; two to four rows are computed at once."""
+    (kernel,) = [kernel for kernel in attention_kernels.KERNELS if kernel.name == name]
+    backward = attention_kernels.by_rows(kernel.backward, tokens // 4, tokens**2 // 2)
+    cases = [(n, tokens, (8, 2, 256, 256)) for n in (1, 2)]
+    return check_as(kernel._replace(name=f"{name}, rows", backward=backward), device, dtype, cases, LIMITS)
 
 
 def compare_kernels(device, dtype) -> None:
@@ -292,7 +306,8 @@ def main() -> int:
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         wrong = [w for shape in CHECKED for w in check(torch.device("cpu"), torch.float32, 24, shape, 2)]
-        wrong += check_triangles(torch.device("cpu"), torch.float32, "cpu", 24)
+        for checked in (check_triangles, check_rows):
+            wrong += checked(torch.device("cpu"), torch.float32, "cpu", 24)
         assert not wrong, wrong
         return 0
     device, dtype, wrong = torch.device("cuda"), torch.bfloat16, []
@@ -304,6 +319,7 @@ def main() -> int:
         wrong += check_layouts(device, dtype, 1024, shape)
     wrong += check(device, dtype, 1024, CHECKED[0], batch=2)
     wrong += check_triangles(device, dtype, "cudnn", 512)
+    wrong += check_rows(device, dtype, "cudnn", 2048)
     if not arguments.checks_only:
         with Table(arguments.csv, COLUMNS) as table:
             for shape in TIMED:

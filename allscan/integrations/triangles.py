@@ -131,8 +131,8 @@ def _triangles(backward: Callable[..., Any], n: int, inputs: Sequence[Any]) -> l
     hidden[..., -1] = HIDDEN
     found = []
     for *some, total in ((*inputs[:5], lse), (*reverse_order, hidden.flatten(2))):
-        squares = [_squares(x, n, many) for x in (*some, total[..., None])]
-        found.append(backward(*squares[:5], squares[5][..., 0].contiguous()))
+        *given, totals = (squares(x, n, many) for x in (*some, total[..., None]))
+        found.append(backward(*given, totals[..., 0].contiguous()))
     sizes = [(B, x.shape[2] // n) for x in inputs[1:4]]
     return [fold(x, y, n, shift, size) for x, y, shift, size in zip(*found, (n - 2, n - 1, n - 1), sizes)]
 
@@ -141,8 +141,8 @@ def _exact(x: Tensor) -> torch.Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def _squares(x: Tensor, n: int, many: int) -> torch.Tensor:
-    """x [B, H, n or many * n, W] -> [B * many, H, n, W], a view where B = 1."""
+def squares(x: Tensor, n: int, many: int) -> torch.Tensor:
+    """Batch rows of n tokens: x [B, H, n or many * n, W] -> [B * many, H, n, W], a view where B = 1."""
     if x.shape[2] == n:
         return x[:, None].expand(-1, many, -1, -1, -1).flatten(0, 1)
     return x.unflatten(2, (many, n)).movedim(2, 1).flatten(0, 1)

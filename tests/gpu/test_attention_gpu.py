@@ -32,6 +32,11 @@ def test_errors_in_triangles():
     assert not wrong, wrong
 
 
+def test_errors_by_rows():
+    wrong = bench.check_rows(DEVICE, torch.bfloat16, "cudnn", 2048)
+    assert not wrong, wrong
+
+
 @pytest.mark.parametrize("shape", bench.CHECKED)
 def test_layouts_of_gradients(shape):
     """cuDNN caches graphs for backward without the layout of o's gradient."""
@@ -50,7 +55,7 @@ def test_the_choice():
     half = torch.bfloat16
     assert chosen(half, 8, 8, 128, 128) == chosen(half, 8, 2, 64, 64) == "cudnn"
     assert chosen(half, 8, 8, 192, 128) == "cudnn, triangles"
-    assert chosen(half, 8, 2, 256, 256) == "cudnn" and chosen(half, 8, 8, 192, 192) == "flash"
+    assert chosen(half, 8, 2, 256, 256) == "cudnn, rows" and chosen(half, 8, 8, 192, 192) == "flash"
     assert chosen(half, 8, 8, 128, 96) == "cudnn" and chosen(half, 8, 8, 96, 96) == "flash"
     assert chosen(half, 8, 8, 128, 128, tokens=64) == "flash"
     assert chosen(torch.float32, 8, 8, 128, 128) is None

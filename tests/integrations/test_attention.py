@@ -229,6 +229,7 @@ def test_what_the_operators_take(name):
     [
         ((9, 0), 91900, (128, 128), "cudnn"),
         ((9, 0), 92002, (192, 128), "cudnn, triangles"),
+        ((9, 0), 91900, (256, 256), "cudnn, rows"),
         ((9, 0), 91802, (128, 128), "flash"),
         ((9, 0), 91802, (192, 128), "flash"),
         ((9, 0), None, (128, 128), "flash"),
@@ -310,6 +311,32 @@ def test_the_kernels_results():
         )
         for dx, x in zip(found, torch.autograd.grad(wanted, (q, k, v), do.double()), strict=True):
             assert relative(dx, x) < limit
+
+
+@pytest.mark.parametrize("most, calls", [(1, 2), (3 * 4 * 10, 1)])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_rows(batch, most, calls):
+    """Gradients of 12 queries are those of rows of 4 queries; causal blocks and single rows are left as they are."""
+    do, q, k, v = triangles_inputs((batch, 4, 2, 12, 10, 6, 4))
+    kernel, rows = attention.kernel_for(q, k, v), []
+    o, lse, more = kernel.forward(q, k, v, False, 0.3)
+    given = do, q, k, v, o, lse + torch.rand(lse.shape, dtype=lse.dtype), more
+
+    def counted(*given):
+        rows.append(given[1].shape[0])
+        assert given[5].is_contiguous() and len({x.shape[0] for x in given[:6]}) == 1
+        return kernel.backward(*given)
+
+    found = attention_kernels.by_rows(counted, 4, most)(*given, False, 0.3)
+    for a, b in zip(found, kernel.backward(*given, False, 0.3), strict=True):
+        assert a.shape == b.shape and a.dtype == b.dtype and relative(a, b) < 1e-12
+    assert len(rows) == calls and sum(rows) == 3 * batch
+    for row, causal in ((12, False), (5, False), (4, True)):
+        k_ = torch.cat([k, k[:, :, :2]], 2) if causal else k
+        v_ = torch.cat([v, v[:, :, :2]], 2) if causal else v
+        some = do, q, k_, v_, *given[4:]
+        found = attention_kernels.by_rows(counted, row, most)(*some, causal, 0.3)
+        assert rows[-1] == batch and all(map(torch.equal, found, kernel.backward(*some, causal, 0.3)))
 
 
 def triangles_cases():
