@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.bias import causal_lower_right
 
-from allscan.integrations import attention, attention_kernels, triangles
+from allscan.integrations import attention, attention_kernels, unmasked
 from bench.harness import Table, results, sample
 
 COLUMNS = (
@@ -220,7 +220,13 @@ def time_one(device, dtype, batch, H, G, D, V, before, queries=QUERIES) -> list[
 def in_triangles(name, square):
     """Return a kernel by name that computes gradients of unmasked blocks in triangles, from ``square`` tokens on."""
     (kernel,) = [kernel for kernel in attention_kernels.KERNELS if kernel.name == name]
-    return kernel._replace(name=f"{name}, triangles", backward=triangles.by_triangles(kernel.backward, square))
+    return kernel._replace(name=f"{name}, triangles", backward=unmasked.by_triangles(kernel.backward, square))
+
+
+def in_rows(name, row=attention_kernels.ROW, most=attention_kernels.ROWS_TIMES_KEYS):
+    """Return a kernel by name that computes gradients of unmasked blocks in rows of a batch."""
+    (kernel,) = [kernel for kernel in attention_kernels.KERNELS if kernel.name == name]
+    return kernel._replace(name=f"{name}, rows", backward=unmasked.by_rows(kernel.backward, row, most))
 
 
 def check_as(kernel, device, dtype, cases, limits) -> list[str]:
@@ -240,11 +246,9 @@ def check_triangles(device, dtype, name, tokens) -> list[str]:
 
 
 def check_rows(device, dtype, name, tokens) -> list[str]:
-    """Return the failures of gradients by rows of tokens / 4 queries; two to four rows are computed at once."""
-    (kernel,) = [kernel for kernel in attention_kernels.KERNELS if kernel.name == name]
-    backward = attention_kernels.by_rows(kernel.backward, tokens // 4, tokens**2 // 2)
+    """Return the failures of gradients by rows of tokens / 4 queries, of which a call has two to four."""
     cases = [(n, tokens, (8, 2, 256, 256)) for n in (1, 2)]
-    return check_as(kernel._replace(name=f"{name}, rows", backward=backward), device, dtype, cases, LIMITS)
+    return check_as(in_rows(name, tokens // 4, 2 * tokens), device, dtype, cases, LIMITS)
 
 
 def compare_kernels(device, dtype) -> None:
@@ -268,7 +272,7 @@ def compare_kernels(device, dtype) -> None:
 
     for H, G, D, V in ((16, 16, 128, 128), (16, 16, 192, 128), (16, 2, 256, 256)):
         kernels = [by_name["cudnn"], by_name["flash"]]
-        kernels += [in_triangles("cudnn", 1)]
+        kernels += [in_triangles("cudnn", 1), in_rows("cudnn")]
         kernels += [padded(kernels[0], width) for width in (192, 256) if V < width and D <= width and D != V]
         for queries, keys, causal in BLOCKS if D != V else BLOCKS[:4]:
             q, k, v, do = drawn(device, dtype, 1, max(queries, keys), H, G, D, V)

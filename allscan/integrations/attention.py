@@ -32,7 +32,7 @@ from ..tokens.packing import Tables, document_places
 from ..tokens.partition import cached_table
 from .attention_kernels import flash_fits, kernel_for, strided_like, widened
 from .softmax import Gather
-from .triangles import tokens_first
+from .unmasked import tokens_first
 
 # Packed sequences use FlashAttention 2: its causal mask aligns the last query with the last key
 
@@ -192,7 +192,8 @@ class Attention(NamedTuple):
         memory: limit in bytes, for each layer, of the other ranks' tokens and the keys projected from them. If they
             exceed it, the tokens are gathered in steps that fit, in forward and again in backward; this needs
             merged=True. None: all tokens are gathered at once and saved for backward. Gradients temporarily need as
-            much memory again. In a CUDA graph's capture a projection to keys must not draw random numbers (dropout).
+            much memory again, and more with heads of 256 or of 192 and 128: docs/integrations/transformers_how.md. In
+            a CUDA graph's capture a projection to keys must not draw random numbers (dropout).
     """
 
     merged: bool = True

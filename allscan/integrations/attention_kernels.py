@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..bindings.torch_compat import operator
-from .triangles import by_triangles, squares, tokens_first
+from .unmasked import by_rows, by_triangles, tokens_first
 
 
 class Kernel(NamedTuple):
@@ -94,36 +94,6 @@ def _widths_in(widths: set[tuple[int, int]], q: Tensor, k: Tensor, v: Tensor) ->
     return (q.shape[-1], v.shape[-1]) in widths and _cudnn_fits(q, k, v)
 
 
-def by_rows(backward: Callable, row: int, most: int) -> Callable:
-    """Wrap a ``Kernel.backward``: an unmasked block's queries are computed ``row`` at a time, as rows of a batch.
-
-    A call of ``backward`` gets two rows, or more as long as its queries times keys are at most ``most``, all with the
-    same keys. Gradients of keys are added in float32.
-    """
-
-    def backward_of_any(
-        do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, more: Any, causal: bool, scale: float
-    ) -> tuple[torch.Tensor, ...]:
-        (batch, _, queries, _), keys = q.shape, k.shape[2]
-        if causal or queries % row or queries == row:
-            return backward(do, q, k, v, o, lse, more, causal, scale)
-        at_once = max(2, most // (row * keys)) * row
-        parts: list[torch.Tensor] = []
-        sums: list[torch.Tensor] = []
-        exact = torch.promote_types(k.dtype, torch.float32)
-        for some in zip(*(x.split(at_once, 2) for x in (do, q, o, lse[..., None])), strict=True):
-            many = some[0].shape[2] // row
-            dy, x, y, total = (squares(x, row, many) for x in some)
-            seen = (squares(x, keys, many) for x in (k, v))
-            dq, *found = backward(dy, x, *seen, y, total[..., 0].contiguous(), more, False, scale)
-            parts.append(dq.unflatten(0, (batch, many)).transpose(1, 2).flatten(2, 3))
-            found = [x.unflatten(0, (batch, many)).sum(1, dtype=exact) for x in found]
-            sums = [a.add_(b) for a, b in zip(sums, found, strict=True)] if sums else found
-        return torch.cat(parts, 2) if len(parts) > 1 else parts[0], *(x.to(k.dtype) for x in sums)
-
-    return backward_of_any
-
-
 # Compute capability, cuDNN's version and widths of keys and values with which tests/gpu/test_attention_gpu.py has
 # passed: other GPUs and older versions were not tested.
 CUDNN_GPU, CUDNN_LEAST = (9, 0), 91900
@@ -140,10 +110,10 @@ cudnn_backward = operator(
 )
 IN_TRIANGLES = {(192, 128)}  # widths of keys and values, on Hopper: 495 TFLOP/s in place of 288; 128, 256: fewer
 SQUARE = 4096  # tokens; smaller squares in triangles were not measured
-# Two rows of 4,096 queries: 390 TFLOP/s in place of 345 with one of 8,192. Gradients of keys take memory for each row:
-# 1 GiB for 16 heads of 256 where rows times keys are 65,536.
-BY_ROWS = {(256, 256)}
-ROW, AT_ONCE = 4096, 4096 * 65536
+BY_ROWS = {(256, 256)}  # on an H200 two rows of 4,096 queries have 390 TFLOP/s, one of 8,192 has 345
+# A call's rows times keys. dk and dv of each row need memory: 1 GiB with 16 heads of keys, as much in the kernel with
+# fewer.
+ROW, ROWS_TIMES_KEYS = 4096, 65536
 CUDNN_IS_KNOWN = None not in (cudnn, cudnn_backward)
 
 
@@ -253,7 +223,7 @@ KERNELS = (
         by_triangles(_cudnn_backward, SQUARE),
         partial(_widths_in, IN_TRIANGLES),
     ),
-    Kernel("cudnn, rows", _cudnn_forward, by_rows(_cudnn_backward, ROW, AT_ONCE), partial(_widths_in, BY_ROWS)),
+    Kernel("cudnn, rows", _cudnn_forward, by_rows(_cudnn_backward, ROW, ROWS_TIMES_KEYS), partial(_widths_in, BY_ROWS)),
     Kernel("cudnn", _cudnn_forward, _cudnn_backward, _cudnn_fits),
     Kernel("flash", *_of_one_width(_flash_forward, _flash_backward), flash_fits),
     Kernel("cpu", *_of_one_width(_cpu_forward, _cpu_backward), _cpu_fits),

@@ -20,6 +20,7 @@ from ..ops.ssd import zeco_ssd
 from ..tokens.packing import boundaries_on_host
 from . import needing
 from .attention import Later, attend, kernel_for, packed, packed_documents, takes_packed
+from .latents import expansion_of
 from .recurrent import convolved, delta_rule
 from .softmax import Gather, documents_in_order, reject
 from .transformers_sequence import SplitSequence
@@ -286,10 +287,10 @@ class _Keys:
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
         """(o, None, None); without a kernel (None, keys of all ranks, values of all ranks)."""
         sequence, expand = self.sequence, None
-        if [key.shape, value.shape] != [x.shape for x in self.appended]:
-            expand = getattr(module, "expand_kv", None)  # projects latents to keys and values
-            if expand is None:
+        if [key.shape, value.shape] != [x.shape for x in self.appended]:  # latents were appended
+            if not hasattr(module, "expand_kv"):
                 reject(sequence.comm, f"a {type(module).__name__} changes the keys that it keeps: {OTHER_VERSION}")
+            expand = expansion_of(module)
         if not sequence.own:
             query, key, value = (x[:, :, :0] for x in (query, key, value))
         if not dropout and kernel_for(query, key, value) is not None:

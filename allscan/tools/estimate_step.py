@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ..bindings.torch_compat import TorchDispatchMode, tree_leaves
 from ..integrations import needing
+from ..integrations.latents import expansion_of
 from .estimate import Cut, Peak, Recurrent, line_of, peak
 
 with needing(__name__, "transformers"):
@@ -162,7 +163,7 @@ def _attention(
     others, tokens, batch = [], (cut.ranks - 1) * cut.own, query.shape[0]
     if tokens and hasattr(module, "expand_kv"):
         widths = module.kv_lora_rank, module.qk_rope_head_dim
-        others = module.expand_kv(*(_Received.apply(key, (batch, 1, tokens, width)) for width in widths))
+        others = expansion_of(module)(*(_Received.apply(key, (batch, 1, tokens, width)) for width in widths))
     elif tokens:
         others = [_Received.apply(x, (*x.shape[:2], tokens, x.shape[-1])) for x in (key, value)]
     query = query.transpose(1, 2).contiguous().transpose(1, 2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from allscan.integrations import attention
+from allscan.integrations import attention, attention_kernels
 from bench import attention as bench
 from support.attention import attention_case, packed_case
 
@@ -35,6 +35,36 @@ def test_errors_in_triangles():
 def test_errors_by_rows():
     wrong = bench.check_rows(DEVICE, torch.bfloat16, "cudnn", 2048)
     assert not wrong, wrong
+
+
+@pytest.mark.parametrize("queries, keys", [(8192, 40960), (16384, 4096)])
+def test_rows_of_the_chosen_kernel(queries, keys):
+    """The kernel in use for heads of 256 with long blocks, in parts of the keys and in one call, also in a CUDA graph;
+    its memory. Without rows dq and dk differ by roundings."""
+    H, G, W = 8, 2, 256
+    q, k, v, do = bench.drawn(DEVICE, torch.bfloat16, 1, max(queries, keys), H, G, W, W)
+    q, k, v, do = (x[:, :n].transpose(1, 2) for x, n in zip((q, k, v, do), (queries, keys, keys, queries)))
+    kernel, scale = attention.kernel_for(q, k, v), W**-0.5
+    (plain,) = [kernel for kernel in attention_kernels.KERNELS if kernel.name == "cudnn"]
+    assert kernel.name == "cudnn, rows"
+    o, lse, more = kernel.forward(q, k, v, False, scale)
+    inputs = do, q, k, v, o, lse.contiguous(), more, False, scale
+    wanted = plain.backward(*inputs)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    found = kernel.backward(*inputs)
+    used = torch.cuda.max_memory_allocated() - before
+    assert used < 1.5 * 4 * H * W * attention_kernels.ROWS_TIMES_KEYS, used  # dk and dv of the rows, and others
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = kernel.backward(*inputs)
+    for x in captured:
+        x.zero_()
+    graph.replay()
+    for a, b, c in zip(found, wanted, captured, strict=True):
+        assert max(bench.errors([a, c], [b.double(), b.double()])) < 6e-3
+    assert not torch.equal(found[1], wanted[1])
 
 
 @pytest.mark.parametrize("shape", bench.CHECKED)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import allscan
-from allscan.integrations import attention, attention_kernels, softmax, triangles
+from allscan.integrations import attention, attention_kernels, softmax, unmasked
 from allscan.launch.streams import Streams
 from support.attention import attention_case, packed_case, split, varlen, whole_case
 from support.values import place, relative
@@ -313,30 +313,88 @@ def test_the_kernels_results():
             assert relative(dx, x) < limit
 
 
-@pytest.mark.parametrize("most, calls", [(1, 2), (3 * 4 * 10, 1)])
-@pytest.mark.parametrize("batch", [1, 2])
-def test_rows(batch, most, calls):
-    """Gradients of 12 queries are those of rows of 4 queries; causal blocks and single rows are left as they are."""
+def rows_case(batch, row, most):
+    """Return (gradients of 12 queries and 10 keys by rows, the kernel's, [(rows, queries, keys) of a call])."""
     do, q, k, v = triangles_inputs((batch, 4, 2, 12, 10, 6, 4))
-    kernel, rows = attention.kernel_for(q, k, v), []
+    kernel, calls = attention.kernel_for(q, k, v), []
     o, lse, more = kernel.forward(q, k, v, False, 0.3)
-    given = do, q, k, v, o, lse + torch.rand(lse.shape, dtype=lse.dtype), more
+    tensors, saved = (do, q, k, v, o, lse + torch.rand(lse.shape, dtype=lse.dtype)), object()
 
-    def counted(*given):
-        rows.append(given[1].shape[0])
-        assert given[5].is_contiguous() and len({x.shape[0] for x in given[:6]}) == 1
-        return kernel.backward(*given)
+    def backward(*given):
+        rows, _, queries, _ = given[1].shape
+        calls.append((rows, queries, given[2].shape[2]))
+        assert given[6:] == (saved, False, 0.3) and given[5].is_contiguous()
+        assert all(len(x) == rows for x in given[:6])
+        assert given[1] is q or rows == 1 or given[2].stride(0) == given[3].stride(0) == 0
+        return kernel.backward(*given[:6], more, *given[7:])
 
-    found = attention_kernels.by_rows(counted, 4, most)(*given, False, 0.3)
-    for a, b in zip(found, kernel.backward(*given, False, 0.3), strict=True):
+    found = unmasked.by_rows(backward, row, most)(*tensors, saved, False, 0.3)
+    return found, kernel.backward(*tensors, more, False, 0.3), calls
+
+
+@pytest.mark.parametrize(
+    "most, wanted",
+    [
+        (30, [(3, 4, 10)]),
+        (29, [(2, 4, 10), (1, 4, 10)]),
+        (20, [(2, 4, 10), (1, 4, 10)]),
+        (19, [(3, 4, 5)] * 2),
+        (10, [(2, 4, 5), (1, 4, 5)] * 2),
+        (8, [(2, 4, 4), (1, 4, 4)] * 2 + [(2, 4, 2), (1, 4, 2)]),
+    ],
+)
+@pytest.mark.parametrize("batch", [1, 2])
+def test_rows(batch, most, wanted):
+    """Queries are rows of a batch; a call has at most ``most`` rows times keys, and at least two rows are allowed."""
+    found, alone, calls = rows_case(batch, 4, most)
+    assert calls == wanted * batch
+    for a, b in zip(found, alone, strict=True):
         assert a.shape == b.shape and a.dtype == b.dtype and relative(a, b) < 1e-12
-    assert len(rows) == calls and sum(rows) == 3 * batch
-    for row, causal in ((12, False), (5, False), (4, True)):
-        k_ = torch.cat([k, k[:, :, :2]], 2) if causal else k
-        v_ = torch.cat([v, v[:, :, :2]], 2) if causal else v
-        some = do, q, k_, v_, *given[4:]
-        found = attention_kernels.by_rows(counted, row, most)(*some, causal, 0.3)
-        assert rows[-1] == batch and all(map(torch.equal, found, kernel.backward(*some, causal, 0.3)))
+
+
+@pytest.mark.parametrize("row", [12, 5, 24])
+def test_blocks_that_are_no_rows(row):
+    found, alone, calls = rows_case(2, row, 30)
+    assert calls == [(2, 12, 10)] and all(map(torch.equal, found, alone))
+
+
+def test_rows_of_causal_blocks():
+    do, q, k, v = triangles_inputs((1, 2, 2, 8, 8, 4, 4))
+    inputs = do, q, k, v, do, q[..., 0], None, True, 0.3
+    assert unmasked.by_rows(lambda *given: given, 4, 100)(*inputs) == inputs
+
+
+def test_sums_of_rows():
+    """Gradients of keys of several calls, and of queries from several parts of the keys, are added in float32."""
+    do, q, k, v = (torch.zeros(1, 1, n, 8, dtype=torch.bfloat16) for n in (36, 36, 36, 36))
+    count = 0
+
+    def backward(do, q, k, v, *others):
+        nonlocal count
+        count += 1
+        assert len(q) == 2 or count % 9
+        return tuple(torch.full_like(x, 1.0 if count == 1 else 2.0**-9) for x in (q, k, v))
+
+    _, dk, dv = unmasked.by_rows(backward, 2, 72)(do, q, k, v, do, q[..., 0].float(), None, False, 1.0)
+    assert count == 9 and dk.dtype == dv.dtype == torch.bfloat16
+    assert (dk == 2 + 16 * 2.0**-9).all()  # of 2 rows in each call
+    count = 0
+    dq, _, _ = unmasked.by_rows(backward, 18, 8)(do, q, k, v, do, q[..., 0].float(), None, False, 1.0)
+    assert count == 9 and dq.dtype == torch.bfloat16 and (dq == 1 + 8 * 2.0**-9).all()
+
+
+@pytest.mark.parametrize("most", [30, 20, 8])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_rows_lie_in_memory_like_the_kernels_gradients(batch, most):
+    """Tokens before heads, also of sums."""
+    shape = dict(do=(12, 4), q=(12, 6), k=(10, 6), v=(10, 4))
+    do, q, k, v = (torch.randn(batch, n, 4, width).transpose(1, 2) for n, width in shape.values())
+
+    def backward(do, q, k, v, *others):
+        return tuple(torch.zeros(x.shape[0], x.shape[2], 4, x.shape[3]).transpose(1, 2) for x in (q, k, v))
+
+    found = unmasked.by_rows(backward, 4, most)(do, q, k, v, do, q[..., 0], None, False, 1.0)
+    assert all(x.transpose(1, 2).is_contiguous() for x in found)
 
 
 def triangles_cases():
@@ -370,14 +428,14 @@ def test_triangles(case):
         assert not given[7] or (given[1].shape[2] == given[2].shape[2] and given[5].is_contiguous())
         return kernel.backward(*given)
 
-    backward = triangles.by_triangles(counted, 4)
+    backward = unmasked.by_triangles(counted, 4)
     for turn in range(2):
         found = backward(*given, False, 0.3)
         for a, b in zip(found, wanted, strict=True):
             assert a.shape == b.shape and relative(a, b) < 1e-12
         assert calls.count(False) == 1  # compared at the first call for a shape
         assert calls.count(True) == 2 * (turn + 1) * parts
-    plain = triangles.by_triangles(kernel.backward, 7)(*given, False, 0.3)
+    plain = unmasked.by_triangles(kernel.backward, 7)(*given, False, 0.3)
     assert all(torch.equal(a, b) for a, b in zip(plain, wanted, strict=True))
     if q.shape[2] == k.shape[2]:
         found = backward(*given, True, 0.3)
@@ -402,7 +460,7 @@ def test_triangles_are_compared(how):
             raise torch.OutOfMemoryError("no memory")
         return (found[0], found[1] * (1.05 if given[7] and how == "wrong" else 1), found[2])
 
-    in_triangles = triangles.by_triangles(backward, 4)
+    in_triangles = unmasked.by_triangles(backward, 4)
     warned = {"wrong": "differ by", "rejects": "no plan"}.get(how)
     for turn in range(2):
         with warnings.catch_warnings(record=True) as found:
@@ -426,7 +484,7 @@ def test_one_row_is_compared(monkeypatch, of, row, how):
     kernel, plant = attention.kernel_for(q, k, v), []
     o, lse, more = kernel.forward(q, k, v, False, 0.3)
     given = do, q, k, v, o, lse, more, False, 0.3
-    wanted, exact = kernel.backward(*given), triangles._in_triangles
+    wanted, exact = kernel.backward(*given), unmasked._in_triangles
 
     def in_triangles(*given):
         noise = torch.Generator().manual_seed(0)
@@ -436,14 +494,14 @@ def test_one_row_is_compared(monkeypatch, of, row, how):
             x[0, 1, row] = {"half": x[0, 1, row] / 2, "zero": 0.0, "not a number": torch.nan}.get(how, x.norm() / 800)
         return tuple(found)
 
-    monkeypatch.setattr(triangles, "_in_triangles", in_triangles)
+    monkeypatch.setattr(unmasked, "_in_triangles", in_triangles)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        found = triangles.by_triangles(kernel.backward, 512)(*given)
+        found = unmasked.by_triangles(kernel.backward, 512)(*given)
     assert 0 < relative(found[of], wanted[of]) < 2e-3
     plant.append("a row")
     with pytest.warns(UserWarning, match="in a row|nan"):
-        found = triangles.by_triangles(kernel.backward, 512)(*given)
+        found = unmasked.by_triangles(kernel.backward, 512)(*given)
     assert all(map(torch.equal, found, wanted))
 
 
@@ -455,7 +513,7 @@ def test_triangles_of_far_keys():
     o, lse, more = kernel.forward(q, k, v, False, 1.0)
     assert lse.min() < -1000
     wanted = kernel.backward(do, q, k, v, o, lse, more, False, 1.0)
-    backward = triangles.by_triangles(kernel.backward, 4)
+    backward = unmasked.by_triangles(kernel.backward, 4)
     backward(do, q, k, v, o, lse, more, False, 1.0)
     found = backward(do, q, k, v, o, lse, more, False, 1.0)
     for a, b in zip(found, wanted, strict=True):
@@ -473,14 +531,14 @@ def triangle_kernels_case(group):
             for shift in (n - 1, n - 2):
                 for last in (False, True):
                     errors.append(
-                        relative(triangles.launch_reverse(x, n, shift, last), triangles.reverse(x, n, shift, last))
+                        relative(unmasked.launch_reverse(x, n, shift, last), unmasked.reverse(x, n, shift, last))
                     )
         B, H, n, W = 2, 3, 5, 6
         x, behind = torch.randn(2, B * 4, n, H, W).half().transpose(2, 3)
         x = x.contiguous() if case[0] == 1 else x  # heads before tokens
         for blocks in (1, 2, 4):
-            found = triangles.launch_fold(x, behind, n, n - 2, (B, blocks))
-            wanted = triangles.fold(x, behind, n, n - 2, (B, blocks))
+            found = unmasked.launch_fold(x, behind, n, n - 2, (B, blocks))
+            wanted = unmasked.fold(x, behind, n, n - 2, (B, blocks))
             assert found.stride() == wanted.stride() and found.dtype == torch.float16
             errors.append(relative(found, wanted))
     return errors
@@ -499,7 +557,7 @@ def merge_case(group):
         lse, more_lse = (torch.randn(B, H, T) * 50 for _ in range(2))
         if dtype == torch.float32:  # the second of two halves
             o, lse = (torch.cat([x, x], 2) for x in (o, lse))
-            o = triangles.tokens_first(o)
+            o = unmasked.tokens_first(o)
             o, lse = o[:, :, T:], lse[:, :, T:]
         wanted = o.float(), lse.clone()
         attention._merge(*wanted, more.float(), more_lse)

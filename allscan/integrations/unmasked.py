@@ -1,9 +1,9 @@
-"""Gradients of unmasked attention by kernels for causal attention, where these are faster.
+"""Gradients of attention without a mask by kernels that are faster with other blocks.
 
-A square of n queries and n keys splits into two triangles: the keys up to each query, and the keys behind it. In
-reverse order the keys behind a query precede it; with the queries shifted by one place they are the keys up to it, and
-the last place has a query without gradient. Both triangles are thus causal and of equal size, and their gradients are
-added in float32.
+*Triangles*: a square of n queries and n keys splits into the keys up to each query, and the keys behind it. In reverse
+order the keys behind a query precede it; with the queries shifted by one place they are the keys up to it, and the last
+place has a query without gradient. Both triangles are thus causal and of equal size, and their gradients are added in
+float32. *Rows*: queries become rows of a batch, with the same keys.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 import triton
 from torch import Tensor
 
+from ..base.tiling import cdiv
 from ..bindings.torch_compat import capturing
 from ..bindings.triton_compat import OPTIONS
 from ..shmem_kernels.triangle_rows import fold_kernel, reverse_kernel
@@ -27,6 +28,65 @@ def tokens_first(x: Tensor) -> torch.Tensor:
     if x.shape[0] > 1 and not x.stride(0):
         return tokens_first(x[:1]).expand(x.shape)
     return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def by_rows(backward: Callable, row: int, most: int) -> Callable:
+    """Wrap an ``attention_kernels.Kernel.backward``: blocks of several times ``row`` queries become rows of a batch.
+
+    A call has rows of one sequence, ``most`` divided by its keys: at least two, since it has a part of the keys if two
+    rows with all keys are more than ``most``. Keys have a batch stride of 0. Causal blocks and other numbers of queries
+    are left to ``backward``.
+    """
+
+    def backward_of_any(do: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[torch.Tensor, ...]:
+        o, lse, more, causal, scale = others
+        rows, keys = q.shape[2] // row, k.shape[2]
+        if causal or q.shape[2] % row or rows < 2 or not keys:
+            return backward(do, q, k, v, *others)
+
+        def call(dy: Tensor, x: Tensor, K: Tensor, W: Tensor, y: Tensor, total: Tensor) -> list[torch.Tensor]:
+            many = x.shape[2] // row
+            dy, x, y, total = (squares(some, row, many) for some in (dy, x, y, total[..., None]))
+            K, W = (squares(some, some.shape[2], many) for some in (K, W))
+            dq, *found = backward(dy, x, K, W, y, total[..., 0].contiguous(), more, False, scale)
+            sums = [some.transpose(1, 2).sum(0, keepdim=True).transpose(1, 2) for some in found]
+            return [dq.transpose(0, 1).flatten(1, 2)[None], *sums]
+
+        part = cdiv(keys, cdiv(2 * keys, most))
+        at_once = cdiv(rows, cdiv(rows, most // part)) * row
+        sequences = zip(*(x.split(1) for x in (do, q, k, v, o, lse)), strict=True)
+        return _joined([in_parts(call, sequence, at_once, part) for sequence in sequences], 0)
+
+    return backward_of_any
+
+
+def in_parts(
+    call: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor], queries: int, keys: int
+) -> tuple[torch.Tensor, ...]:
+    """(dq, dk, dv) from calls with at most so many queries and keys; sums over calls are in float32.
+
+    inputs: do, q, k, v, o, lse. call: a part of them -> [dq, dk, dv].
+    """
+    do, q, k, v, o, lse = inputs
+    of_queries = [*zip(*(x.split(queries, 2) for x in (do, q, o, lse)), strict=True)]
+    of_keys: list[list[torch.Tensor]] = []
+    dq: list[list[torch.Tensor]] = [[] for _ in of_queries]
+    for K, W in zip(*(x.split(keys, 2) for x in (k, v)), strict=True):
+        sums: list[torch.Tensor] = []
+        for i, (dy, x, y, total) in enumerate(of_queries):
+            part, *found = call(dy, x, K, W, y, total)
+            dq[i], sums = _added(dq[i], [part]), _added(sums, found)
+        of_keys.append([x.to(q.dtype) for x in sums])
+    (found_dq,) = _joined(dq, 2)
+    return found_dq.to(q.dtype), *_joined(of_keys, 2)
+
+
+def _joined(parts: Sequence[Sequence[Tensor]], dim: int) -> tuple[torch.Tensor, ...]:
+    """Concatenate the first tensors [B, H, T, D] of all parts, the second ones, ...; tokens before heads in memory."""
+    if len(parts) == 1:
+        return tuple(parts[0])
+    order = (0, 2, 1, 3)
+    return tuple(torch.cat([x.permute(order) for x in column], order[dim]).permute(order) for column in zip(*parts))
 
 
 def by_triangles(backward: Callable, least: int) -> Callable:
@@ -91,24 +151,14 @@ def _difference(found: Sequence[Tensor], plain: Sequence[Tensor]) -> str:
 def _in_triangles(
     backward: Callable[..., Any], n: int, inputs: Sequence[Any], scale: float
 ) -> tuple[torch.Tensor, ...]:
-    """[dq, dk, dv] by squares of n tokens, at most AT_ONCE squares in a call."""
-    do, q, k, v, o, lse, more = inputs
+    """(dq, dk, dv) by squares of n tokens, at most AT_ONCE squares in a call."""
+    *tensors, more = inputs
 
-    def call(*some: Any) -> tuple[torch.Tensor, ...]:
-        return backward(*some, more, True, scale)
+    def call(*some: Tensor) -> list[torch.Tensor]:
+        return _triangles(lambda *of: backward(*of, more, True, scale), n, some)
 
-    queries = n if k.shape[2] > n else n * AT_ONCE
-    keys = [*zip(*(x.split(n * AT_ONCE, 2) for x in (k, v)), strict=True)]
-    parts: list[list[torch.Tensor]] = []
-    sums: list[list[torch.Tensor]] = [[] for _ in keys]
-    for dy, x, y, total in zip(*(some.split(queries, 2) for some in (do, q, o, lse)), strict=True):
-        part: list[torch.Tensor] = []
-        for i, (K, W) in enumerate(keys):
-            dq, *found = _triangles(call, n, (dy, x, K, W, y, total))
-            part, sums[i] = _added(part, [dq]), _added(sums[i], found)
-        parts.append(part)
-    columns = *zip(*parts, strict=True), *zip(*sums, strict=True)
-    return tuple((torch.cat(x, 2) if len(x) > 1 else x[0]).to(q.dtype) for x in columns)
+    queries = n if tensors[2].shape[2] > n else n * AT_ONCE
+    return in_parts(call, tensors, queries, n * AT_ONCE)
 
 
 AT_ONCE = 4  # enough to fill the GPU; their temporary tensors take 20 times the keys of one square
@@ -131,8 +181,8 @@ def _triangles(backward: Callable[..., Any], n: int, inputs: Sequence[Any]) -> l
     hidden[..., -1] = HIDDEN
     found = []
     for *some, total in ((*inputs[:5], lse), (*reverse_order, hidden.flatten(2))):
-        *given, totals = (squares(x, n, many) for x in (*some, total[..., None]))
-        found.append(backward(*given, totals[..., 0].contiguous()))
+        *parts, totals = (squares(x, n, many) for x in (*some, total[..., None]))
+        found.append(backward(*parts, totals[..., 0].contiguous()))
     sizes = [(B, x.shape[2] // n) for x in inputs[1:4]]
     return [fold(x, y, n, shift, size) for x, y, shift, size in zip(*found, (n - 2, n - 1, n - 1), sizes)]
 
