@@ -15,6 +15,7 @@ from .base.autograd import CustomOperator, Passes
 from .base.checks import boundaries
 from .base.errors import REMEDY, DeferredError
 from .comm.communicator import Communicator, check_communicator, communicator_of
+from .comm.process_groups import NEW_GROUP, collective, is_desynchronized
 from .tokens.packing import boundaries_on_host, document_places
 
 
@@ -41,7 +42,9 @@ def to_zigzag(x: Tensor, *, comm: Communicator) -> Tensor:
     Raises:
         TypeError: for an argument of another type.
         ValueError: for an odd T, fewer than two dimensions, another device, or arguments that differ between ranks.
-        RuntimeError: and the communicator's other errors, as ``allscan.allscan`` raises them.
+        RuntimeError: and the communicator's other errors, as ``allscan.allscan`` raises them. After a wait that has
+            failed, on every rank, also after ``resync`` and with another communicator of the same process group: an
+            all-to-all that was abandoned would receive these tokens.
 
     Example:
         >>> halves = allscan.zigzag.to_zigzag(x, comm=comm)                       # [B, T, ...], chunks r and 2P - 1 - r
@@ -152,6 +155,8 @@ def _move(x: Tensor, comm: Communicator, to: bool) -> Tensor:
 
 def _check(x: Tensor, comm: Communicator, to: bool) -> None:
     """Raise TypeError or ValueError for an invalid ``x``. A first call with its signature raises on every rank."""
+    if is_desynchronized(comm.group):
+        raise comm.order.raised_everywhere(RuntimeError(f"{NEW_GROUP}."))
     known, before = comm.agreed.arguments, comm.order.moves
     signature = (to, x.shape, x.dtype, x.device, x.layout) if isinstance(x, Tensor) else None
     first = comm.debug or ("to_zigzag", signature) not in known
@@ -204,16 +209,19 @@ def _compare(x: Tensor, comm: Communicator, to: bool, before: int) -> None:
 
 def _all_to_all(received: Tensor, send: Tensor, come: list[int], leave: list[int], comm: Communicator) -> None:
     """The all-to-all of the process group. On CPUs a rank waits for others at most the communicator's timeout."""
-    work = dist.all_to_all_single(received, send, come, leave, group=comm.group, async_op=True)
-    if send.is_cuda:
-        work.wait()  # the current stream waits, not the host
-        return
     try:
-        work.wait(timedelta(seconds=comm.timeout))
+        with collective(comm.group):
+            work = dist.all_to_all_single(received, send, come, leave, group=comm.group, async_op=True)
+            if send.is_cuda:
+                work.wait()  # the current stream waits, not the host
+            else:
+                work.wait(timedelta(seconds=comm.timeout))
     except RuntimeError as error:
-        raise comm.order.desynchronized(  # the process group is desynchronized, too
+        if send.is_cuda:
+            raise
+        raise comm.order.desynchronized(
             f"to_zigzag has waited {comm.timeout:g} s for other ranks ({error}): one is late, has ended or makes other "
-            f"calls. {comm.order.rejections_of_others()}{REMEDY}."
+            f"calls. {comm.order.rejections_of_others()}{REMEDY}. {NEW_GROUP}."
         ) from error
 
 

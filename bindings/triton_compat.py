@@ -40,7 +40,7 @@ _ONE_BY_ONE = triton.__version__.startswith("3.6.")
 _IN_A_TUPLE = triton.__version__.startswith(("3.7.", "3.8.", "3.9."))
 
 _held: set[Any] = set()
-_told: list[tuple[Callable[[], None], Callable[[], None]]] = []  # callbacks of compilations_told
+_told: list[tuple[Callable[[object], None], Callable[[object], None]]] = []  # callbacks of compilations_told
 
 
 def hold(compiled: Any) -> None:
@@ -115,8 +115,11 @@ def launchable(addresses: Sequence[int]) -> bool:
     return not (bits & 15 or getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
-def compilations_told(begin: Callable[[], None], end: Callable[[], None]) -> None:
-    """Call ``begin()`` and ``end()`` around each compilation of any kernel; hooks of other packages stay."""
+def compilations_told(begin: Callable[[object], None], end: Callable[[object], None]) -> None:
+    """Call ``begin(kernel)`` and ``end(kernel)`` around each compilation of any kernel; hooks of other packages stay.
+
+    kernel: stands for the kernel with its types and options; None in ``told_as_compilation``. Without ``end`` if the
+    compilation fails: Triton then calls no hook."""
     _told.append((begin, end))
     runtime = knobs.runtime
     before, after = runtime.jit_cache_hook, runtime.jit_post_compile_hook
@@ -124,11 +127,11 @@ def compilations_told(begin: Callable[[], None], end: Callable[[], None]) -> Non
     def cache_hook(*args: Any, **options: Any) -> Any:
         answer = before(*args, **options) if before else None
         if not answer:  # else Triton does not compile
-            begin()
+            begin((options.get("repr"), options.get("key")))
         return answer
 
     def post_compile_hook(*args: Any, **options: Any) -> Any:
-        end()
+        end((options.get("repr"), options.get("key")))
         return after(*args, **options) if after else None
 
     runtime.jit_cache_hook, runtime.jit_post_compile_hook = cache_hook, post_compile_hook
@@ -139,8 +142,8 @@ def told_as_compilation() -> Iterator[None]:
     """Call the functions of ``compilations_told`` around work that takes as long as compiling a kernel."""
     with contextlib.ExitStack() as stack:
         for begin, end in _told:
-            begin()
-            stack.callback(end)
+            begin(None)
+            stack.callback(end, None)
         yield
 
 

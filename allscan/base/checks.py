@@ -196,15 +196,23 @@ def check_decay(decay: object, shape: Sequence[int], device: torch.device) -> No
         if not isinstance(decay, numbers.Real):
             raise TypeError(f"decay must be a number or a tensor, got {type(decay).__name__}")
         try:
-            float(decay)
+            number = float(decay)
         except OverflowError as error:
             raise ValueError(f"decay must be a float: {error}") from error
+        if not 0.0 <= number <= 1.0:
+            raise ValueError(f"decay must be in [0, 1], got {number}; of the logarithm of a gate it is the exponential")
         return
     check_tensor("decay", decay, None, device)
     rows, heads = tuple(shape[:-1]), tuple(shape[:-2])
     target = rows if decay.ndim == len(rows) else heads if decay.ndim else ()
     if decay.ndim != len(target) or any(d not in (1, t) for d, t in zip(decay.shape, target, strict=True)):
         raise ValueError(f"decay must be broadcastable to {rows} or {heads}, got {tuple(decay.shape)}")
+
+
+def check_factors(decay: object) -> None:
+    """Raise ValueError for a tensor of decays of which one is not in [0, 1]. Synchronizes with the GPU."""
+    if isinstance(decay, Tensor) and not bool(((decay >= 0) & (decay <= 1)).all()):
+        raise ValueError("decay must be in [0, 1]; of the logarithm of a gate it is the exponential")
 
 
 def check_scan(inputs: ScanInputs, shape: Sequence[int] | None, device: torch.device) -> None:

@@ -28,6 +28,7 @@ from .compile_watch import watch
 from .heap import init, outside_inference_mode, record_ended_alone, resolve_transport, symmetric_heap
 from .host_exchange import FAILED, LOST, Abandoned, StoreExchange, StoreGone, by_rank, differing
 from .memory import Line, Memory
+from .process_groups import is_desynchronized, mark_desynchronized
 from .topology import Topology, check_algorithm, reach
 
 _SET = wait.RECORD_SET.value
@@ -87,9 +88,9 @@ class Communicator(Calls):
             compares the arguments of every call, checks its gates, and checks its results for NaN. Default: whether
             the environment has ALLSCAN_DEBUG=1. The same on every rank.
         max_ctas: maximum number of programs (thread blocks) of a kernel that waits for other ranks, as in NCCL.
-            Default: half the GPU's multiprocessors, so that kernels of other streams, NCCL's above all, can run on the
-            other half, however long a rank is delayed. With all of them the scan of 4 MiB and more has 7 to 11 % less
-            latency, if no other kernels are to be overlapped with it.
+            The smallest value of all ranks is used. Default: half the GPU's multiprocessors, so that kernels of other
+            streams, NCCL's above all, can run on the other half, however long a rank is delayed. With all of them the
+            scan of 4 MiB and more has 7 to 11 % less latency, if no other kernels are to be overlapped with it.
         nodes: number of ranks on each node, in rank order, such as (8, 8, 8); default by host names. The ranks of a
             node must reach each other by loads and stores. The same on every rank.
         algorithm: how allscan(), zeco_gla(), zeco_ssd() and ``AllScan`` scan over several nodes: "chain", "rails",
@@ -112,6 +113,8 @@ class Communicator(Calls):
         >>> with allscan.Communicator(mesh["sp"]) as comm:
         ...     prev = allscan.allscan(state, decay, comm=comm)
     """
+
+    _why_closed = "is closed"
 
     @outside_inference_mode
     def __init__(
@@ -153,11 +156,10 @@ class Communicator(Calls):
                 raise ValueError(f"the arena lies on {heap.device}, the current device is {self.device}")
             pes = [heap.pes[rank] for rank in store_exchange.ranks]
         processors = torch.cuda.get_device_properties(self.device).multi_processor_count if cuda else 4
-        self._max_ctas = processors // 2 if max_ctas is None else max_ctas
         self.memory = Memory(heap, self.device)
         self.line = Line(self.rank, pes, self.memory, self._timeout)
         self.host_record = self.memory.record.numpy().data  # a view of the same memory, faster to read
-        self.nothing = torch.zeros(1, device=self.device)  # saved for backward in place of an absent tensor
+        self.nothing = torch.zeros(1, dtype=torch.float32, device=self.device)  # saved in place of an absent tensor
         self.streams = Streams(self.device)
         self.streams.synchronize()  # the words are initialized before any stream updates them
         self.collectives: weakref.WeakSet[Collective] = weakref.WeakSet()
@@ -173,8 +175,8 @@ class Communicator(Calls):
         self.invariant = 0  # if an argument below is wrong: the exchange has it
         try:
             self._algorithm = check_algorithm(algorithm)
-            most = switch("ALLSCAN_CUDA_GRAPHS") if cuda_graphs is None else cuda_graphs
-            self.graphs = Graphs(MOST_BYTES * most if isinstance(most, bool) else integer("cuda_graphs", most, 0))
+            limit = switch("ALLSCAN_CUDA_GRAPHS") if cuda_graphs is None else cuda_graphs
+            self.graphs = Graphs(MOST_BYTES * limit if isinstance(limit, bool) else integer("cuda_graphs", limit, 0))
             self.invariant = integer("invariant", invariant, 0)
             if self.invariant % 64:
                 raise ValueError(f"invariant must be a multiple of 64 tokens, got {invariant}")
@@ -186,15 +188,18 @@ class Communicator(Calls):
                 raise
             problem = f"{type(error).__name__}: {error}"
         chosen = dict(nodes=node_sizes, algorithm=str(algorithm), debug=bool(self.debug), invariant=self.invariant)
-        mine = self.transport, reach(heap, pes, self.rank), os.uname().nodename, tuple(chosen.items()), problem
-        answers = store_exchange.exchange((*mine, uuid.uuid4().hex), "Communicator")
-        transports, reaches, hosts, choices, problems, (token, *_) = zip(*answers, strict=True)
+        most = processors // 2 if max_ctas is None else max_ctas
+        mine = self.transport, reach(heap, pes, self.rank), os.uname().nodename, tuple(chosen.items()), problem, most
+        answers = store_exchange.exchange((*mine, is_desynchronized(self.group), uuid.uuid4().hex), "Communicator")
+        transports, reaches, hosts, choices, problems, ctas, failed, (token, *_) = zip(*answers, strict=True)
         if len(set(transports)) > 1:
             raise ValueError(f"the ranks of the group use different transports: {by_rank(transports)}")
         if any(problems):
             raise ValueError(f"wrong arguments: {by_rank(text or 'ok' for text in problems)}")
         if len(set(choices)) > 1:
             raise ValueError(f"ranks differ in {differing(choices)}")
+        self._max_ctas: int = min(ctas)
+        mark_desynchronized(self.group, any(failed))
         self.topology = Topology(reaches, node_sizes, hosts, self._algorithm)
         self.mapped = all(self.topology.mapped_links)
         self.order = Order(
@@ -266,7 +271,7 @@ class Communicator(Calls):
             >>> comm.check()                                                      # before results are used
         """
         if self._closed:
-            raise RuntimeError("this Communicator is closed")
+            raise RuntimeError(f"this Communicator {self._why_closed}")
         if self.host_record[_SET]:
             raise self.order.error_of_record()
         if self.order.desync_reason is not None:
@@ -300,7 +305,8 @@ class Communicator(Calls):
         Collective: every rank of the group calls it, in the same step, outside of the capture of a CUDA graph. It waits
         for this rank's kernels; none of them waits longer than ``timeout``. Results of unfinished calls must not be
         used, and their backward passes raise. Graphs captured before stay valid. It neither allocates nor leaks memory.
-        Ranks without a fault may call it, too.
+        Ranks without a fault may call it, too. It does not synchronize torch's process group: after a wait in it that
+        has failed, to_zigzag(), from_zigzag() and softmax layers raise on all ranks.
 
         Raises:
             AllScanHostTimeout: if a rank does not come. After a fault that this rank knows of, it waits for twice
@@ -314,7 +320,7 @@ class Communicator(Calls):
             ...     comm.resync()
         """
         if self._closed:
-            raise RuntimeError("this Communicator is closed")
+            raise RuntimeError(f"this Communicator {self._why_closed}")
         self._drain()
         excuse = self.order.excuse_after_fault(FAILED, 2)
         scans = sorted(self.collectives, key=lambda scan: scan.number)
@@ -322,8 +328,9 @@ class Communicator(Calls):
         while True:
             # another rank may have learnt of the fault just now, in another call: it comes to resync() next
             with contextlib.suppress(AllScanOutOfStep, AllScanRejected):
-                mine = self._steps(), [tuple(scan.spec) for scan in scans]
-                steps, specs = zip(*store_exchange.exchange(mine, "Communicator.resync", excuse), strict=True)
+                mine = self._steps(), [tuple(scan.spec) for scan in scans], is_desynchronized(self.group)
+                answers = store_exchange.exchange(mine, "Communicator.resync", excuse)
+                steps, specs, failed = zip(*answers, strict=True)
                 break
         if len(set(steps)) > 1:
             raise self.order.desynchronized(
@@ -334,9 +341,11 @@ class Communicator(Calls):
         self.memory.reset_steps()  # before anything that may fail: resync() is called again then
         if any(spec != specs[0] for spec in specs):
             raise RuntimeError("the ranks do not have the same AllScans: close this communicator and make a new one")
+        mark_desynchronized(self.group, any(failed))
         store_exchange.take_back("rejected")
         store_exchange.forget_fault()
         self.memory.reset()
+        self.memory.free_unused()
         self.agreed.resync()
         for scan in scans:
             scan._reset()
@@ -475,6 +484,15 @@ class Communicator(Calls):
         self.streams.synchronize()
         if self.size > 1:
             self.memory.heap.quiet()
+
+
+def _forked() -> None:
+    """Make all communicators unusable in a process that was just forked: its calls would be counted as the parent's."""
+    for comm in list(_communicators.values()):
+        comm._closed, comm._why_closed = True, "belongs to the process from which this one was forked"
+
+
+os.register_at_fork(after_in_child=_forked)
 
 
 def check_communicator(comm: object) -> None:

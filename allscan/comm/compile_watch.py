@@ -28,6 +28,7 @@ _EXTRA = wait.RECORD_EXTRA.value
 
 _lock = threading.Lock()
 _depth = 0  # nested compilations under way in this process
+_kernels: list[tuple[int, object]] = []  # (thread, kernel) of compilations by Triton that were not told to have ended
 _counted_in: dist.Store | None = None  # the store that counts this process
 _seen = 0, 0.0  # (last count read, time at which it last changed)
 _watched: weakref.WeakSet[Any] = weakref.WeakSet()  # communicators
@@ -69,7 +70,41 @@ def end_all() -> None:
     if _depth:
         with _lock:
             _depth = 0
+            _kernels.clear()
             _count_out()
+
+
+def _begin_kernel(kernel: object) -> None:
+    """``begin`` for Triton; kernel: see ``compilations_told``."""
+    if kernel is not None:
+        end_failed()
+        _kernels.append((threading.get_ident(), kernel))
+    begin()
+
+
+def _end_kernel(kernel: object) -> None:
+    if kernel is not None:
+        with _lock:
+            # another thread may end it: Triton can compile in a pool
+            found = sorted((x for x in _kernels if x[1] == kernel), key=lambda x: x[0] != threading.get_ident())
+            if not found:
+                return  # counted as failed
+            _kernels.remove(found[0])
+    end()
+
+
+def end_failed() -> None:
+    """Record that compilations by Triton which this thread has begun have failed: it does not compile now.
+
+    Triton tells nothing of a compilation that fails, and triton.autotune goes on with another configuration."""
+    if not _kernels:
+        return
+    with _lock:
+        failed = [x for x in _kernels if x[0] == threading.get_ident()]
+        for x in failed:
+            _kernels.remove(x)
+    for _ in failed:
+        end()
 
 
 def _count_out() -> None:
@@ -98,7 +133,7 @@ def watch(comm: Any) -> None:
     with _lock:
         _watched.add(comm)
         if _thread is None:
-            compilations_told(begin, end)
+            compilations_told(_begin_kernel, _end_kernel)
             _thread = threading.Thread(target=_run, name="allscan-compiling", daemon=True)
             _thread.start()
             atexit.register(_end_thread)

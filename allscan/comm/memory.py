@@ -34,6 +34,7 @@ class Memory:
         self.step = self.steps[0]
         self._steps = {0: self.step}
         self._offsets: set[int] = set()
+        self._unused: list[int] = []
         self._buffers = {id(buffer): buffer for buffer in (self.record, self.fault, self.steps)}
 
     def step_of(self, stamp: int) -> torch.Tensor:
@@ -64,6 +65,16 @@ class Memory:
         for offset in offsets or [*self._offsets]:
             self._offsets.remove(offset)
             self.heap.arena.free(offset)
+
+    def free_later(self, *offsets: int) -> None:
+        """Free these blocks at the next ``free_unused``: another rank may know them."""
+        self._unused += offsets
+
+    def free_unused(self) -> None:
+        """Free the blocks of ``free_later``. Only if no rank has an AllScan that another one lacks."""
+        offsets, self._unused = self._unused, []
+        if offsets:
+            self.free(*offsets)
 
     def keep(self, buffer: torch.Tensor) -> torch.Tensor:
         """Hold ``buffer`` as long as kernels of the communicator may use it. Returns it."""

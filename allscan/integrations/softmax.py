@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..bindings.torch_compat import coalesced
 from ..comm.communicator import Communicator
+from ..comm.process_groups import check_group, collective
 from ..ops.halo import halo
 from ..tokens.packing import Tables, TensorKey, document_places
 from ..tokens.partition import cached_table
@@ -111,7 +112,8 @@ class Gather:
         self._work = _together("all_gather", pairs, self.comm.group)
 
     def finish(self, slots: Any) -> tuple[torch.Tensor, ...]:
-        self._work.wait()
+        with collective(self.comm.group):
+            self._work.wait()
         runs = self._runs(slots)
         rows = [[x[first:end] for first, end in runs] for x in self._arrived]
         self._work = self._arrived = self._token = None
@@ -138,7 +140,8 @@ class Gather:
         self._work = _together("reduce_scatter", pairs, self.comm.group)
 
     def finish_sum(self) -> list[torch.Tensor]:
-        self._work.wait()
+        with collective(self.comm.group):
+            self._work.wait()
         own = self.filled[self.comm.rank]
         halves = [[half[:own] for half in mine.chunk(self.halves)] for mine, _ in self._sums]
         found = [mine if own == self.length else torch.cat(some) for some, (mine, _) in zip(halves, self._sums)]
@@ -190,6 +193,7 @@ class _Read(torch.autograd.Function):
 
 def _together(name: str, pairs: Any, group: Any) -> Any:
     """Start the collective ``name`` for all (output, input) pairs in one group call; returns the handle."""
+    check_group(group)
     function: Any = getattr(dist, f"{name}_single", None)  # from torch 2.13 on
     function = (
         function or {"all_gather": dist.all_gather_into_tensor, "reduce_scatter": dist.reduce_scatter_tensor}[name]

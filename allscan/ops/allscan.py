@@ -22,6 +22,7 @@ from ..base.autograd import (
 from ..base.checks import (
     ScanInputs,
     call_key,
+    check_factors,
     check_scan,
     is_zigzag,
     plain_or_traced,
@@ -70,9 +71,10 @@ def allscan(
 
     Args:
         state: [..., K, V] float32; on the communicator's device. A torch tensor, or a CuPy or NumPy array.
-        decay: None (1), a number, or float32 [..., K], [...], or no dimension; in [0, 1]. 0 discards the incoming
-            state. With the number 0 in a chain this rank sends all tiles before it waits for any, so the next rank
-            waits for this rank only.
+        decay: None (1), a number, or float32 [..., K], [...], or no dimension; in [0, 1], a factor and no logarithm:
+            checked at the first call with such arguments, and in debug mode. 0 discards the incoming state. With the
+            number 0 in a chain this rank sends all tiles before it waits for any, so the next rank waits for this rank
+            only.
         transition: float32 [..., K, K] in place of a decay, for delta rules and other dense recurrences: the product of
             the transitions of this rank's tokens. It is not sent; products have float32's accuracy.
         initial_state: like state, equal on all ranks or None on all ranks; its gradient is non-zero on the first rank
@@ -179,6 +181,8 @@ def _prepare(comm: Communicator, key: tuple, inputs: ScanInputs, reverse: bool, 
     deferred = None
     try:
         check_scan(inputs, None, comm.device)
+        if not (part.adjoint or part.of_halo or comm.streams.capturing()):
+            check_factors(inputs.decay)
         if out is not None:
             if key[-1]:
                 raise ValueError("out must be None where a gradient is wanted")
@@ -483,7 +487,7 @@ def final_of_all(o: Tensor, final: Any, comm: Communicator, packed: bool, zigzag
     if packed or zigzag:
         found = found + allscan(final, comm=comm)
     if found.requires_grad:
-        o = Using.apply(o, found)
+        o, found = Using.apply(o, found), found.clone()  # Using saves the first one, which must not be written to
     return o, found
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, overload
+from typing import Any, Literal, NoReturn, overload
 
 import torch
 from torch import Tensor
@@ -206,9 +206,24 @@ class AllScan:
         if error is None:  # else the other ranks may never come: the memory stays with the communicator
             self.close()
 
+    def _check_open(self) -> None:
+        if self.launcher.closed or self.comm.closed:
+            raise RuntimeError(f"this {'AllScan' if self.launcher.closed else 'Communicator'} is closed")
+
+    def __deepcopy__(self, memo: object) -> AllScan:
+        return self  # a copy of a module shares the memory
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "an AllScan cannot be pickled, since it stands for memory of processes that are running: make one after "
+            "loading"
+        )
+
     @property
     def epochs(self) -> tuple[int, int]:
-        """Numbers of this rank's (forward, reverse) scans, counted on the device. Waits for them. 0 on one rank."""
+        """Numbers of this rank's (forward, reverse) scans, counted on the device. Waits for them. 0 on one rank. Raises
+        RuntimeError if this AllScan is closed."""
+        self._check_open()
         self.comm.streams.synchronize()
         forward, reverse = (int(channel.epoch[0]) for channel in self.launcher.channels)
         return forward, reverse
@@ -242,8 +257,7 @@ class AllScan:
             >>> scan.launch(kernel, grid, x, out, channel=scan.channel(fwd_epoch=fwd_epoch))
             >>> back = scan.channel(reverse=True, adjoint_of=fwd_epoch)           # of the backward's launch
         """
-        if self.launcher.closed:
-            raise RuntimeError("this AllScan is closed")
+        self._check_open()
         if self.launcher.rails is not None:
             raise ValueError(f'an AllScan with algorithm="{self.algorithm}" has no channel for kernels of your own')
         if fwd_epoch is not None and adjoint_of is not None:

@@ -166,20 +166,33 @@ def make_workspace(comm: Communicator, spec: Spec, layout: WorkspaceLayout, max_
     comm.streams.synchronize()
     fields = tuple(zip(Spec._fields, spec, strict=True))
     try:
+        all_offsets, ctas = _agreed(comm, fields, offsets, full, max_ctas)
+        channels = layout.make(all_offsets)
+        if not filled:
+            comm.streams.synchronize()
+            comm.order.exchange("workspace filled", MAKING)
+    except BaseException:  # another rank may have the offsets, if this one is interrupted
+        comm.memory.free_later(*offsets)
+        raise
+    return Workspace(channels, tuple(offsets), ctas)
+
+
+def _agreed(
+    comm: Communicator, fields: tuple[tuple[str, object], ...], offsets: list[int], full: str | None, max_ctas: int
+) -> tuple[list[Any], int]:
+    """(All ranks' offsets, the smallest max_ctas). If every rank raises, frees this rank's blocks and empties
+    ``offsets``."""
+    try:
         answers = comm.order.agree(fields, None, MAKING, (offsets, full, max_ctas))
         all_offsets, errors, ctas = zip(*answers, strict=True)
         if any(errors):
             raise comm.order.raised_everywhere(MemoryError(by_rank(error or "ok" for error in errors)))
     except (ValueError, MemoryError):
-        if offsets:  # every rank raises, so no rank writes there
+        if offsets:  # no rank writes there
             comm.memory.free(*offsets)
+            offsets.clear()
         raise
-
-    channels = layout.make(all_offsets)
-    if not filled:
-        comm.streams.synchronize()
-        comm.order.exchange("workspace filled", MAKING)
-    return Workspace(channels, tuple(offsets), min(ctas))
+    return list(all_offsets), min(ctas)
 
 
 def make_channel(

@@ -17,6 +17,7 @@ import time
 import warnings
 import weakref
 from datetime import timedelta
+from types import SimpleNamespace
 from unittest import mock
 
 import conftest
@@ -24,6 +25,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from triton import knobs
+from triton.compiler.errors import CompileTimeAssertionFailure
+from triton.runtime.jit import JITFunction
 
 import allscan
 from allscan.base import errors
@@ -890,6 +893,135 @@ def compiles_late_case(way, wait, limit, first):
 def test_the_time_that_a_rank_compiles_does_not_count(fresh, way):
     """The other ranks wait, beyond their time-out, for the first call of a rank whose cache is cold."""
     assert all(fresh(3).run(compiles_late_case, way, 2 * TIMEOUT, 600.0, 1, timeout=120))
+
+
+def failed_compilation(works):
+    """Compile a kernel by Triton, whose compiler is replaced: it takes ``works`` seconds, or fails."""
+
+    def kernel(x):
+        pass
+
+    jit = JITFunction(kernel)
+    jit.device_caches[0] = ({}, {}, None, None, None)
+    jit.ASTSource = lambda *_: None
+    jit._call_hook = lambda hook, key, *_, **__: hook(repr="kernel", key=key) if hook else None
+
+    def compiler(*_, **__):
+        if not works:
+            raise CompileTimeAssertionFailure("", None, "a configuration")
+        time.sleep(works)
+        return "kernel"
+
+    jit.compile = compiler
+    with contextlib.suppress(CompileTimeAssertionFailure):  # as triton.autotune does
+        jit._do_compile(("key", ()), {}, 0, {}, SimpleNamespace(), {}, False)
+
+
+def failed_compilation_case(again):
+    with allscan.Communicator() as other:
+        comm = allscan.Communicator(timeout=TIMEOUT)
+        x = torch.ones(2, 4, 8)
+        allscan.allscan(x, comm=comm)
+        if comm.rank == 0:
+            failed_compilation(0)
+        if again:
+            if comm.rank == 0:
+                failed_compilation(2 * TIMEOUT)
+        else:
+            allscan.allscan(x, comm=comm)
+        other.barrier()
+        count = dist.distributed_c10d._get_default_store().add(compile_watch._KEY, 0)
+        began = time.monotonic()
+        text = str(raised(allscan.allscan, x, comm=comm)) if comm.rank else ""
+        waited = time.monotonic() - began
+        other.barrier()
+        raised(comm.close)
+        return count, compile_watch._depth, text, waited
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_compilation_that_fails(fresh, again):
+    """Triton tells nothing of it: it counts until this thread's next compilation or call."""
+    for rank, (count, depth, text, waited) in enumerate(fresh(2).run(failed_compilation_case, again, timeout=120)):
+        assert (count, depth) == (0, 0)
+        assert not rank or ("AllScanTimeout" in text and waited < 3 * TIMEOUT)
+
+
+def test_which_compilations_are_open():
+    """Compilations of one kernel in several threads; one that another thread ends."""
+    depth = compile_watch._depth
+    compile_watch._begin_kernel("a")
+    thread = threading.Thread(target=compile_watch._begin_kernel, args=("a",))
+    thread.start()
+    thread.join()
+    assert compile_watch._depth == depth + 2
+    compile_watch._end_kernel("a")
+    assert [kernel for _, kernel in compile_watch._kernels] == ["a"]
+    assert compile_watch._kernels[0][0] != threading.get_ident()
+    compile_watch.end_failed()
+    assert compile_watch._depth == depth + 1
+    compile_watch._end_kernel("a")
+    compile_watch._end_kernel("a")
+    assert compile_watch._depth == depth and not compile_watch._kernels
+    compile_watch._begin_kernel(None)
+    compile_watch._begin_kernel("b")
+    compile_watch._begin_kernel("c")
+    assert compile_watch._depth == depth + 2
+    compile_watch._end_kernel("c")
+    compile_watch._end_kernel(None)
+    assert compile_watch._depth == depth
+
+
+def forked_case():
+    with allscan.Communicator(timeout=TIMEOUT) as comm:
+        x = torch.full((2, 4, 8), 1.0 + comm.rank)
+        found = [allscan.allscan(x, comm=comm)[0, 0, 0].item()]
+        answer = b""
+        if comm.rank == 0:
+            read, write = os.pipe()
+            if not os.fork():
+                os.write(write, str(raised(allscan.allscan, 100 * x, comm=comm)).encode())
+                os._exit(0)
+            os.wait()
+            answer = os.read(read, 1000)
+        found += [allscan.allscan(i * x, comm=comm)[0, 0, 0].item() for i in (10, 20)]
+        comm.barrier()
+        return found, answer.decode()
+
+
+def test_a_forked_process_makes_no_calls(fresh):
+    (first, text), (second, _) = fresh(2).run(forked_case, timeout=120)
+    assert first == [0.0, 0.0, 0.0] and second == [1.0, 10.0, 20.0]
+    assert "RuntimeError" in text and "from which this one was forked" in text
+
+
+def interrupted_allscan_case():
+    """Return free bytes of the arena before, and after each interrupted construction, another one and resync()."""
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    with allscan.Communicator(timeout=TIMEOUT) as comm:
+        allscan.AllScan(comm, (2, 4, 8)).close()
+        free = [comm.memory.heap.arena.free_bytes]
+        for _ in range(2):
+            comm.barrier()
+            if comm.rank == 1:
+                signal.signal(signal.SIGALRM, interrupt)
+                signal.setitimer(signal.ITIMER_REAL, 0.3)
+                with contextlib.suppress(KeyboardInterrupt):
+                    allscan.AllScan(comm, (64, 64, 64))
+            else:
+                time.sleep(0.8)
+            allscan.AllScan(comm, (64, 64, 64)).close()
+            comm.resync()
+            free.append(comm.memory.heap.arena.free_bytes)
+        return free
+
+
+def test_an_interrupted_construction_leaks_no_memory(fresh):
+    for free in fresh(2).run(interrupted_allscan_case, timeout=120):
+        assert len(set(free)) == 1
 
 
 def test_a_compilation_without_end(fresh):

@@ -175,6 +175,7 @@ def negatives_case(group):
         generator = torch.Generator().manual_seed(comm.rank)
         shapes = [(2, 3, 4), (2, 3), (2, 3, 4), (2, 16, 16), (2, 16, 16), (1, 5, 3), *[(1, 70, 2, 16)] * 3]
         drawn = [torch.randn(shape, generator=generator).to(comm.device) for shape in shapes]
+        drawn[1].sigmoid_()
         answers = []
         for given in (lambda x: x, lambda x: torch._neg_view(-x)):
             leaves = [x.clone().requires_grad_() for x in drawn]

@@ -308,7 +308,8 @@ def _check(tensors: Sequence[Any], cu_seqlens: Tensor | None, comm: Communicator
         if x.device != comm.device:
             raise ValueError(f"{name} must be on {comm.device}, got {x.device}")
         if x.ndim != 4 or 0 in (*x.shape[:1], *x.shape[2:]):
-            raise ValueError(f"{name} must be [B, T, H, K or V] with no empty dimension but T, got {tuple(x.shape)}")
+            last = "V" if name == "v" else "K"
+            raise ValueError(f"{name} must be [B, T, H, {last}] with no empty dimension but T, got {tuple(x.shape)}")
     if q.dtype not in (torch.bfloat16, torch.float16, torch.float32) or not q.dtype == k.dtype == v.dtype:
         raise TypeError(f"q, k, v must be bfloat16, float16 or float32 alike, got {q.dtype}, {k.dtype}, {v.dtype}")
     if g.dtype not in (torch.float32, q.dtype):
