@@ -76,28 +76,18 @@ class Order:
         self.rejected: tuple[int, str] | None = None  # (number, reason) of the last call that raised on this rank alone
         # the last two rejections: a rank that has settled one may reject the next before others have settled the first
         self._rejections: list[tuple[int, str]] = []
-        self.unused_at: int | None = None  # number of a call that found that the one before it had no backward here
         self.desync_reason: str | None = None  # reason why this rank is desynchronized, or None
         self._has_reported = False  # whether the other ranks were told that this rank makes no further calls
 
     def error_of_record(self) -> Exception:
         """The error for the fault record. Reports it to the other ranks."""
-        others = self.rejections_of_others() + self._unused()
+        others = self.rejections_of_others()
         kind, *found = (int(self._record[i]) for i in range(wait.RECORD_KIND.value, wait.RECORD_SEEN.value + 1))
         rank, neighbour, tile, expected, seen = found
         job_ranks = self.store_exchange.ranks[rank], self.store_exchange.ranks[neighbour]
         if kind == wait.OUT_OF_STEP.value:
             return self.reported(different_tags(rank, neighbour, tile, expected, seen, others, job_ranks))
         return self.reported(AllScanTimeout(rank, neighbour, tile, expected, seen, self._timeout, others, job_ranks))
-
-    def _unused(self) -> str:
-        """A sentence on a call shortly before that had no backward on this rank; "" if there is none."""
-        if self.unused_at is None or sum(self.call_counts) > self.unused_at + 2:
-            return ""
-        return (
-            f"On rank {self.store_exchange.rank} a call with gradients had no backward. If it had one on other ranks, "
-            "they wait for it: use the result on every rank, 0 * result.sum() if need be. "
-        )
 
     def unreported_error(self) -> Exception | None:
         """The error for the fault record, if it is set and this rank has reported no error yet; else None."""

@@ -21,8 +21,6 @@ def look_for_backwards(launcher: Any, reverse: bool) -> None:
     launcher.backwards.dropped[reverse] = False
     there, back = launcher.channels[reverse], launcher.channels[not reverse]
     first = back.RECV == NONE if rails is None else rails.is_first(not reverse)
-    if first:
-        comm.order.unused_at = sum(comm.order.call_counts)
     if first or comm.streams.capturing():
         return  # this rank's backward waits for no rank: the others wait for it
     peek, deadline = comm.streams.peek, time.monotonic() + comm.timeout

@@ -323,3 +323,27 @@ def gather_case(group):
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_what_goes_by_the_back_end(run, size):
     run(size, gather_case)
+
+
+def written_final_case(group, operator):
+    """Return o's gradients where one rank has written to the final states, which it got with "all"."""
+    answers = []
+    for writes in (False, True):
+        with allscan.Communicator(group, timeout=5.0) as comm:
+            generator = torch.Generator().manual_seed(comm.rank)
+            x = torch.randn(1, 32, 2, 16, generator=generator).to(comm.device).requires_grad_()
+            gate = -x.detach().abs()
+            if operator == "gla":
+                o, final = allscan.zeco_gla(x, x, x, gate, comm=comm, output_final_state="all")
+            else:
+                beta = gate[..., 0].exp()
+                o, final = allscan.zeco_kda(x, x, x, gate, beta, comm=comm, output_final_state="all")
+            if writes and comm.rank:
+                final.mul_(0.5)
+            answers += torch.autograd.grad(o.sum(), x)
+    return torch.equal(*answers)
+
+
+@pytest.mark.parametrize("operator", ["gla", "kda"])
+def test_final_states_may_be_written_to(run, operator, size=2):
+    assert run(size, written_final_case, operator) == [True, True]

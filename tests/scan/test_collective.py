@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import pickle
 import time
 import warnings
 from unittest import mock
@@ -845,3 +847,63 @@ def alone_case(group):
 
 def test_group_of_one(run):
     assert run(1, alone_case) == [0.0]
+
+
+def copies_case(group):
+    """Return whether a copy of an AllScan is the same one; errors of a pickle, and of closed objects."""
+    comm = allscan.Communicator(group)
+    scan, other = (allscan.AllScan(comm, (2, 4, 8)) for _ in range(2))
+    x = torch.ones(2, 4, 8, device=comm.device)
+    scan.scan(x)
+    same = copy.deepcopy([scan, scan]) == [scan, scan]
+    answers = [raised(pickle.dumps, scan), scan.epochs]
+    scan.close()
+    answers += [raised(lambda: scan.epochs), raised(scan.channel)]
+    comm.close()
+    return same, [*answers, raised(lambda: other.epochs), raised(other.channel)]
+
+
+def test_copies_and_closed_ones(run, size=2):
+    for same, (pickled, epochs, *closed) in run(size, copies_case):
+        assert same and pickled[0] == "TypeError" and "memory of processes" in pickled[1] and epochs == (1, 0)
+        assert [kind for kind, _ in closed] == ["RuntimeError"] * 4
+        assert [text for _, text in closed] == ["this AllScan is closed"] * 2 + ["this Communicator is closed"] * 2
+
+
+def decays_case(group, debug):
+    """Return the errors of decays outside of [0, 1], at a first call and at a later one."""
+    with allscan.Communicator(group, debug=debug) as comm:
+        state, wrong = torch.ones(2, 4, 8, device=comm.device), []
+        for decay in (-0.5, 1.5, float("nan"), 10**400):
+            wrong.append(raised(allscan.allscan, state, decay, comm=comm))
+        for value in (-0.5, 1.5, float("nan")):
+            decay = torch.ones(2, 4, device=comm.device)
+            decay[1, 3] = value
+            wrong.append(raised(allscan.allscan, state, decay, comm=comm))
+        allscan.allscan(state, torch.ones(2, 4, device=comm.device), comm=comm)
+        later = raised(allscan.allscan, state, torch.full((2, 4), -1.0, device=comm.device), comm=comm)
+        if later:
+            comm.resync()
+        return wrong, later
+
+
+@pytest.mark.parametrize("debug", [False, True])
+def test_decays_that_are_rejected(run, debug, size=2):
+    """A decay is a factor in [0, 1]; a logarithm, NaN or a growing one raises on every rank."""
+    for wrong, later in run(size, decays_case, debug):
+        assert all(answer[0] == "ValueError" and "decay must be" in answer[1] for answer in wrong), wrong
+        assert (later is not None) == debug
+
+
+def max_ctas_case(group):
+    number = dist.get_rank(group)
+    with allscan.Communicator(group, max_ctas=8 - 2 * number) as comm:
+        x = torch.ones(1, 64, 2, 16, device=comm.device)
+        allscan.zeco_gla(x, x, x, -x, comm=comm)
+        allscan.allscan(torch.ones(2, 4, 8, device=comm.device), comm=comm)
+        return comm.max_ctas
+
+
+def test_ranks_with_different_max_ctas(run, size=2):
+    """The smallest number counts, as on GPUs with different numbers of multiprocessors."""
+    assert run(size, max_ctas_case) == [6, 6]

@@ -156,3 +156,27 @@ def _with_algorithm(group, algorithm):
 def test_algorithms_that_add_in_another_order(run, algorithm, rejected, size=2):
     for text in run(size, _with_algorithm, algorithm):
         assert (text is not None and algorithm in text[1]) == rejected, text
+
+
+def default_dtype_case(group):
+    """Return the differences of gradients under other default dtypes, in backward and at the communicator's making."""
+    answers = []
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        torch.set_default_dtype(dtype)
+        try:
+            with allscan.Communicator(group) as comm:
+                generator = torch.Generator().manual_seed(comm.rank)
+                states = torch.randn(3, 2, 4, 8, generator=generator, dtype=torch.float32).to(comm.device)
+                decays = torch.rand(3, 2, 4, generator=generator, dtype=torch.float32).to(comm.device)
+                leaves = states.requires_grad_(), decays.requires_grad_()
+                _, outgoing = allscan.allscan_segments(*leaves, comm=comm)
+                found = torch.autograd.grad((outgoing * outgoing).sum(), leaves)
+                incoming, _ = allscan.allscan_segments(states, comm=comm)
+                answers.append([*found, *torch.autograd.grad(incoming.sum(), states)])
+        finally:
+            torch.set_default_dtype(torch.float32)
+    return [all(map(torch.equal, some, answers[0])) for some in answers]
+
+
+def test_default_dtypes(run, size=2):
+    assert all(all(same) for same in run(size, default_dtype_case))
