@@ -15,7 +15,7 @@ from .base.autograd import CustomOperator, Passes
 from .base.checks import boundaries
 from .base.errors import REMEDY, DeferredError
 from .comm.communicator import Communicator, check_communicator, communicator_of
-from .comm.process_groups import NEW_GROUP, collective, is_desynchronized
+from .comm.process_groups import NEW_GROUP, check_group, collective
 from .tokens.packing import boundaries_on_host, document_places
 
 
@@ -43,8 +43,8 @@ def to_zigzag(x: Tensor, *, comm: Communicator) -> Tensor:
         TypeError: for an argument of another type.
         ValueError: for an odd T, fewer than two dimensions, another device, or arguments that differ between ranks.
         RuntimeError: and the communicator's other errors, as ``allscan.allscan`` raises them. After a wait that has
-            failed, on every rank, also after ``resync`` and with another communicator of the same process group: an
-            all-to-all that was abandoned would receive these tokens.
+            failed, on every rank after ``resync`` or with a new communicator of the same process group: an all-to-all
+            that was abandoned would receive these tokens.
 
     Example:
         >>> halves = allscan.zigzag.to_zigzag(x, comm=comm)                       # [B, T, ...], chunks r and 2P - 1 - r
@@ -155,8 +155,7 @@ def _move(x: Tensor, comm: Communicator, to: bool) -> Tensor:
 
 def _check(x: Tensor, comm: Communicator, to: bool) -> None:
     """Raise TypeError or ValueError for an invalid ``x``. A first call with its signature raises on every rank."""
-    if is_desynchronized(comm.group):
-        raise comm.order.raised_everywhere(RuntimeError(f"{NEW_GROUP}."))
+    check_group(comm.group)
     known, before = comm.agreed.arguments, comm.order.moves
     signature = (to, x.shape, x.dtype, x.device, x.layout) if isinstance(x, Tensor) else None
     first = comm.debug or ("to_zigzag", signature) not in known
@@ -209,13 +208,11 @@ def _compare(x: Tensor, comm: Communicator, to: bool, before: int) -> None:
 
 def _all_to_all(received: Tensor, send: Tensor, come: list[int], leave: list[int], comm: Communicator) -> None:
     """The all-to-all of the process group. On CPUs a rank waits for others at most the communicator's timeout."""
+    with collective(comm.group, waits=False):
+        work = dist.all_to_all_single(received, send, come, leave, group=comm.group, async_op=True)
     try:
         with collective(comm.group):
-            work = dist.all_to_all_single(received, send, come, leave, group=comm.group, async_op=True)
-            if send.is_cuda:
-                work.wait()  # the current stream waits, not the host
-            else:
-                work.wait(timedelta(seconds=comm.timeout))
+            work.wait(*() if send.is_cuda else (timedelta(seconds=comm.timeout),))  # on GPUs the stream waits
     except RuntimeError as error:
         if send.is_cuda:
             raise
@@ -254,7 +251,7 @@ def _moved(x: Tensor, comm: Communicator, to: bool) -> Tensor:
     received = torch.empty_like(send)
     splits = [[table[piece] for piece in some] for table, some in ((source, wanted), (owner, have))]
     come, leave = ([ranks.count(r) for r in range(size)] for ranks in splits)
-    _all_to_all(received, send, come, leave, comm)
+    _all_to_all(received.view(torch.uint8), send.view(torch.uint8), come, leave, comm)  # of any dtype
     return torch.cat([received[coming.index(i)] for i in range(2)], 1)
 
 

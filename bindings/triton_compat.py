@@ -30,6 +30,11 @@ from triton.runtime.jit import JITCallable
 
 from .cuda_driver import KernelNode
 
+try:
+    from triton.runtime import _async_compile
+except ImportError:
+    _async_compile = None
+
 SCRATCH = (0, 8)  # (bits, bytes) of a null pointer: two follow a kernel's arguments, for unused scratch memory
 FLOATS = {"fp32": ("<f", 4), "f32": ("<f", 4), "fp64": ("<d", 8)}
 
@@ -135,6 +140,11 @@ def compilations_told(begin: Callable[[object], None], end: Callable[[object], N
         return after(*args, **options) if after else None
 
     runtime.jit_cache_hook, runtime.jit_post_compile_hook = cache_hook, post_compile_hook
+
+
+def compiles_in_pool() -> bool:
+    """Whether Triton's AsyncCompileMode is active: other threads compile."""
+    return _async_compile is not None and _async_compile.active_mode.get() is not None
 
 
 @contextlib.contextmanager

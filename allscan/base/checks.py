@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..bindings.torch_compat import forward_ad
+from ..bindings.torch_compat import forward_ad, without_dispatch_modes
 
 
 class Shift(NamedTuple):
@@ -187,9 +187,10 @@ def _way_out(tensor: Tensor) -> str:
     return "of a DTensor: to_local()"
 
 
-def check_decay(decay: object, shape: Sequence[int], device: torch.device) -> None:
+def check_decay(decay: object, shape: Sequence[int], device: torch.device, values: bool = False) -> None:
     """Raise TypeError or ValueError unless ``decay`` is valid for a state of ``shape`` [..., K, V]: None, a Shift, a
-    number, or a float32 tensor that is broadcastable to [..., K] or [...]."""
+    number in [0, 1], or a float32 tensor that is broadcastable to [..., K] or [...]; with ``values``, which waits for
+    the GPU, of numbers in [0, 1]."""
     if decay is None or isinstance(decay, Shift):
         return
     if not isinstance(decay, Tensor):
@@ -207,21 +208,21 @@ def check_decay(decay: object, shape: Sequence[int], device: torch.device) -> No
     target = rows if decay.ndim == len(rows) else heads if decay.ndim else ()
     if decay.ndim != len(target) or any(d not in (1, t) for d, t in zip(decay.shape, target, strict=True)):
         raise ValueError(f"decay must be broadcastable to {rows} or {heads}, got {tuple(decay.shape)}")
+    if values:
+        with without_dispatch_modes():  # recomputation in selective checkpointing does not check again
+            right = bool(((decay >= 0) & (decay <= 1)).all())
+        if not right:
+            raise ValueError("decay must be in [0, 1]; of the logarithm of a gate it is the exponential")
 
 
-def check_factors(decay: object) -> None:
-    """Raise ValueError for a tensor of decays of which one is not in [0, 1]. Synchronizes with the GPU."""
-    if isinstance(decay, Tensor) and not bool(((decay >= 0) & (decay <= 1)).all()):
-        raise ValueError("decay must be in [0, 1]; of the logarithm of a gate it is the exponential")
-
-
-def check_scan(inputs: ScanInputs, shape: Sequence[int] | None, device: torch.device) -> None:
-    """Raise TypeError or ValueError for wrong inputs of a scan. ``shape``: required shape of the state; None: any."""
+def check_scan(inputs: ScanInputs, shape: Sequence[int] | None, device: torch.device, values: bool = False) -> None:
+    """Raise TypeError or ValueError for wrong inputs of a scan. ``shape``: required shape of the state; None: any.
+    ``values``: see ``check_decay``."""
     state, decay, transition, initial_state, out = inputs
     check_tensor("state", state, shape, device)
     if state.ndim < 2 or min(state.shape) < 1:
         raise ValueError(f"state must be [..., K, V] with no empty dimension, got {tuple(state.shape)}")
-    check_decay(decay, state.shape, device)
+    check_decay(decay, state.shape, device, values)
     if transition is not None:
         check_tensor("transition", transition, (*state.shape[:-1], state.shape[-2]), device)
         if decay is not None:

@@ -14,7 +14,7 @@ from ..bindings.torch_compat import forward_ad, transforms_active
 from ..launch.streams import Streams
 from ..shmem_kernels.wait import RECORD_SET
 from .call_order import Order
-from .compile_watch import end_failed
+from .compile_watch import end_failed, kernels_under_way
 
 _SET = RECORD_SET.value
 
@@ -54,7 +54,8 @@ class _Call(tuple[Any, ...]):
     def __enter__(self) -> None:
         comm, reverse, _, inputs = self
         order = comm.order
-        end_failed()  # compilations
+        if kernels_under_way:  # this thread's have failed, since it makes a call
+            end_failed()
         if comm._closed or comm.host_record[_SET] or order.desync_reason is not None:
             comm.check()
         if order.rejected is not None:

@@ -211,7 +211,7 @@ class Communicator(Calls):
 
     @property
     def closed(self) -> bool:
-        """Whether ``close`` has been called."""
+        """Whether ``close`` has been called, or this process was forked from the one that made the communicator."""
         return self._closed
 
     @property
@@ -487,7 +487,8 @@ class Communicator(Calls):
 
 
 def _forked() -> None:
-    """Make all communicators unusable in a process that was just forked: its calls would be counted as the parent's."""
+    """Make all communicators unusable in a process that was just forked: its calls would take the place of the
+    parent's."""
     for comm in list(_communicators.values()):
         comm._closed, comm._why_closed = True, "belongs to the process from which this one was forked"
 

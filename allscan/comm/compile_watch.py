@@ -3,13 +3,15 @@
 A kernel gives up a wait after the communicator's timeout. A rank with a cold cache may compile for longer than that on
 its host, before it launches the kernel that the others wait for. So a counter in the store of torch.distributed holds
 the number of processes in which Triton or torch.compile is compiling. If a kernel of this process has waited for a
-quarter of the timeout, a thread reads the counter and extends the wait while another process compiles (wait.py).
+quarter of the timeout, a thread reads the counter and extends the wait while another process compiles (wait.py). A
+compilation that fails counts until the thread that began it compiles again or enters a call.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import os
 import sys
 import threading
 import time
@@ -19,7 +21,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ..bindings.torch_compat import default_store
-from ..bindings.triton_compat import compilations_told
+from ..bindings.triton_compat import compilations_told, compiles_in_pool
 from ..shmem_kernels import wait
 
 LIMIT_S = 600.0  # limit for one compilation: a process may have died while it compiled
@@ -28,7 +30,8 @@ _EXTRA = wait.RECORD_EXTRA.value
 
 _lock = threading.Lock()
 _depth = 0  # nested compilations under way in this process
-_kernels: list[tuple[int, object]] = []  # (thread, kernel) of compilations by Triton that were not told to have ended
+# (thread, kernel) of compilations by Triton that were not told to have ended; thread 0: of a pool
+kernels_under_way: list[tuple[int, object]] = []
 _counted_in: dist.Store | None = None  # the store that counts this process
 _seen = 0, 0.0  # (last count read, time at which it last changed)
 _watched: weakref.WeakSet[Any] = weakref.WeakSet()  # communicators
@@ -44,11 +47,13 @@ def _store() -> dist.Store | None:
     return None
 
 
-def begin(*_: object) -> None:
-    """Record that a compilation begins in this process."""
+def begin(*_: object, of_kernel: tuple[int, object] | None = None) -> None:
+    """Record that a compilation begins in this process. of_kernel: an element of ``kernels_under_way``."""
     global _depth, _counted_in
     with _lock:
         _depth += 1
+        if of_kernel is not None:
+            kernels_under_way.append(of_kernel)
         if _depth == 1 and _watched and (store := _store()) is not None:
             with contextlib.suppress(dist.DistError, RuntimeError):
                 store.add(_KEY, 1)
@@ -70,26 +75,30 @@ def end_all() -> None:
     if _depth:
         with _lock:
             _depth = 0
-            _kernels.clear()
+            kernels_under_way.clear()
             _count_out()
 
 
 def _begin_kernel(kernel: object) -> None:
     """``begin`` for Triton; kernel: see ``compilations_told``."""
-    if kernel is not None:
+    if kernel is None:
+        begin()
+        return
+    pooled = compiles_in_pool()
+    if not pooled:
         end_failed()
-        _kernels.append((threading.get_ident(), kernel))
-    begin()
+    begin(of_kernel=(0 if pooled else threading.get_ident(), kernel))
 
 
 def _end_kernel(kernel: object) -> None:
     if kernel is not None:
         with _lock:
-            # another thread may end it: Triton can compile in a pool
-            found = sorted((x for x in _kernels if x[1] == kernel), key=lambda x: x[0] != threading.get_ident())
+            found = sorted(
+                (x for x in kernels_under_way if x[1] == kernel), key=lambda x: x[0] != threading.get_ident()
+            )
             if not found:
                 return  # counted as failed
-            _kernels.remove(found[0])
+            kernels_under_way.remove(found[0])
     end()
 
 
@@ -97,12 +106,12 @@ def end_failed() -> None:
     """Record that compilations by Triton which this thread has begun have failed: it does not compile now.
 
     Triton tells nothing of a compilation that fails, and triton.autotune goes on with another configuration."""
-    if not _kernels:
+    if not kernels_under_way:
         return
     with _lock:
-        failed = [x for x in _kernels if x[0] == threading.get_ident()]
+        failed = [x for x in kernels_under_way if x[0] == threading.get_ident()]
         for x in failed:
-            _kernels.remove(x)
+            kernels_under_way.remove(x)
     for _ in failed:
         end()
 
@@ -125,6 +134,17 @@ def another_compiles(store: Any) -> bool:
     if count != _seen[0]:
         _seen = count, time.monotonic()
     return count > 0 and time.monotonic() - _seen[1] < LIMIT_S
+
+
+def _forked() -> None:
+    """Forget the communicators of the parent process, whose store this one must not use."""
+    global _lock, _depth, _counted_in, _thread
+    _lock, _depth, _counted_in, _thread = threading.Lock(), 0, None, None
+    kernels_under_way.clear()
+    _watched.clear()
+
+
+os.register_at_fork(after_in_child=_forked)
 
 
 def watch(comm: Any) -> None:

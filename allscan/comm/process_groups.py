@@ -12,8 +12,8 @@ _desynchronized: weakref.WeakSet[Any] = weakref.WeakSet()
 _under_way: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # thread in a ``collective``, by group
 
 NEW_GROUP = (
-    "A wait in torch's process group has failed or was interrupted, so its collectives are desynchronized. For tokens "
-    "that torch moves all ranks need another one (torch.distributed.new_group), and a Communicator of it"
+    "A collective of torch's process group has failed or was interrupted, so those of the ranks do not match any more. "
+    "For tokens that torch moves all ranks need another group (torch.distributed.new_group), and a Communicator of it"
 )
 
 
@@ -38,13 +38,15 @@ def check_group(group: Any) -> None:
 
 
 @contextlib.contextmanager
-def collective(group: Any) -> Iterator[None]:
-    """Context of a collective, or of the wait for one: if it is left by an exception, the group is desynchronized."""
+def collective(group: Any, waits: bool = True) -> Iterator[None]:
+    """Context of a collective: if it is left by an exception, the group is desynchronized. Not ``waits``: it only
+    starts the collective; then an error is one of its arguments, and only an interruption counts."""
     if group is not None:
         _under_way[group] = threading.get_ident()
     try:
         yield
-    except BaseException:
-        mark_desynchronized(group)
+    except BaseException as error:
+        mark_desynchronized(group, waits or not isinstance(error, Exception))
+        _under_way.pop(group, None)
         raise
     _under_way.pop(group, None)  # not after an exception that a signal handler has raised in this function

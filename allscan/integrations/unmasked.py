@@ -33,15 +33,15 @@ def tokens_first(x: Tensor) -> torch.Tensor:
 def by_rows(backward: Callable, row: int, most: int) -> Callable:
     """Wrap an ``attention_kernels.Kernel.backward``: blocks of several times ``row`` queries become rows of a batch.
 
-    A call has rows of one sequence, ``most`` divided by its keys: at least two, since it has a part of the keys if two
-    rows with all keys are more than ``most``. Keys have a batch stride of 0. Causal blocks and other numbers of queries
-    are left to ``backward``.
+    A call has rows of one sequence, at most ``most`` divided by its keys. These are a part of the keys where two rows
+    with all keys would be more, so that calls have two rows or more, unless one is left. Keys have a batch stride of 0.
+    Causal blocks and other numbers of queries are left to ``backward``.
     """
 
     def backward_of_any(do: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[torch.Tensor, ...]:
         o, lse, more, causal, scale = others
         rows, keys = q.shape[2] // row, k.shape[2]
-        if causal or q.shape[2] % row or rows < 2 or not keys:
+        if causal or q.shape[2] % row or rows < 2 or not (keys and q.shape[0]):
             return backward(do, q, k, v, *others)
 
         def call(dy: Tensor, x: Tensor, K: Tensor, W: Tensor, y: Tensor, total: Tensor) -> list[torch.Tensor]:

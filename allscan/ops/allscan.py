@@ -22,7 +22,6 @@ from ..base.autograd import (
 from ..base.checks import (
     ScanInputs,
     call_key,
-    check_factors,
     check_scan,
     is_zigzag,
     plain_or_traced,
@@ -72,7 +71,7 @@ def allscan(
     Args:
         state: [..., K, V] float32; on the communicator's device. A torch tensor, or a CuPy or NumPy array.
         decay: None (1), a number, or float32 [..., K], [...], or no dimension; in [0, 1], a factor and no logarithm:
-            checked at the first call with such arguments, and in debug mode. 0 discards the incoming state. With the
+            checked at the first call for a shape and in debug mode only. 0 discards the incoming state. With the
             number 0 in a chain this rank sends all tiles before it waits for any, so the next rank waits for this rank
             only.
         transition: float32 [..., K, K] in place of a decay, for delta rules and other dense recurrences: the product of
@@ -178,11 +177,16 @@ def _prepare(comm: Communicator, key: tuple, inputs: ScanInputs, reverse: bool, 
     """Run all checks; return the PreparedScan of the call, which a first call makes. Wrong arguments raise, at a first
     call on every rank."""
     state, _, transition, initial_state, out = inputs
+    shape, agree, variant = getattr(state, "shape", None), None, CHAIN
+    descending = part.half and reverse  # begins with a state of one rank alone
+    if not (part.of_halo or part.adjoint or descending):
+        how = "zigzag" if part.half else "contiguous", reverse, initial_state is None
+        agree = "allscan", *zip(("layout", "reverse", "initial_state is None"), how, strict=True)
     deferred = None
+    first = comm.debug or (agree is not None and (shape, agree) not in comm.agreed.arguments)
+    looked = first and not (part.half or part.adjoint or part.of_halo or comm.streams.capturing())
     try:
-        check_scan(inputs, None, comm.device)
-        if not (part.adjoint or part.of_halo or comm.streams.capturing()):
-            check_factors(inputs.decay)
+        check_scan(inputs, None, comm.device, looked)
         if out is not None:
             if key[-1]:
                 raise ValueError("out must be None where a gradient is wanted")
@@ -191,17 +195,12 @@ def _prepare(comm: Communicator, key: tuple, inputs: ScanInputs, reverse: bool, 
             raise ValueError(NOT_SAVEABLE)
     except (TypeError, ValueError) as error:
         deferred = DeferredError(error)
-    shape, agree, variant = getattr(state, "shape", None), None, CHAIN
-    descending = part.half and reverse  # begins with a state of one rank alone
-    if not (part.of_halo or part.adjoint or descending):
-        how = "zigzag" if part.half else "contiguous", reverse, initial_state is None
-        agree = "allscan", *zip(("layout", "reverse", "initial_state is None"), how, strict=True)
     if shape is not None and len(shape) > 1 and not part.of_halo:
         if transition is not None:
             variant = ScanVariant(transition_tile(shape[-2]))
         else:
             variant = ScanVariant(algorithm=comm.topology.algorithm_for(4 * math.prod(shape)))
-    scan = get_or_create_scan(comm, shape, agree, deferred, variant=variant)
+    scan = get_or_create_scan(comm, shape, agree, deferred, looked, variant)
     prepared = scan.launcher.prepared_scan(key, inputs, reverse, part.adjoint, part.adjoint)
     comm.calls.remember((key, reverse, part), prepared)
     return prepared
@@ -242,7 +241,7 @@ def scan_zigzag(
             ):
                 raise TypeError("both states must be tensors of one shape")
             for half in zip((ascending, descending), decays, transitions, (initial_state, None), strict=True):
-                check_scan(ScanInputs(*half), None, comm.device)
+                check_scan(ScanInputs(*half), None, comm.device, not (part.adjoint or comm.streams.capturing()))
             check_saveable(operands, operands)
             comm.checked.remember(known)
     except (TypeError, ValueError) as error:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..base.autograd import Function, check_saveable, reject_second_derivative, wants_gradient
-from ..base.checks import check_decay, check_factors, check_tensor, is_zigzag, restored
+from ..base.checks import check_decay, check_tensor, is_zigzag, restored
 from ..base.errors import DeferredError
 from ..base.tiling import transition_tile
 from ..comm.backwards import PendingBackward, gone_error, recomputing, saved_tensors
@@ -121,8 +121,6 @@ def _check(comm: Communicator, parts: list[Segments], initial_state: Any, both: 
             raise ValueError(f"states must be {wanted}, got {tuple(states.shape)}")
         shape = states.shape[1:]
         _check_factor(states, decays, transitions, comm.device)
-        if comm.debug and not comm.streams.capturing():
-            check_factors(decays)
     if initial_state is not None:
         check_tensor("initial_state", initial_state, shape, comm.device)
     inputs = *(x for part in parts for x in part), initial_state

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from ..base.checks import PER_DOCUMENT
 from ..base.errors import DeferredError
+from ..bindings.torch_compat import without_dispatch_modes
 from ..comm.communicator import Communicator
 
 FINAL_OF_ALL = "output_final_state is 'all'"  # name of this option among the arguments that ranks compare
@@ -78,8 +79,12 @@ def looks_at_gates(comm: Communicator, shape: Any, agree: tuple[Any, ...] | None
 def check_gates(name: str, g: torch.Tensor, tokens: int | None = None) -> None:
     """Raise ValueError if a logarithm of a decay [B, T, ...] is NaN or positive. ``tokens``: the kernels add up the
     logarithms of this many tokens; a sum below LEAST_SUM, such as -inf, raises too. Synchronizes with the GPU."""
-    if not g.numel():
-        return
+    if g.numel():
+        with without_dispatch_modes():  # recomputation in selective checkpointing does not check again
+            _check_gates(name, g, tokens)
+
+
+def _check_gates(name: str, g: torch.Tensor, tokens: int | None) -> None:
     # in float32: torch.autocast rejects stack() of bfloat16 in a region of float16, and of float16 in one of bfloat16
     least, most = torch.stack([x.float() for x in torch.aminmax(g.detach())]).tolist()
     if most != most:

@@ -13,6 +13,7 @@ from torch import Tensor
 from ..base.autograd import check_saveable, product, wants_gradient
 from ..base.checks import PER_DOCUMENT, check_halves, check_tensor, integer, own_place, zigzag_of
 from ..base.errors import DeferredError
+from ..bindings.torch_compat import without_dispatch_modes
 from ..comm.call_order import stamp
 from ..comm.communicator import Communicator, check_communicator
 from ..launch.compiled_kernel import dynamo_disabled
@@ -315,7 +316,7 @@ def _prepare(
             raise TypeError(f"chunk_scan must be a function, got {type(chunk_scan).__name__}")
         looked = looks_at_gates(comm, shape, agree)
         if looked:
-            with torch.no_grad():
+            with torch.no_grad(), without_dispatch_modes():
                 A = inputs["A"].float()
                 check_gates("A", A[None, None], 1)
                 check_gates("dt * A", A * steps.of(inputs["dt"], inputs["dt_bias"]), chunk_size)

@@ -121,9 +121,13 @@ class AllScan:
         self.K, self.V = self.shape[-2:]
         self.num_tiles = spec.num_tiles
         rails = layout if isinstance(layout, Rails) else None
-        self.launcher = Launcher(comm, spec, workspace, rails, self._max_ctas)
-        self.number = next(_numbers)
-        comm.collectives.add(self)
+        try:
+            self.launcher = Launcher(comm, spec, workspace, rails, self._max_ctas)
+            self.number = next(_numbers)
+            comm.collectives.add(self)
+        except BaseException:
+            comm.memory.free_later(*self._offsets)
+            raise
 
     @staticmethod
     def size_hint(
@@ -208,7 +212,8 @@ class AllScan:
 
     def _check_open(self) -> None:
         if self.launcher.closed or self.comm.closed:
-            raise RuntimeError(f"this {'AllScan' if self.launcher.closed else 'Communicator'} is closed")
+            what = "AllScan is closed" if self.launcher.closed else f"Communicator {self.comm._why_closed}"
+            raise RuntimeError(f"this {what}")
 
     def __deepcopy__(self, memo: object) -> AllScan:
         return self  # a copy of a module shares the memory

@@ -157,16 +157,25 @@ def make_workspace(comm: Communicator, spec: Spec, layout: WorkspaceLayout, max_
         return Workspace((lonely, lonely), ())
 
     offsets, full = list[int](), None
-    try:
-        for _ in range(2):
-            offsets.append(comm.memory.alloc(layout.nbytes))
-    except MemoryError as error:
-        full = str(error)
-    filled = full is None and layout.fill(offsets)
-    comm.streams.synchronize()
     fields = tuple(zip(Spec._fields, spec, strict=True))
     try:
-        all_offsets, ctas = _agreed(comm, fields, offsets, full, max_ctas)
+        try:
+            for _ in range(2):
+                offsets.append(comm.memory.alloc(layout.nbytes))
+        except MemoryError as error:
+            full = str(error)
+        filled = full is None and layout.fill(offsets)
+        comm.streams.synchronize()
+        try:
+            answers = comm.order.agree(fields, None, MAKING, (offsets, full, max_ctas))
+            all_offsets, errors, ctas = zip(*answers, strict=True)
+            if any(errors):
+                raise comm.order.raised_everywhere(MemoryError(by_rank(error or "ok" for error in errors)))
+        except (ValueError, MemoryError):
+            if offsets:  # every rank raises, so no rank writes there
+                comm.memory.free(*offsets)
+                offsets.clear()
+            raise
         channels = layout.make(all_offsets)
         if not filled:
             comm.streams.synchronize()
@@ -174,25 +183,7 @@ def make_workspace(comm: Communicator, spec: Spec, layout: WorkspaceLayout, max_
     except BaseException:  # another rank may have the offsets, if this one is interrupted
         comm.memory.free_later(*offsets)
         raise
-    return Workspace(channels, tuple(offsets), ctas)
-
-
-def _agreed(
-    comm: Communicator, fields: tuple[tuple[str, object], ...], offsets: list[int], full: str | None, max_ctas: int
-) -> tuple[list[Any], int]:
-    """(All ranks' offsets, the smallest max_ctas). If every rank raises, frees this rank's blocks and empties
-    ``offsets``."""
-    try:
-        answers = comm.order.agree(fields, None, MAKING, (offsets, full, max_ctas))
-        all_offsets, errors, ctas = zip(*answers, strict=True)
-        if any(errors):
-            raise comm.order.raised_everywhere(MemoryError(by_rank(error or "ok" for error in errors)))
-    except (ValueError, MemoryError):
-        if offsets:  # no rank writes there
-            comm.memory.free(*offsets)
-            offsets.clear()
-        raise
-    return list(all_offsets), min(ctas)
+    return Workspace(channels, tuple(offsets), min(ctas))
 
 
 def make_channel(

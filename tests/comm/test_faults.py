@@ -956,13 +956,13 @@ def test_which_compilations_are_open():
     thread.join()
     assert compile_watch._depth == depth + 2
     compile_watch._end_kernel("a")
-    assert [kernel for _, kernel in compile_watch._kernels] == ["a"]
-    assert compile_watch._kernels[0][0] != threading.get_ident()
+    assert [kernel for _, kernel in compile_watch.kernels_under_way] == ["a"]
+    assert compile_watch.kernels_under_way[0][0] != threading.get_ident()
     compile_watch.end_failed()
     assert compile_watch._depth == depth + 1
     compile_watch._end_kernel("a")
     compile_watch._end_kernel("a")
-    assert compile_watch._depth == depth and not compile_watch._kernels
+    assert compile_watch._depth == depth and not compile_watch.kernels_under_way
     compile_watch._begin_kernel(None)
     compile_watch._begin_kernel("b")
     compile_watch._begin_kernel("c")

@@ -116,3 +116,41 @@ def interrupted_case(what):
 def test_an_interrupted_wait(fresh, what):
     for marked, answer in fresh(2).run(interrupted_case, what, timeout=120):
         assert marked and "RuntimeError" in answer and "torch.distributed.new_group" in answer
+
+
+def dtypes_case():
+    comm, answers = allscan.Communicator(timeout=TIMEOUT), []
+    for dtype in (torch.uint16, torch.bool, torch.float8_e5m2, torch.complex64, torch.float64):
+        x = (torch.arange(8.0).view(1, 4, 2) + 8 * comm.rank).to(dtype)
+        answers.append([x.float() if not x.is_complex() else x.real, zigzag.to_zigzag(x, comm=comm)])
+        answers[-1].append(zigzag.from_zigzag(answers[-1][1], comm=comm))
+    return [[x.to(torch.complex64) for x in some] for some in answers]
+
+
+def test_dtypes_that_torch_does_not_send(fresh):
+    """Tokens are moved as bytes."""
+    first, second = fresh(2).run(dtypes_case, timeout=120)
+    for (mine, moved_mine, back), (other, moved_other, other_back) in zip(first, second, strict=True):
+        whole = torch.cat([mine, other], 1)
+        assert torch.equal(back, mine) and torch.equal(other_back, other)
+        assert torch.equal(moved_mine, whole[:, [0, 1, 6, 7]]) and torch.equal(moved_other, whole[:, 2:6])
+
+
+def another_communicator_case():
+    """Rank 1 knows of its abandoned call, and raises with another communicator of the group; rank 0 hears of it."""
+    first, second = (allscan.Communicator(timeout=TIMEOUT) for _ in range(2))
+    moved(second, 1)
+    moved(first, 1)
+    if first.rank == 1:
+        failed(moved, first, 2)
+    else:
+        time.sleep(TIMEOUT + 1)
+    answers = [failed(moved, second, 3)]
+    second.resync()
+    return [*answers, failed(moved, second, 4)]
+
+
+def test_another_communicator_of_the_group(fresh):
+    first, second = fresh(2).run(another_communicator_case, timeout=120)
+    assert second[0].startswith("RuntimeError") and "rank 1 has rejected" in first[0].lower(), first
+    assert all("torch.distributed.new_group" in answers[1] for answers in (first, second))

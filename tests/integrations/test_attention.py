@@ -358,6 +358,12 @@ def test_blocks_that_are_no_rows(row):
     assert calls == [(2, 12, 10)] and all(map(torch.equal, found, alone))
 
 
+def test_rows_of_no_sequence():
+    do, q, k, v = (x[:0] for x in triangles_inputs((1, 2, 2, 8, 4, 4, 4)))
+    inputs = do, q, k, v, do, q[..., 0], None, False, 0.3
+    assert unmasked.by_rows(lambda *given: given, 4, 100)(*inputs) == inputs
+
+
 def test_rows_of_causal_blocks():
     do, q, k, v = triangles_inputs((1, 2, 2, 8, 8, 4, 4))
     inputs = do, q, k, v, do, q[..., 0], None, True, 0.3

@@ -8,7 +8,9 @@ from types import MethodType
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from allscan.integrations import latents
 from allscan.integrations.latents import expand, expansion_of
 
 transformers = pytest.importorskip("transformers")
@@ -109,10 +111,38 @@ def test_a_changed_method_of_an_instance_is_used():
     assert expansion_of(module) is module.expand_kv
 
 
+def test_a_changed_method_of_a_class_is_used():
+    module = of(LAYERS["KimiLinearAttention"])
+    assert expansion_of(module).func is expand
+    type(module).expand_kv = Other.scaled
+    assert expansion_of(module) == module.expand_kv
+
+
+def test_an_error_of_any_kind():
+    def expand_kv(self, latents, rope_keys):
+        raise KeyError("scale")
+
+    module = type("Raises", (), dict(expand_kv=expand_kv))()
+    assert expansion_of(module) == module.expand_kv
+
+
+def test_with_fake_tensors():
+    """What is found there holds for later layers."""
+    module = of(LAYERS["DeepseekV3Attention"])
+    with FakeTensorMode():
+        assert expansion_of(module).func is expand
+
+
 def test_other_devices_and_modes():
     """The comparison of a class is made with numbers, whatever the default device is; on the meta device, too."""
     module = of(LAYERS["KimiLinearAttention"]).to("meta")
+    latents._computes_the_same.cache_clear()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"), torch.inference_mode():
+            ours = expansion_of(module)
+    finally:
+        torch.set_default_dtype(torch.float32)
     with torch.device("meta"), torch.inference_mode():
-        ours = expansion_of(module)
         keys, values = ours(torch.empty(1, 1, 6, 5), torch.empty(1, 1, 6, 4))
     assert ours.func is expand and keys.shape == (1, 3, 6, 10) and values.shape == (1, 3, 6, 8)

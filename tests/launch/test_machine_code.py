@@ -68,7 +68,7 @@ def test_a_kernel_without_right_code_is_rejected(monkeypatch):
 def test_a_disassembly_counts_as_a_compilation(monkeypatch):
     """Ranks with a warm cache wait for it."""
     told = []
-    monkeypatch.setattr(triton_compat, "_told", [(lambda: told.append("begin"), lambda: told.append("end"))])
+    monkeypatch.setattr(triton_compat, "_told", [(lambda _: told.append("begin"), lambda _: told.append("end"))])
     monkeypatch.setattr(machine_code, "disassembled", lambda cubin: told.append("disassembled") or [])
     compiled = types.SimpleNamespace(asm=dict(ptx="wgmma.mma_async", cubin=b"code"))
     assert not machine_code.reads_unset_registers(compiled) and told == ["begin", "disassembled", "end"]

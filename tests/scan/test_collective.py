@@ -530,7 +530,8 @@ def inference_case(group, operator):
         call = calls[operator]
 
         def tensors():
-            return torch.randn(1, 4, 2, 16, device=comm.device), -torch.rand(1, 4, 2, 16, device=comm.device)
+            gates = torch.rand(1, 4, 2, 16, device=comm.device)
+            return torch.randn(1, 4, 2, 16, device=comm.device), gates if operator in ("allscan", "zigzag") else -gates
 
         def inside(q, g):
             with torch.inference_mode(), torch.enable_grad():
@@ -893,6 +894,52 @@ def test_decays_that_are_rejected(run, debug, size=2):
     for wrong, later in run(size, decays_case, debug):
         assert all(answer[0] == "ValueError" and "decay must be" in answer[1] for answer in wrong), wrong
         assert (later is not None) == debug
+
+
+def zigzag_decays_case(group, of):
+    """Return the errors of pairs in the zigzag layout of which one rank's one decay is out of range."""
+    with allscan.Communicator(group, timeout=5.0) as comm:
+        states = [torch.ones(2, 4, 8, device=comm.device) for _ in range(2)]
+        decays = [torch.ones(2, 4, device=comm.device) for _ in range(2)]
+        if not comm.rank:
+            decays[of] = 2 * decays[of]
+        answers = [raised(allscan.allscan, states, decays, comm=comm, layout="zigzag")]
+        decays = [x.clamp(max=1.0) for x in decays]
+        found = allscan.allscan(states, decays, comm=comm, layout="zigzag")
+        return answers, [x[0, 0, 0].item() for x in found]
+
+
+@pytest.mark.parametrize("of", [0, 1])
+def test_wrong_decays_in_the_zigzag_layout(run, of, size=2):
+    for rank, (answers, found) in enumerate(run(size, zigzag_decays_case, of)):
+        assert answers[0][0] == "ValueError" and "decay must be in [0, 1]" in answers[0][1]
+        assert found == [float(rank), float(2 * size - 1 - rank)]
+
+
+def checkpointed_checks_case(group):
+    """Return the gradients of a first call and of a later one in selective activation checkpointing, with a comparison
+    of the caller's that is saved."""
+    policy = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.ge.Scalar])
+    with allscan.Communicator(group) as comm:
+        generator = torch.Generator().manual_seed(comm.rank)
+        x = torch.rand(2, 4, 8, generator=generator).to(comm.device).requires_grad_()
+        q = torch.randn(1, 64, 2, 16, generator=generator).to(comm.device)
+
+        def layer(x, q):
+            prev = allscan.allscan(x, x.detach()[..., 0], comm=comm)
+            o, _ = allscan.zeco_gla(q, q, q, -q.abs(), comm=comm)
+            return (torch.where(x >= 0.5, prev + x * x, 2 * prev)).sum() + (o * (q >= 0.5)).sum()
+
+        answers = []
+        for _ in range(2):
+            loss = checkpoint(layer, x, q, use_reentrant=False, context_fn=policy)
+            answers += torch.autograd.grad(loss, x)
+        return torch.equal(*answers)
+
+
+def test_checks_of_values_in_selective_checkpointing(run, size=2):
+    """They run at the first call alone, so recomputation must not count their operators."""
+    assert all(run(size, checkpointed_checks_case))
 
 
 def max_ctas_case(group):
