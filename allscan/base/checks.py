@@ -222,7 +222,7 @@ def check_scan(inputs: ScanInputs, shape: Sequence[int] | None, device: torch.de
     check_tensor("state", state, shape, device)
     if state.ndim < 2 or min(state.shape) < 1:
         raise ValueError(f"state must be [..., K, V] with no empty dimension, got {tuple(state.shape)}")
-    check_decay(decay, state.shape, device, values)
+    check_decay(decay, state.shape, device)
     if transition is not None:
         check_tensor("transition", transition, (*state.shape[:-1], state.shape[-2]), device)
         if decay is not None:

@@ -22,6 +22,7 @@ from ..base.autograd import (
 from ..base.checks import (
     ScanInputs,
     call_key,
+    check_decay,
     check_scan,
     is_zigzag,
     plain_or_traced,
@@ -182,17 +183,19 @@ def _prepare(comm: Communicator, key: tuple, inputs: ScanInputs, reverse: bool, 
     if not (part.of_halo or part.adjoint or descending):
         how = "zigzag" if part.half else "contiguous", reverse, initial_state is None
         agree = "allscan", *zip(("layout", "reverse", "initial_state is None"), how, strict=True)
-    deferred = None
+    deferred, looked = None, False
     first = comm.debug or (agree is not None and (shape, agree) not in comm.agreed.arguments)
-    looked = first and not (part.half or part.adjoint or part.of_halo or comm.streams.capturing())
     try:
-        check_scan(inputs, None, comm.device, looked)
+        check_scan(inputs, None, comm.device)
         if out is not None:
             if key[-1]:
                 raise ValueError("out must be None where a gradient is wanted")
             check_out(inputs)
         if key[-1] == 2:
             raise ValueError(NOT_SAVEABLE)
+        looked = first and not (part.half or part.adjoint or part.of_halo or comm.streams.capturing())
+        if looked:
+            check_decay(inputs.decay, state.shape, comm.device, values=True)
     except (TypeError, ValueError) as error:
         deferred = DeferredError(error)
     if shape is not None and len(shape) > 1 and not part.of_halo:
@@ -241,7 +244,8 @@ def scan_zigzag(
             ):
                 raise TypeError("both states must be tensors of one shape")
             for half in zip((ascending, descending), decays, transitions, (initial_state, None), strict=True):
-                check_scan(ScanInputs(*half), None, comm.device, not (part.adjoint or comm.streams.capturing()))
+                check_scan(ScanInputs(*half), None, comm.device)
+                check_decay(half[1], half[0].shape, comm.device, not (part.adjoint or comm.streams.capturing()))
             check_saveable(operands, operands)
             comm.checked.remember(known)
     except (TypeError, ValueError) as error:
