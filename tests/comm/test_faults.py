@@ -939,6 +939,7 @@ def failed_compilation_case(again):
         return count, compile_watch._depth, text, waited
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize("again", [False, True])
 def test_a_compilation_that_fails(fresh, again):
     """Triton tells nothing of it: it counts until this thread's next compilation or call."""
@@ -989,6 +990,7 @@ def forked_case():
         return found, answer.decode()
 
 
+@pytest.mark.cpu
 def test_a_forked_process_makes_no_calls(fresh):
     (first, text), (second, _) = fresh(2).run(forked_case, timeout=120)
     assert first == [0.0, 0.0, 0.0] and second == [1.0, 10.0, 20.0]

@@ -74,6 +74,7 @@ def skipped_case(how):
     return first, [failed(moved, comm, value) for value in (3, 4)], float(comm.rank)
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize("how", ["resync", "close", "new group"])
 @pytest.mark.parametrize("case", [rejected_case, skipped_case])
 def test_tokens_of_an_abandoned_call(fresh, case, how):
@@ -112,6 +113,7 @@ def interrupted_case(what):
     return is_desynchronized(comm.group), failed(call)
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize("what", ["to_zigzag", "gather"])
 def test_an_interrupted_wait(fresh, what):
     for marked, answer in fresh(2).run(interrupted_case, what, timeout=120):
@@ -121,10 +123,10 @@ def test_an_interrupted_wait(fresh, what):
 def dtypes_case():
     comm, answers = allscan.Communicator(timeout=TIMEOUT), []
     for dtype in (torch.uint16, torch.bool, torch.float8_e5m2, torch.complex64, torch.float64):
-        x = (torch.arange(8.0).view(1, 4, 2) + 8 * comm.rank).to(dtype)
+        x = (torch.arange(8.0).view(1, 4, 2) + 8 * comm.rank).to(comm.device, dtype)
         answers.append([x.float() if not x.is_complex() else x.real, zigzag.to_zigzag(x, comm=comm)])
         answers[-1].append(zigzag.from_zigzag(answers[-1][1], comm=comm))
-    return [[x.to(torch.complex64) for x in some] for some in answers]
+    return [[x.cpu().to(torch.complex64) for x in some] for some in answers]
 
 
 def test_dtypes_that_torch_does_not_send(fresh):
@@ -150,6 +152,7 @@ def another_communicator_case():
     return [*answers, failed(moved, second, 4)]
 
 
+@pytest.mark.cpu
 def test_another_communicator_of_the_group(fresh):
     first, second = fresh(2).run(another_communicator_case, timeout=120)
     assert second[0].startswith("RuntimeError") and "rank 1 has rejected" in first[0].lower(), first
