@@ -212,7 +212,10 @@ def _all_to_all(received: Tensor, send: Tensor, come: list[int], leave: list[int
         work = dist.all_to_all_single(received, send, come, leave, group=comm.group, async_op=True)
     try:
         with collective(comm.group):
-            work.wait(*() if send.is_cuda else (timedelta(seconds=comm.timeout),))  # on GPUs the stream waits
+            if send.is_cuda:
+                work.wait()  # the current stream waits, not the host
+            else:
+                work.wait(timedelta(seconds=comm.timeout))
     except RuntimeError as error:
         if send.is_cuda:
             raise

@@ -217,15 +217,20 @@ def time_one(device, dtype, batch, H, G, D, V, before, queries=QUERIES) -> list[
     return rows
 
 
+def kernel_named(name):
+    (kernel,) = [kernel for kernel in attention_kernels.KERNELS if kernel.name == name]
+    return kernel
+
+
 def in_triangles(name, square):
     """Return a kernel by name that computes gradients of unmasked blocks in triangles, from ``square`` tokens on."""
-    (kernel,) = [kernel for kernel in attention_kernels.KERNELS if kernel.name == name]
+    kernel = kernel_named(name)
     return kernel._replace(name=f"{name}, triangles", backward=unmasked.by_triangles(kernel.backward, square))
 
 
 def in_rows(name, row=attention_kernels.ROW, most=attention_kernels.ROWS_TIMES_KEYS):
     """Return a kernel by name that computes gradients of unmasked blocks in rows of a batch."""
-    (kernel,) = [kernel for kernel in attention_kernels.KERNELS if kernel.name == name]
+    kernel = kernel_named(name)
     return kernel._replace(name=f"{name}, rows", backward=unmasked.by_rows(kernel.backward, row, most))
 
 
@@ -253,7 +258,6 @@ def check_rows(device, dtype, name, tokens) -> list[str]:
 
 def compare_kernels(device, dtype) -> None:
     """Print each kernel's time for a block, forward and backward."""
-    by_name = {kernel.name: kernel for kernel in attention_kernels.KERNELS}
 
     def padded(kernel, width):
         """Pad all heads to ``width`` with zeros."""
@@ -271,7 +275,7 @@ def compare_kernels(device, dtype) -> None:
         return kernel._replace(name=f"{kernel.name}, padded to {width}", forward=forward, backward=backward)
 
     for H, G, D, V in ((16, 16, 128, 128), (16, 16, 192, 128), (16, 2, 256, 256)):
-        kernels = [by_name["cudnn"], by_name["flash"]]
+        kernels = [kernel_named("cudnn"), kernel_named("flash")]
         kernels += [in_triangles("cudnn", 1), in_rows("cudnn")]
         kernels += [padded(kernels[0], width) for width in (192, 256) if V < width and D <= width and D != V]
         for queries, keys, causal in BLOCKS if D != V else BLOCKS[:4]:
@@ -284,8 +288,8 @@ def compare_kernels(device, dtype) -> None:
                 try:
                     o, lse, more = kernel.forward(*given[:3], causal, scale)
                     found = kernel.backward(given[3], *given[:3], o, lse, more, causal, scale)
-                    wanted = by_name["flash"].forward(*given[:3], causal, scale)
-                    wanted = by_name["flash"].backward(given[3], *given[:3], *wanted, causal, scale)
+                    wanted = kernel_named("flash").forward(*given[:3], causal, scale)
+                    wanted = kernel_named("flash").backward(given[3], *given[:3], *wanted, causal, scale)
                     apart = max(errors([x[..., : y.shape[-1]] for x, y in zip(found, wanted)], wanted))
                     ahead = functools.partial(kernel.forward, *given[:3], causal, scale)
                     back = functools.partial(kernel.backward, given[3], *given[:3], o, lse, more, causal, scale)

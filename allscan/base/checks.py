@@ -215,9 +215,8 @@ def check_decay(decay: object, shape: Sequence[int], device: torch.device, value
             raise ValueError("decay must be in [0, 1]; of the logarithm of a gate it is the exponential")
 
 
-def check_scan(inputs: ScanInputs, shape: Sequence[int] | None, device: torch.device, values: bool = False) -> None:
-    """Raise TypeError or ValueError for wrong inputs of a scan. ``shape``: required shape of the state; None: any.
-    ``values``: see ``check_decay``."""
+def check_scan(inputs: ScanInputs, shape: Sequence[int] | None, device: torch.device) -> None:
+    """Raise TypeError or ValueError for wrong inputs of a scan. ``shape``: required shape of the state; None: any."""
     state, decay, transition, initial_state, out = inputs
     check_tensor("state", state, shape, device)
     if state.ndim < 2 or min(state.shape) < 1:

@@ -199,7 +199,8 @@ class Communicator(Calls):
         if len(set(choices)) > 1:
             raise ValueError(f"ranks differ in {differing(choices)}")
         self._max_ctas: int = min(ctas)
-        mark_desynchronized(self.group, any(failed))
+        if any(failed):
+            mark_desynchronized(self.group)
         self.topology = Topology(reaches, node_sizes, hosts, self._algorithm)
         self.mapped = all(self.topology.mapped_links)
         self.order = Order(
@@ -320,7 +321,7 @@ class Communicator(Calls):
             ...     comm.resync()
         """
         if self._closed:
-            raise RuntimeError(f"this Communicator {self._why_closed}")
+            self.check()
         self._drain()
         excuse = self.order.excuse_after_fault(FAILED, 2)
         scans = sorted(self.collectives, key=lambda scan: scan.number)
@@ -341,7 +342,8 @@ class Communicator(Calls):
         self.memory.reset_steps()  # before anything that may fail: resync() is called again then
         if any(spec != specs[0] for spec in specs):
             raise RuntimeError("the ranks do not have the same AllScans: close this communicator and make a new one")
-        mark_desynchronized(self.group, any(failed))
+        if any(failed):
+            mark_desynchronized(self.group)
         store_exchange.take_back("rejected")
         store_exchange.forget_fault()
         self.memory.reset()

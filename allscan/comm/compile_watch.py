@@ -91,14 +91,13 @@ def _begin_kernel(kernel: object) -> None:
 
 
 def _end_kernel(kernel: object) -> None:
+    """``end`` for Triton. Another thread than the one that began may call it."""
     if kernel is not None:
         with _lock:
-            found = sorted(
-                (x for x in kernels_under_way if x[1] == kernel), key=lambda x: x[0] != threading.get_ident()
-            )
+            mine, found = (threading.get_ident(), kernel), [x for x in kernels_under_way if x[1] == kernel]
             if not found:
                 return  # counted as failed
-            kernels_under_way.remove(found[0])
+            kernels_under_way.remove(mine if mine in found else found[0])
     end()
 
 
@@ -106,8 +105,6 @@ def end_failed() -> None:
     """Record that compilations by Triton which this thread has begun have failed: it does not compile now.
 
     Triton tells nothing of a compilation that fails, and triton.autotune goes on with another configuration."""
-    if not kernels_under_way:
-        return
     with _lock:
         failed = [x for x in kernels_under_way if x[0] == threading.get_ident()]
         for x in failed:

@@ -24,11 +24,9 @@ def is_desynchronized(group: Any) -> bool:
     return group in _desynchronized or _under_way.get(group) == threading.get_ident()
 
 
-def mark_desynchronized(group: Any, failed: bool = True) -> None:
-    """Remember, if ``failed``, what ``is_desynchronized`` tells. A Communicator's constructor and ``resync`` tell the
-    other ranks."""
-    if failed:
-        _desynchronized.add(group)
+def mark_desynchronized(group: Any) -> None:
+    """Remember what ``is_desynchronized`` tells. A Communicator's constructor and ``resync`` tell the other ranks."""
+    _desynchronized.add(group)
 
 
 def check_group(group: Any) -> None:
@@ -41,12 +39,12 @@ def check_group(group: Any) -> None:
 def collective(group: Any, waits: bool = True) -> Iterator[None]:
     """Context of a collective: if it is left by an exception, the group is desynchronized. Not ``waits``: it only
     starts the collective; then an error is one of its arguments, and only an interruption counts."""
-    if group is not None:
-        _under_way[group] = threading.get_ident()
+    _under_way[group] = threading.get_ident()
     try:
         yield
     except BaseException as error:
-        mark_desynchronized(group, waits or not isinstance(error, Exception))
+        if waits or not isinstance(error, Exception):
+            mark_desynchronized(group)
         _under_way.pop(group, None)
         raise
     _under_way.pop(group, None)  # not after an exception that a signal handler has raised in this function

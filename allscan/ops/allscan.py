@@ -184,7 +184,6 @@ def _prepare(comm: Communicator, key: tuple, inputs: ScanInputs, reverse: bool, 
         how = "zigzag" if part.half else "contiguous", reverse, initial_state is None
         agree = "allscan", *zip(("layout", "reverse", "initial_state is None"), how, strict=True)
     deferred, looked = None, False
-    first = comm.debug or (agree is not None and (shape, agree) not in comm.agreed.arguments)
     try:
         check_scan(inputs, None, comm.device)
         if out is not None:
@@ -193,7 +192,9 @@ def _prepare(comm: Communicator, key: tuple, inputs: ScanInputs, reverse: bool, 
             check_out(inputs)
         if key[-1] == 2:
             raise ValueError(NOT_SAVEABLE)
-        looked = first and not (part.half or part.adjoint or part.of_halo or comm.streams.capturing())
+        looked = not (part.half or part.adjoint or part.of_halo or comm.streams.capturing()) and (
+            comm.debug or (shape, agree) not in comm.agreed.arguments  # as looks_at_gates
+        )
         if looked:
             check_decay(inputs.decay, state.shape, comm.device, values=True)
     except (TypeError, ValueError) as error:
@@ -203,7 +204,7 @@ def _prepare(comm: Communicator, key: tuple, inputs: ScanInputs, reverse: bool, 
             variant = ScanVariant(transition_tile(shape[-2]))
         else:
             variant = ScanVariant(algorithm=comm.topology.algorithm_for(4 * math.prod(shape)))
-    scan = get_or_create_scan(comm, shape, agree, deferred, looked, variant)
+    scan = get_or_create_scan(comm, shape, agree, deferred, at_first=looked, variant=variant)
     prepared = scan.launcher.prepared_scan(key, inputs, reverse, part.adjoint, part.adjoint)
     comm.calls.remember((key, reverse, part), prepared)
     return prepared
@@ -245,7 +246,8 @@ def scan_zigzag(
                 raise TypeError("both states must be tensors of one shape")
             for half in zip((ascending, descending), decays, transitions, (initial_state, None), strict=True):
                 check_scan(ScanInputs(*half), None, comm.device)
-                check_decay(half[1], half[0].shape, comm.device, not (part.adjoint or comm.streams.capturing()))
+            for decay in () if part.adjoint or comm.streams.capturing() else decays:
+                check_decay(decay, ascending.shape, comm.device, values=True)
             check_saveable(operands, operands)
             comm.checked.remember(known)
     except (TypeError, ValueError) as error:

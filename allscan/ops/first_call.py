@@ -64,7 +64,8 @@ def check_first(
         check()
         looked = looks_at_gates(comm, shape, agree)
         if looked:
-            check_gates("g", g, tokens)
+            with without_dispatch_modes():  # recomputation in selective checkpointing does not check again
+                check_gates("g", g, tokens)
     except (TypeError, ValueError) as error:
         deferred = DeferredError(error)
     prepare(shape, agree, deferred, at_first=looked)
@@ -79,12 +80,8 @@ def looks_at_gates(comm: Communicator, shape: Any, agree: tuple[Any, ...] | None
 def check_gates(name: str, g: torch.Tensor, tokens: int | None = None) -> None:
     """Raise ValueError if a logarithm of a decay [B, T, ...] is NaN or positive. ``tokens``: the kernels add up the
     logarithms of this many tokens; a sum below LEAST_SUM, such as -inf, raises too. Synchronizes with the GPU."""
-    if g.numel():
-        with without_dispatch_modes():  # recomputation in selective checkpointing does not check again
-            _check_gates(name, g, tokens)
-
-
-def _check_gates(name: str, g: torch.Tensor, tokens: int | None) -> None:
+    if not g.numel():
+        return
     # in float32: torch.autocast rejects stack() of bfloat16 in a region of float16, and of float16 in one of bfloat16
     least, most = torch.stack([x.float() for x in torch.aminmax(g.detach())]).tolist()
     if most != most:

@@ -211,9 +211,10 @@ class AllScan:
             self.close()
 
     def _check_open(self) -> None:
-        if self.launcher.closed or self.comm.closed:
-            what = "AllScan is closed" if self.launcher.closed else f"Communicator {self.comm._why_closed}"
-            raise RuntimeError(f"this {what}")
+        if self.launcher.closed:
+            raise RuntimeError("this AllScan is closed")
+        if self.comm.closed:
+            self.comm.check()
 
     def __deepcopy__(self, memo: object) -> AllScan:
         return self  # a copy of a module shares the memory

@@ -45,7 +45,7 @@ def test_rows_of_the_chosen_kernel(queries, keys):
     q, k, v, do = bench.drawn(DEVICE, torch.bfloat16, 1, max(queries, keys), H, G, W, W)
     q, k, v, do = (x[:, :n].transpose(1, 2) for x, n in zip((q, k, v, do), (queries, keys, keys, queries)))
     kernel, scale = attention.kernel_for(q, k, v), W**-0.5
-    (plain,) = [kernel for kernel in attention_kernels.KERNELS if kernel.name == "cudnn"]
+    plain = bench.kernel_named("cudnn")
     assert kernel.name == "cudnn, rows"
     o, lse, more = kernel.forward(q, k, v, False, scale)
     inputs = do, q, k, v, o, lse.contiguous(), more, False, scale
