@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -12,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .base.autograd import CustomOperator, Passes
-from .base.checks import boundaries
+from .base.checks import boundaries, lengths_misfit
 from .base.errors import REMEDY, DeferredError
 from .comm.communicator import Communicator, check_communicator, communicator_of
 from .comm.process_groups import NEW_GROUP, check_group, collective
@@ -101,16 +100,13 @@ def zigzag_positions(
     check_communicator(comm)
     if T % 2 or T < 0:
         raise ValueError(f"T must be even, got {T}")
-    lengths = [0, comm.size * T] if cu_seqlens is None else [*boundaries_on_host(boundaries(cu_seqlens))]
-    if lengths[0] or lengths[-1] != comm.size * T or lengths != sorted(lengths):
-        raise ValueError(f"cu_seqlens must rise from 0 to {comm.size} ranks' {T} tokens, got {lengths}")
     if per_document and cu_seqlens is None:
         raise ValueError("per_document=True needs cu_seqlens")
-    cuts, chunks = lengths if per_document else [0, lengths[-1]], 2 * comm.size
-    if any((end - first) % chunks for first, end in itertools.pairwise(cuts)):
-        raise ValueError(
-            f"with per_document=True lengths must be multiples of {chunks}, twice the ranks, got {lengths}"
-        )
+    lengths = [0, comm.size * T] if cu_seqlens is None else [*boundaries_on_host(boundaries(cu_seqlens))]
+    problem = lengths_misfit(lengths, comm.size * T, 2 * comm.size if per_document else 1)
+    if problem:
+        raise ValueError(problem)
+    cuts = lengths if per_document else [0, lengths[-1]]
     places = document_places(cuts, comm.rank, comm.size)
     return torch.cat([torch.arange(*place, device=comm.device) for place in places])
 

@@ -24,10 +24,9 @@ import torch
 import triton
 import triton.language as tl
 
-from allscan.base.tiling import scan_tile
+from allscan.base.tiling import scan_num_warps, scan_tile
 from allscan.bindings.triton_compat import OPTIONS
 from allscan.reference import allscan_reference
-from allscan.scan.rails_links import warps_of
 from allscan.shmem_kernels.channel import begin, finish, receive
 from allscan.shmem_kernels.links import combine, post
 from allscan.shmem_kernels.tiles import load_decays, load_tile, tile_offsets
@@ -138,7 +137,8 @@ class ClockedRanks(VirtualRanks):
             *behind,
             clocks,
         )
-        clocked_kernel[(self.programs,)](*given, K=self.K, V=self.V, num_warps=warps_of(self.spec.tile), **OPTIONS)
+        warps = scan_num_warps(self.spec.tile)
+        clocked_kernel[(self.programs,)](*given, K=self.K, V=self.V, num_warps=warps, **OPTIONS)
 
 
 def clocks_of(devices, rounds: int = 200) -> tuple[float, float, float]:

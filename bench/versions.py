@@ -23,7 +23,7 @@ from functools import partial
 import torch
 
 import allscan
-from allscan.base.tiling import transition_blocks, transition_tile
+from allscan.base.tiling import scan_num_warps, transition_blocks, transition_tile
 from allscan.bindings.triton_compat import OPTIONS
 from allscan.launch.compiled_kernel import Launch
 from allscan.reference import allscan_reference, delta_reference
@@ -77,9 +77,8 @@ class Chain:
             if dense:
                 fixed |= dict(stride_i=K, stride_j=1, **transition_blocks(self.ranks.spec.tile[0]))
             else:
-                words = self.ranks.spec.tile[0] * self.ranks.spec.tile[1]
                 fixed |= dict(stride_g=K, stride_k=1, HAS_DECAY=True, NEIGHBOUR_SHIFT=False)
-                fixed |= dict(num_warps=max(1, min(8, words // 512)))
+                fixed |= dict(num_warps=scan_num_warps(self.ranks.spec.tile))
             launch = Launch(transition_kernel if dense else scan_kernel, (self.ranks.programs,), **fixed)
             given = self.states[rank], self.factors[rank], initial if rank == 0 else self.states[rank], self.outs[rank]
             self.launches.append(partial(launch, *given, self.ranks.channels[rank][0]))

@@ -100,7 +100,7 @@ class Channel(NamedTuple):
     BK: tl.constexpr  # rows of a tile
     BV: tl.constexpr  # columns of a tile
     DEPTH: tl.constexpr
-    RECV: tl.constexpr  # the link from prev
+    RECV: tl.constexpr  # the type of the link from prev: NONE, SENTINEL, SIGNAL, PUT (links.py) or RAILS (rails.py)
     SEND: tl.constexpr  # the link to next
     ADJOINT: tl.constexpr  # whether this launch belongs to the forward launch of the forward epoch
 
@@ -109,10 +109,10 @@ class Channel(NamedTuple):
 def begin(channel, tile):
     """Begin the tile's epoch: give prev its credit, wait for next's. tile: int32.
 
-    Returns (epoch and its arrival word, int64; whether all is well), the same for all tiles of a launch. A program with
-    several tiles begins once, before the first, with its lowest tile. The credit is given with tile 0: a launch in
-    which no program begins with tile 0 leaves the rank before without slots. Never begin with a tile of another
-    program, which may have ended the epoch.
+    Returns (epoch int64, its arrival word int64, whether there was no fault), the same for all tiles of a launch. A
+    program with several tiles begins once, before the first, with its lowest tile. Credits are given with tile 0 (with
+    DEPTH 1 with every tile): a launch in which no program begins with tile 0 leaves the rank before without slots.
+    Never begin with a tile of another program, which may have ended the epoch.
     """
     epoch = tl.load(channel.epoch + tile) + 1
     word = _arrival_word(channel, tile, epoch)

@@ -91,7 +91,7 @@ def store_split(p, p_low, at, inside, b_x, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def load_fine(p, p_low, at, inside, PRECISION: tl.constexpr):
+def load_split(p, p_low, at, inside, PRECISION: tl.constexpr):
     """Load a result of store_split in float32; the relative error is at most 2 ** -16, in few numbers 2 ** -15."""
     b_x = load(p, at, inside).to(tl.float32)
     if PRECISION == "bf16":
@@ -103,7 +103,7 @@ def load_fine(p, p_low, at, inside, PRECISION: tl.constexpr):
 @triton.jit
 def passed(b_dstate, b_gate, p_states, p_low, at, inside, PRECISION: tl.constexpr):
     """decay * sum over columns of dstate * states: the state-to-state term of the gates' gradient, for these rows."""
-    return exp2(b_gate) * tl.sum(b_dstate * load_fine(p_states, p_low, at, inside, PRECISION), 1)
+    return exp2(b_gate) * tl.sum(b_dstate * load_split(p_states, p_low, at, inside, PRECISION), 1)
 
 
 @triton.jit

@@ -5,8 +5,8 @@ The tokens of this rank are cut into segments, and those into chunks of BT token
     operands_kernel   k_out: every key decayed to the end of its chunk; the sum of the chunk's gates
                       q_in: every query decayed from the beginning of its chunk;
                       A[t, s] = scale * sum_k q_t k_s exp(g_{s+1} + ... + g_t), s <= t in one chunk
-    keys_kernel       before a long scan, in its place: k_out and the sum alone; operands_kernel then computes the rest,
-                      overlapped with the scan
+    keys_kernel       k_out and the sum of gates alone, before a long scan (GLAPlan); operands_kernel then computes the
+                      rest, overlapped with the scan
     state_kernel      each segment alone, from a zero state: its local state, and the sum of its gates
     carry_kernel      each segment's incoming state from this rank's own tokens; the rank's local state
     scan_kernel       (scan.py) All-Scan of that over the ranks: this rank's incoming state
@@ -33,7 +33,7 @@ the other chunks, those of strong decay.
 The tables are int32, made by ``allscan/tokens/packing.py``: ``p_segments`` [NS, SEGMENT_WORDS], ``p_chunks`` [NC, 2]
 (first token, end), ``p_segments_of_states`` [B, 2]: the first segment and the end of each of the B states that are sent
 over the ranks (B is 1 for packed sequences; in the zigzag layout twice as many, those of the first halves first; with
-per_document=True twice carried_states).
+per_document=True their number is 2 * carried_states(...), see packing.py).
 
 Tensors: q, k, g, q_in, k_out [tokens, H, K], v, o [tokens, H, V], A [tokens, H, BT]; a segment's incoming state
 [NS, H, K, V] and its gates [NS, H, K], ``prev`` [B, H, K, V], the gates of a chunk [NC, H, K], all float32, the
@@ -318,8 +318,8 @@ def final_kernel(
     BV: tl.constexpr,
     REVERSE: tl.constexpr,
 ):
-    """Add this rank's incoming state (p_prev) to the final state of its sequence, if the sequence ends on this rank:
-    with the first segment that ends one. Arguments and programs as in carry_kernel."""
+    """Add this rank's incoming state (p_prev) to the final state of its sequence, if the sequence ends on this rank,
+    at the first segment with the flag FINISH. Arguments and programs as in carry_kernel."""
     i = tl.program_id(2)
     index, h = i // H, i % H
     k, inside, offsets = _block_of_state(K, V, BK, BV)
@@ -354,7 +354,7 @@ def output_kernel(
     p_prev,  # float32 [B, H, K, V]
     p_o,  # o, REVERSE dv [tokens, H, V]
     p_states,  # [NC, H, K, V], the chunks' incoming states; this and the next three are None in forward
-    p_low,  # int8 [NC, H, K, V], see load_fine (gla_blocks.py); or None
+    p_low,  # int8 [NC, H, K, V], see load_split (gla_blocks.py); or None
     p_dstates,  # [NC, H, K, V]; out
     p_passed,  # float32 [NC, H, blocks of V, K]; out
     scale,  # float

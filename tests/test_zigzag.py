@@ -403,7 +403,7 @@ def rejected_case(group):
 
 
 def test_what_is_rejected(run):
-    words = ["even T", '"contiguous" or "zigzag"', "even T", "pairs", "neither", "one shape"]
+    words = ["even T", '"contiguous" or "zigzag"', "even T", "pairs", "does not support reverse", "one shape"]
     words += ["per_document=True is for"] * 2 + ["multiples of 4"] * 2 + ["each rank has 6 of 12 tokens", "first_token"]
     words.append("per_document: True on rank 0")
     for rank, (answers, o) in enumerate(run(2, rejected_case)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import numbers
 import operator
 import os
@@ -40,7 +41,19 @@ def integer(name: str, value: Any, least: int = 1) -> int:
     return operator.index(value)
 
 
-def own_place(first_token: Any, cu_seqlens: object) -> int | None:
+def lengths_misfit(lengths: Sequence[int], T: int | None, chunks: int = 1) -> str | None:
+    """Error message for cu_seqlens that do not rise from 0 to T, the tokens of all ranks (None: to any number), or with
+    a sequence whose length is no multiple of ``chunks``; else None."""
+    if lengths[0] or list(lengths) != sorted(lengths) or T not in (None, lengths[-1]):
+        end = "" if T is None else f" to the {T} tokens of all ranks"
+        return f"cu_seqlens must rise from 0{end}, got {tuple(lengths)}"
+    if any((b - a) % chunks for a, b in itertools.pairwise(lengths)):
+        wanted = f"multiples of {chunks}, twice the ranks"
+        return f"with per_document=True lengths must be {wanted}, got cu_seqlens {tuple(lengths)}"
+    return None
+
+
+def checked_first_token(first_token: Any, cu_seqlens: object) -> int | None:
     """``first_token`` as an int, or None. Raises TypeError or ValueError."""
     if first_token is None:
         return None
@@ -113,11 +126,11 @@ def restored(what: str, names: str, tensors: Sequence[Tensor], wanted: list[tupl
     if [*map(described, tensors)] != wanted:
         for name, x, kind in zip(names.split(), tensors, wanted, strict=True):
             if described(x) != kind:
-                raise others_than_saved(what, name, x, f"{kind[0]} {list(kind[1])} on {kind[2]}")
+                raise saved_tensor_error(what, name, x, f"{kind[0]} {list(kind[1])} on {kind[2]}")
     return plain_or_traced(*tensors)
 
 
-def others_than_saved(what: str, name: str, x: Tensor, saved: str) -> RuntimeError:
+def saved_tensor_error(what: str, name: str, x: Tensor, saved: str) -> RuntimeError:
     """The error for a saved_tensors_hook that returned ``x`` where the tensor described by ``saved`` was saved."""
     return RuntimeError(
         f"the backward of {what} was given {name} as {x.dtype} {list(x.shape)} on {x.device}, where {saved} was saved: "
@@ -201,7 +214,7 @@ def check_decay(decay: object, shape: Sequence[int], device: torch.device, value
         except OverflowError as error:
             raise ValueError(f"decay must be a float: {error}") from error
         if not 0.0 <= number <= 1.0:
-            raise ValueError(f"decay must be in [0, 1], got {number}; of the logarithm of a gate it is the exponential")
+            raise ValueError(f"decay must be in [0, 1], got {number}; for a log gate g pass exp(g)")
         return
     check_tensor("decay", decay, None, device)
     rows, heads = tuple(shape[:-1]), tuple(shape[:-2])
@@ -212,7 +225,7 @@ def check_decay(decay: object, shape: Sequence[int], device: torch.device, value
         with without_dispatch_modes():  # recomputation in selective checkpointing does not check again
             right = bool(((decay >= 0) & (decay <= 1)).all())
         if not right:
-            raise ValueError("decay must be in [0, 1]; of the logarithm of a gate it is the exponential")
+            raise ValueError("decay must be in [0, 1]; for a log gate g pass exp(g)")
 
 
 def check_scan(inputs: ScanInputs, shape: Sequence[int] | None, device: torch.device) -> None:
@@ -267,7 +280,7 @@ def zigzag_of(layout: str, per_document: bool, cu_seqlens: object) -> int:
 def check_halves(T: int) -> None:
     """Raise ValueError for an odd number of tokens in the zigzag layout."""
     if T % 2:
-        raise ValueError(f"the zigzag layout wants an even T, half of it for each of a rank's two places, got {T}")
+        raise ValueError(f"the zigzag layout needs an even T, two chunks of T / 2 on each rank, got {T}")
 
 
 def check_for_an_operator(tensors: dict[str, Any], scale: object) -> None:

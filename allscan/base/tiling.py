@@ -31,6 +31,11 @@ def default_tile(K: int, V: int, words: int) -> tuple[int, int]:
     return min(next_power_of_2(K), max(1, words // BV)), BV
 
 
+def scan_num_warps(tile: tuple[int, int]) -> int:
+    """num_warps of a program that scans tiles of this size: 16 words for a thread."""
+    return max(1, min(8, math.prod(tile) // 512))
+
+
 def transition_tile(K: int) -> tuple[int, int]:
     """The ``tile`` (BK, BV) of an AllScan with transitions: 32 whole columns, or 16 if the registers cannot hold a
     transition (K > 128)."""

@@ -35,6 +35,7 @@ from ..base.errors import (
 from ..bindings.torch_compat import stops_recomputation
 from ..shmem_kernels import wait
 from ..shmem_kernels.channel import BACKWARDS, CALLS, STAMP, STAMPS, TAG_BACKWARDS, TAG_STEP
+from ..shmem_kernels.links import EPOCH_BITS
 from .compile_watch import end_all
 from .host_exchange import GRACE_S, LOST, REJECTED, Excuse, StoreExchange, by_rank, differing
 
@@ -144,7 +145,7 @@ class Order:
     def _reject(self, error: BaseException) -> None:
         self.rejected = (sum(self.call_counts), f"{type(error).__name__}: {str(error) or 'without a message'}")
         self._rejections = [*self._rejections[-1:], self.rejected]
-        self.store_exchange.post("rejected", self._rejections)
+        self.store_exchange.post_rejections(self._rejections)
 
     def settle(self) -> None:
         """After a call that this rank has rejected: wait until every rank has rejected it. Raises AllScanOutOfStep if
@@ -153,15 +154,15 @@ class Order:
         number, why = self.rejected
         deadline = time.monotonic() + min(SETTLE_S, self._timeout)
         while True:
-            if self._rejected_by_all(number, self.store_exchange.posted("rejected")):
+            if self._rejected_by_all(number, self.store_exchange.posted_rejections()):
                 self.rejected = None
                 return
             if time.monotonic() > deadline:
                 break
             time.sleep(2e-2)
         raise self.desynchronized(
-            f"rank {self.store_exchange.rank} has rejected its call {number} ({why}), and not all ranks have; it would "
-            f"pair its calls with others of theirs. {REMEDY}."
+            f"rank {self.store_exchange.rank} has rejected its call {number} ({why}), and not all ranks have; its "
+            f"next calls would meet other calls of theirs. {REMEDY}."
         )
 
     def _rejected_by_all(self, number: int, rejected: dict[int, Any]) -> bool:
@@ -170,7 +171,7 @@ class Order:
     def _rejected_by_another(self) -> str | None:
         """A text that names another rank that has rejected the current call, and its reason; None if there is none."""
         number = sum(self.call_counts)
-        for rank, of_a_rank in self.store_exchange.posted("rejected").items():
+        for rank, of_a_rank in self.store_exchange.posted_rejections().items():
             why = next((why for n, why in of_a_rank if n == number), None)
             if why is not None and rank != self.store_exchange.rank:
                 return f"rank {rank} has rejected this call: {why}"
@@ -178,7 +179,7 @@ class Order:
 
     def rejections_of_others(self) -> str:
         """Sentences on the last rejection of each other rank, unless all ranks have rejected that call; "" for none."""
-        rejected = self.store_exchange.posted("rejected")
+        rejected = self.store_exchange.posted_rejections()
         last = {p: of_a_rank[-1] for p, of_a_rank in rejected.items() if p != self.store_exchange.rank}
         return _sentences({p: some for p, some in last.items() if not self._rejected_by_all(some[0], rejected)})
 
@@ -211,7 +212,7 @@ class Order:
             fault = self.fault()
             if fault is None and self.rejected is not None:
                 number, why = self.rejected
-                if not self._rejected_by_all(number, self.store_exchange.posted("rejected")):
+                if not self._rejected_by_all(number, self.store_exchange.posted_rejections()):
                     fault = f"rank {self.store_exchange.rank} has rejected its call {number}: {why}"
             if fault is None:
                 known = None
@@ -359,7 +360,7 @@ def different_tags(
     elif wanted[0] != came[0]:
         why = (
             "both scan a state of this shape, in calls whose cu_seqlens, layout, scale, other options or operator "
-            f"differ, behind calls that differ in reverse, or a multiple of {STAMP.value} steps apart "
+            f"differ, after earlier calls with different reverse, or a multiple of {STAMP.value} steps apart "
             "(Communicator.step())"
         )
     elif wanted[1] != came[1]:
@@ -375,7 +376,7 @@ def different_tags(
         )
     return AllScanOutOfStep(
         f"{own} and {other} are in different calls, found by {own} in its call "
-        f"{expected & 0xFFFFFFFF} of a shape and direction, tile {tile}: {why}. {others}{REMEDY}."
+        f"{expected & EPOCH_BITS.value} of a shape and direction, tile {tile}: {why}. {others}{REMEDY}."
     )
 
 

@@ -63,10 +63,10 @@ class Communicator(Calls):
 
     The constructor is collective over the group. The first constructor in a job also creates the arena (``init``) and
     is therefore collective over the job. **All ranks of the group make the same calls in the same order.** After
-    construction the host waits for the other ranks in the first call with a shape or a cu_seqlens, in ``barrier``, in
-    ``close``, in ``resync``, in ``AllScan.close``, and with ``debug`` at every launch. After a fault it waits in two
-    more cases: up to 10 s after a call that this rank has rejected, and for the neighbour's next launch after a call
-    with gradients whose backward did not run.
+    construction the host waits for the other ranks in the first call with a shape or a cu_seqlens, in ``AllScan(...)``,
+    in ``barrier``, in ``close``, in ``resync``, in ``AllScan.close``, and with ``debug`` at every launch. After a fault
+    it waits in two more cases: up to 10 s after a call that this rank has rejected, and for the neighbour's next launch
+    after a call with gradients whose backward did not run.
 
     Ranks that leave this order are detected (``allscan.AllScanOutOfStep``, ``allscan.AllScanTimeout``). If a call
     raises on a rank, and not on every rank, that rank makes no further calls and reports this to the others. If a rank
@@ -344,7 +344,7 @@ class Communicator(Calls):
             raise RuntimeError("the ranks do not have the same AllScans: close this communicator and make a new one")
         if any(failed):
             mark_desynchronized(self.group)
-        store_exchange.take_back("rejected")
+        store_exchange.withdraw_rejections()
         store_exchange.forget_fault()
         self.memory.reset()
         self.memory.free_unused()
@@ -418,8 +418,8 @@ class Communicator(Calls):
             cache.clear()
         self.graphs.close()
         self._closed = True
-        if self.order.has_rejected:
-            self.order.store_exchange.take_back("rejected")
+        if self.order.has_rejected:  # else no request of the store
+            self.order.store_exchange.withdraw_rejections()
         if len(set(counts)) > 1:
             desynchronized = "the ranks have made different numbers of calls: " + by_rank(counts)
         if unreported is not None:
@@ -505,9 +505,9 @@ def check_communicator(comm: object) -> None:
         if comm is None:
             got = "None"
         elif isinstance(comm, dist.ProcessGroup) or hasattr(comm, "get_group"):
-            got += ", of which one is made"
+            got += ", which is its argument"
         raise TypeError(
-            f"comm must be a Communicator, got {got}: comm = allscan.Communicator(group_or_mesh), once, for all calls"
+            f"comm must be a Communicator, got {got}: create it once by comm = allscan.Communicator(group_or_mesh)"
         )
 
 

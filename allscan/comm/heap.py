@@ -81,8 +81,8 @@ def init(heap_bytes: int | None = None, *, transport: str = "auto") -> None:
         raise ValueError(f"ranks ask for different transports: {list(transports)}")
     if any(anybody_left):
         raise RuntimeError(
-            f"ranks {[rank for rank, left in enumerate(anybody_left) if left]} need a new process: finalize() has left "
-            "NVSHMEM there as it was, since its end is collective and ranks were gone"
+            f"ranks {[rank for rank, left in enumerate(anybody_left) if left]} need a new process: finalize() did not "
+            "finalize NVSHMEM there, which is collective, because ranks were missing"
         )
     if transport == "nvshmem":
         _heap = NvshmemHeap(dist.get_rank(), everybody.size, exchange, heap_bytes)

@@ -221,28 +221,28 @@ class StoreExchange:
                 time.sleep(pause)
                 pause = min(2 * pause, 5e-3)
 
-    def post(self, topic: str, value: object) -> None:
-        """Publish this rank's value of ``topic`` for other ranks, which read it with ``posted``."""
+    def post_rejections(self, rejections: object) -> None:
+        """Publish this rank's rejected calls for the other ranks, which read them with ``posted_rejections``."""
         if self.size > 1:
             with contextlib.suppress(dist.DistError, StoreGone):
-                self.job_store().set(f"{self._prefix}{topic}/{self.rank}", json.dumps(value))
-                self.job_store().set(f"{self._prefix}{topic}/any", "")
+                self.job_store().set(f"{self._prefix}rejected/{self.rank}", json.dumps(rejections))
+                self.job_store().set(f"{self._prefix}rejected/any", "")
 
-    def take_back(self, topic: str) -> None:
-        """Delete this rank's value of ``topic``. Call it when no rank needs posted values of the topic any more."""
+    def withdraw_rejections(self) -> None:
+        """Delete what ``post_rejections`` published. Call it when no rank needs posted rejections any more."""
         if self.size > 1:
             with contextlib.suppress(dist.DistError, StoreGone):
                 for key in (self.rank, "any"):
-                    self.job_store().delete_key(f"{self._prefix}{topic}/{key}")
+                    self.job_store().delete_key(f"{self._prefix}rejected/{key}")
 
-    def posted(self, topic: str) -> dict[int, Any]:
-        """{rank: posted value} of ``topic``. Does not wait for other ranks."""
+    def posted_rejections(self) -> dict[int, Any]:
+        """{rank: its posted rejections}. Does not wait for other ranks."""
         if self.size == 1:
             return {}
         try:
-            if not self.job_store().check([f"{self._prefix}{topic}/any"]):
+            if not self.job_store().check([f"{self._prefix}rejected/any"]):
                 return {}
-            store, keys = self.job_store(), {rank: f"{self._prefix}{topic}/{rank}" for rank in range(self.size)}
+            store, keys = self.job_store(), {rank: f"{self._prefix}rejected/{rank}" for rank in range(self.size)}
             return {r: _as_tuples(json.loads(store.get(key).decode())) for r, key in keys.items() if store.check([key])}
         except (dist.DistError, RuntimeError):
             return {}

@@ -12,8 +12,8 @@ _desynchronized: weakref.WeakSet[Any] = weakref.WeakSet()
 _under_way: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # thread in a ``collective``, by group
 
 NEW_GROUP = (
-    "A collective of torch's process group has failed or was interrupted, so those of the ranks do not match any more. "
-    "For tokens that torch moves all ranks need another group (torch.distributed.new_group), and a Communicator of it"
+    "A collective of torch's process group failed or was interrupted, so the ranks' collectives do not match any more. "
+    "Create a new group (torch.distributed.new_group) and its Communicator on all ranks"
 )
 
 

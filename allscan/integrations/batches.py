@@ -4,7 +4,6 @@ of one batch."""
 from __future__ import annotations
 
 import functools
-import itertools
 import json
 import warnings
 import zlib
@@ -14,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..base.checks import boundaries, is_zigzag
+from ..base.checks import boundaries, is_zigzag, lengths_misfit
 from ..comm.communicator import Communicator, check_communicator
 from ..comm.host_exchange import by_rank
 from ..tokens.packing import boundaries_on_host, document_places
@@ -26,15 +25,6 @@ UNCUT = ("cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx", "max_length_
 
 
 DOCUMENTS = "zigzag, per_document=True"  # the layout of such a batch in its stamp
-
-
-def documents_misfit(lengths: tuple[int, ...], size: int, T: int) -> str | None:
-    """Error message for invalid cu_seqlens of sequences that are each cut, or None; T: tokens of all ranks."""
-    if lengths[0] or lengths[-1] != T or list(lengths) != sorted(lengths):
-        return f"cu_seqlens must rise from 0 to {T}, got {lengths}"
-    if any((b - a) % (2 * size) for a, b in itertools.pairwise(lengths)):
-        return f"with per_document=True lengths must be multiples of {2 * size}, twice the ranks, got {lengths}"
-    return None
 
 
 class _Stamp(NamedTuple):
@@ -136,7 +126,7 @@ def places_of(
         parts = chunks(tokens_of_ranks(T, size), layout == "zigzag")
         return [[(a, b) for rank, a, b in parts if rank == r] for r in range(size)]
     lengths = boundaries_on_host(boundaries(cu_seqlens))
-    problem = documents_misfit(lengths, size, T)
+    problem = lengths_misfit(lengths, T, 2 * size)
     if problem is not None:
         raise ValueError(problem)
     return [document_places(lengths, rank, size) for rank in range(size)]

@@ -97,7 +97,7 @@ def sequence_parallel(
             class's (hooks that replace it come after); when called, for an attention mask that masks anything (pack
             with cu_seqlens instead; looking waits for the GPU, once a mask: do not write to one made in
             torch.inference_mode), for a cache that is not empty, for cu_seqlens where a cache is wanted (fla's default
-            in eval mode: pass use_cache=False), and for ``use_l2warp``, whose penalty fla scales by what one rank has.
+            in eval mode: pass use_cache=False), and for ``use_l2warp``, whose penalty fla divides by one rank's tokens.
 
     Example:
         >>> model = sequence_parallel(GLAForCausalLM(config).cuda(), comm=comm)

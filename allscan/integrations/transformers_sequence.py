@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..base.checks import boundaries
+from ..base.checks import boundaries, lengths_misfit
 from ..comm.communicator import Communicator
 from ..comm.host_exchange import by_rank, differing
 from ..tokens.packing import TokenRange, boundaries_on_host, cut, document_places, flags_of, without_empty
 from .attention import WHOLE, Attention
-from .batches import DOCUMENTS, documents_misfit, misfit
+from .batches import DOCUMENTS, misfit
 from .softmax import chunks
 
 
@@ -228,15 +228,13 @@ def agree_sequence(
         elif lengths is not None and zigzag and any(begun):  # e.g. position_ids of another layout
             problem = f"in the zigzag layout position_ids of packed sequences begin with 0, got {lengths[:-1]}"
             problem = f"{problem} of the row at positions {begun}: see allscan.zigzag.zigzag_positions"
-        elif lengths is not None and (lengths[0] != 0 or any(a > b for a, b in zip(lengths, lengths[1:]))):
-            problem = f"cu_seq_lens_q must rise from 0, got {lengths}"
-        elif lengths is not None and lengths[-1] != sum(tokens):
-            problem = f"cu_seq_lens_q must end with the {sum(tokens)} tokens of all ranks, got {lengths[-1]}"
+        elif lengths is not None and (unfit := lengths_misfit(lengths, sum(tokens))):
+            problem = unfit
         elif lengths is not None and B != 1:
             problem = f"packed sequences must be in a batch of one, got {B}{'' if rises is None else BY_POSITIONS}"
         elif per_document and not cut_row:
             assert lengths is not None  # follows from the branches above
-            problem = documents_misfit(lengths, comm.size, sum(tokens))
+            problem = lengths_misfit(lengths, sum(tokens), 2 * comm.size)
         if problem is not None:
             raise comm.order.raised_everywhere(ValueError(problem))
         per_document = per_document and not cut_row

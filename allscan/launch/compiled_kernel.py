@@ -117,7 +117,8 @@ class Launch:
         if self._sizes is None:
             self._sizes = parameter_sizes(node.function)
         if self._sizes != [size for _, size in node.arguments]:
-            raise NotImplementedError(f"Triton {triton.__version__} hands its kernels other parameters: {self._sizes}")
+            sizes = f"unexpected kernel parameters, of sizes {self._sizes}"
+            raise NotImplementedError(f"Triton {triton.__version__} passes {sizes}")
         return node
 
     def _keep(self, compiled: Any) -> None:

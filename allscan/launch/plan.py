@@ -303,7 +303,7 @@ class PlanExecution:
             whole = self._memory
         start, rest = divmod(int(whole.storage_offset()) * whole.itemsize + offset, dtype.itemsize)
         if rest:  # the caller's saved_tensors_hook has moved the tensor
-            raise ValueError(f"a tensor of {dtype} begins at no multiple of its {dtype.itemsize} bytes")
+            raise ValueError(f"a tensor of {dtype} is not aligned to its itemsize, {dtype.itemsize} bytes")
         strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
         return whole.new_empty(0, dtype=dtype).set_(whole.untyped_storage(), start, shape, strides)
 

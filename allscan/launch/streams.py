@@ -32,8 +32,8 @@ class Streams:
         self._for_peek: torch.cuda.Stream | None = None
         self._event: torch.cuda.Event | None = None
         self._known: dict[int, torch.cuda.Stream] = {}
-        # (side stream, its memory): to be released after a capture
-        self.later: list[tuple[SideStream, tuple[object, ...]]] = []
+        # (launches, their memory): to be released after a capture
+        self.later: list[tuple[AsyncLaunches, tuple[object, ...]]] = []
 
     def capturing(self) -> bool:
         """Whether the current stream is being captured into a CUDA graph."""
@@ -57,21 +57,21 @@ class Streams:
             torch.cuda.synchronize(self.device)
             self.later.clear()
 
-    def release_later(self, side: SideStream, memory: tuple[object, ...]) -> None:
-        """Release ``memory`` of ``side`` at the first launch that is not captured."""
-        self.later.append((side, memory))
+    def release_later(self, launches: AsyncLaunches, memory: tuple[object, ...]) -> None:
+        """Release ``memory`` of ``launches`` at the first launch that is not captured."""
+        self.later.append((launches, memory))
 
-    def _release_later(self) -> None:
+    def _release_deferred(self) -> None:
         later, self.later = self.later, []
-        for side, memory in later:
-            side.release(memory)
+        for launches, memory in later:
+            launches.release(memory)
 
     def follow(self) -> None:
         """Let the current stream wait for the stream of the last launch. In a capture the caller orders launches."""
         if not self.cuda:
             return
         if self.later and not capturing():
-            self._release_later()
+            self._release_deferred()
         number = current_stream_of(self.index)
         if number != self.last_number and not capturing():
             stream = self.current()
@@ -102,10 +102,10 @@ class Streams:
         self._event.record(earlier)
         later.wait_event(self._event)
 
-    def side_stream(self) -> SideStream:
-        """The stream of ``side(SCANS)`` for asynchronous calls: the current stream does not wait for its start. In the
-        capture of a CUDA graph it is the current stream, since only that orders a communicator's launches there."""
-        return SideStream(self)
+    def async_launches(self) -> AsyncLaunches:
+        """Launches of an asynchronous call, on the stream of ``side(SCANS)``; the current stream does not wait for it.
+        In the capture of a CUDA graph it is the current stream, since only that orders a communicator's launches."""
+        return AsyncLaunches(self)
 
     def own(self, priority: int) -> torch.cuda.Stream:
         """The communicator's own stream of this priority."""
@@ -181,8 +181,8 @@ class Side:
         self._streams.put_behind(self.current, self._stream)
 
 
-class SideStream:
-    """See ``Streams.side_stream``: a context manager, and afterwards a handle of the launches inside."""
+class AsyncLaunches:
+    """See ``Streams.async_launches``: a context manager, and then the handle of the launches inside."""
 
     def __init__(self, streams: Streams) -> None:
         self._streams, self._side = streams, None
@@ -190,7 +190,7 @@ class SideStream:
             self._done = torch.cuda.Event()
             self._side = Side(streams, SCANS, self._done)
 
-    def __enter__(self) -> SideStream:
+    def __enter__(self) -> AsyncLaunches:
         if self._side is not None:
             self._side.__enter__()
         return self
@@ -205,7 +205,7 @@ class SideStream:
         if self._side is None:
             return
         if self._streams.capturing():
-            raise RuntimeError("a scan that was begun before a CUDA graph's capture is to be waited for before it, too")
+            raise RuntimeError("call wait() before the capture: this scan was launched before it")
         if not self.release(memory):
             self._streams.current().wait_event(self._done)
 

@@ -232,7 +232,7 @@ def scan_zigzag(
         if not all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in pairs):
             raise TypeError("state, and decay and transition if there are any, must be pairs in the zigzag layout")
         if reverse or out is not None or async_op:
-            raise ValueError("the zigzag layout goes neither with reverse nor with out nor with async_op")
+            raise ValueError("the zigzag layout does not support reverse, out or async_op")
         (ascending, descending), decays, transitions = pairs
         operands = ascending, descending, *decays, *transitions, initial_state
         key = call_key(operands)
@@ -259,7 +259,7 @@ def scan_zigzag(
     if wanted:
         # both scans then have a backward on every rank, even if only one input requires a gradient
         taken = [x if i < 2 or (isinstance(x, Tensor) and x.requires_grad) else None for i, x in enumerate(operands)]
-        found = Together.apply(None, *taken)
+        found = JoinBackward.apply(None, *taken)
         ascending, descending, *rest = (x if t is None else t for x, t in zip(operands, found, strict=True))
         decays, transitions, initial_state = rest[:2], rest[2:4], rest[4]
     prev = scan_once(comm, ScanInputs(ascending, decays[0], transitions[0], initial_state), False, part=part)
@@ -268,10 +268,10 @@ def scan_zigzag(
         handed = outgoing(ScanInputs(ascending, decays[0], transitions[0]), prev)
     found = prev, scan_once(comm, ScanInputs(descending, decays[1], transitions[1], handed), True, part=part)
     # the last rank then runs the same backward scans as the others, also if only one result is used
-    return Together.apply(None, *found) if wanted else found
+    return JoinBackward.apply(None, *found) if wanted else found
 
 
-class Together(Function):
+class JoinBackward(Function):
     """Identity with one autograd node for several tensors: its backward runs after the backward of all their users."""
 
     @staticmethod

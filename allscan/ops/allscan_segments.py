@@ -20,7 +20,7 @@ from ..launch.compiled_kernel import dynamo_disabled
 from ..scan.agreement import ScanVariant, get_or_create_scan
 from ..scan.fwd_epochs import borrow_fwd_epoch, new_fwd_epochs
 from ..scan.segment_launches import Direction, Segments, SegmentScans, outer_products, row_sums
-from .allscan import Together
+from .allscan import JoinBackward
 
 NAME = "allscan_segments()"
 
@@ -111,7 +111,7 @@ def _check(comm: Communicator, parts: list[Segments], initial_state: Any, both: 
     if comm.algorithm in ("rails", "recursive_doubling"):
         raise ValueError(
             f'{NAME} adds in the order of the sequence, algorithm="{comm.algorithm}" of the communicator does not: '
-            'make it with "auto" or "chain"'
+            'create the communicator with "auto" or "chain"'
         )
     shape: tuple[int, ...] | None = None
     for states, decays, transitions in parts:
@@ -177,7 +177,7 @@ def _scan_zigzag(scans: SegmentScans, parts: list[Segments], initial_state: Any)
     if wanted:  # both scans then have a backward on every rank, whichever inputs require gradients
         taken = [x if i % 3 == 0 or (isinstance(x, Tensor) and x.requires_grad) else None for i, x in enumerate(inputs)]
         taken[-1] = initial_state if isinstance(initial_state, Tensor) and initial_state.requires_grad else None
-        found = Together.apply(None, *taken)
+        found = JoinBackward.apply(None, *taken)
         *inputs, initial_state = [x if t is None else t for x, t in zip(inputs, found, strict=True)]
         parts = [Segments(*inputs[:3]), Segments(*inputs[3:])]
     ascending, passed = _scan(scans, parts[0], initial_state, Direction())
@@ -185,7 +185,7 @@ def _scan_zigzag(scans: SegmentScans, parts: list[Segments], initial_state: Any)
     descending, left = _scan(scans, parts[1], handed, Direction(reverse=True))
     results = (ascending, descending, passed, left)
     if wanted:
-        results = Together.apply(None, *results)
+        results = JoinBackward.apply(None, *results)
     return results[:2], results[2:]
 
 

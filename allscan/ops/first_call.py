@@ -95,6 +95,6 @@ def check_gates(name: str, g: torch.Tensor, tokens: int | None = None) -> None:
     if least < LEAST_SUM:
         what = "be" if tokens == 1 else f"add up, in {tokens} tokens, to"
         raise ValueError(
-            f"{name} must {what} at least {LEAST_SUM:,.0f}, got {least:g}: float32 has no digits left there for the "
-            "decays beside. Begin documents by cu_seqlens"
+            f"{name} must {what} at least {LEAST_SUM:,.0f}, got {least:g}: sums in float32 would lose the other gates. "
+            "Separate documents by cu_seqlens"
         )

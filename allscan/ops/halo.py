@@ -19,8 +19,8 @@ from ..base.checks import (
     Shift,
     check_halves,
     check_tensor,
+    checked_first_token,
     integer,
-    own_place,
     restored,
     signature_of,
     zigzag_of,
@@ -215,7 +215,7 @@ def _check_halo(xs: Sequence[Tensor], comm: Communicator, options: Options) -> t
             raise ValueError(f"x must be [B, T, ...], got {_shapes(xs)}")
         if cu_seqlens is not None:
             cu_seqlens = own_boundaries(cu_seqlens)
-        first_token = own_place(first_token, cu_seqlens)
+        first_token = checked_first_token(first_token, cu_seqlens)
         B, T = xs[0].shape[:2]
         if any(x.shape[:2] != (B, T) for x in xs):
             raise ValueError(f"the tensors of x must have B and T alike, got {_shapes(xs)}")
@@ -393,7 +393,7 @@ def _forward(
         agree = Options(n, reverse, cu_seqlens, first_token).alike(dtypes, widths)
         deferred = None
         try:
-            check_packed(comm, cu_seqlens, T, own_place(first_token, cu_seqlens))
+            check_packed(comm, cu_seqlens, T, checked_first_token(first_token, cu_seqlens))
         except (TypeError, ValueError) as error:
             deferred = DeferredError(error)
         get_or_create_scan(comm, edge.shape, agree, deferred)

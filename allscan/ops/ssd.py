@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..base.autograd import check_saveable, product, wants_gradient
-from ..base.checks import PER_DOCUMENT, check_halves, check_tensor, integer, own_place, zigzag_of
+from ..base.checks import PER_DOCUMENT, check_halves, check_tensor, checked_first_token, integer, zigzag_of
 from ..base.errors import DeferredError
 from ..bindings.torch_compat import without_dispatch_modes
 from ..comm.call_order import stamp
@@ -288,7 +288,7 @@ def _prepare(
     try:
         zigzag = zigzag_of(layout, per_document, cu_seqlens)
         cu_seqlens = None if cu_seqlens is None else own_boundaries(cu_seqlens)
-        first_token = own_place(first_token, cu_seqlens)
+        first_token = checked_first_token(first_token, cu_seqlens)
         shape = _check(comm, inputs)
         integer("chunk_size", chunk_size)
         check_saveable(saved := (*inputs.values(), initial_states), saved)

@@ -51,7 +51,7 @@ def get_or_create_scan(
     if first or always:
         if first and deferred is None and comm.streams.capturing():
             raise RuntimeError(
-                "the first call for a shape asks the other ranks and makes a workspace, which cannot be captured: call "
+                "the first call for a shape exchanges arguments and allocates memory, which cannot be captured: call "
                 "once before the capture"
             )
         call, *pairs = agree or (None,)

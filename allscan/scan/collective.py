@@ -22,7 +22,7 @@ from .fwd_epochs import new_fwd_epochs
 from .launcher import Launcher, name_of
 from .rails_links import Rails
 from .work import Work
-from .workspace import MAKING, PROTOCOLS, Chain, Spec, make_workspace, workspace_bytes
+from .workspace import MAKE_WORKSPACE, PROTOCOLS, Chain, Spec, make_workspace, workspace_bytes
 
 _numbers = itertools.count(1)
 _DIRECTION = "_allscan_reverse"  # attribute of a forward epoch tensor: the direction of its launch
@@ -113,7 +113,7 @@ class AllScan:
         except (TypeError, ValueError, RuntimeError) as error:
             deferred = DeferredError(error)
         if deferred is not None:
-            comm.order.agree(None, deferred, MAKING)  # raises the error here and reports it to the other ranks
+            comm.order.agree(None, deferred, MAKE_WORKSPACE)  # raises the error here and reports it to the other ranks
         workspace = make_workspace(comm, spec, layout, self._max_ctas)
         self._offsets, self._layout = workspace.offsets, layout
         self.spec = spec

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..base.errors import REMEDY
-from ..shmem_kernels.links import NONE
+from ..shmem_kernels.links import EPOCH_BITS, NONE
 
 
 def look_for_backwards(launcher: Any, reverse: bool) -> None:
@@ -31,14 +31,14 @@ def look_for_backwards(launcher: Any, reverse: bool) -> None:
         if rails is None:
             begun = max(peek(there.freed[: launcher.spec.depth])) >= launched
             arrived = peek(back.arrived[:: launcher.spec.num_tiles])
-            ran = any((word & 0xFFFFFFFF) == epoch + 1 for word in arrived)
+            ran = any(word & EPOCH_BITS.value == epoch + 1 for word in arrived)
         else:
             begun = rails.have_begun(reverse, launched)
             ran = rails.have_run(not reverse, epoch)
         if ran:
             raise RuntimeError(
                 "a call with gradients had no backward on this rank, but on another one: this rank has not used "
-                "what the call returned, and its gradients since then lack what it gave to the others. Use the "
+                "what the call returned, and its gradients since then lack that call's part. Use the "
                 f"result on every rank, 0 * result.sum() if need be; or torch.no_grad() on all. {REMEDY}."
             )
         if begun:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import numbers
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -14,7 +13,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from ..base.checks import ScanInputs, Shift, check_scan, decay_rows, plain
-from ..base.tiling import transition_blocks, transition_tile
+from ..base.tiling import scan_num_warps, transition_blocks, transition_tile
 from ..bindings.torch_compat import current_stream_of
 from ..bindings.triton_compat import launchable
 from ..comm.backwards import Backwards
@@ -82,7 +81,7 @@ class Launcher:
         self.comm, self.spec, self.rails, self.closed = comm, spec, rails, False
         self.shape, (self.K, self.V) = spec.shape, spec.shape[-2:]
         self._max_ctas, self._least_ctas = max_ctas, workspace.max_ctas
-        self.num_warps = max(1, min(8, math.prod(spec.tile) // 512))  # 16 words of a tile in a thread
+        self.num_warps = scan_num_warps(spec.tile)
         self.backwards = Backwards(comm.order, [False, False])
         self.channels = workspace.channels
         self._adjoint_channels = tuple(c._replace(ADJOINT=tl.constexpr(True)) for c in self.channels)
@@ -350,12 +349,12 @@ class PreparedScan:
             if comm.debug:
                 comm._look_for_nan("the scan", result=out)
             return out
-        with comm.streams.side_stream() as side:
+        with comm.streams.async_launches() as launches:
             self.launcher.launch_scan(self, tensors, addresses)
         if comm.debug:
-            side.wait(tensors)
+            launches.wait(tensors)
             comm._look_for_nan("the scan", result=out)
-        return Work(comm, out, side, tensors)  # tensors: the side stream uses the forward epoch's memory, too
+        return Work(comm, out, launches, tensors)  # tensors: the side stream uses the forward epoch's memory, too
 
 
 def check_out(inputs: ScanInputs) -> None:

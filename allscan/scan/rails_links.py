@@ -9,11 +9,12 @@ from typing import Any
 import torch
 import triton.language as tl
 
+from ..base.tiling import scan_num_warps
 from ..launch.compiled_kernel import Launch
 from ..shmem_kernels import rails as kernels
 from ..shmem_kernels import wait
 from ..shmem_kernels.channel import Channel
-from ..shmem_kernels.links import NONE, PUT, SENTINEL, SIGNAL
+from ..shmem_kernels.links import EPOCH_BITS, NONE, PUT, SENTINEL, SIGNAL
 from .workspace import (
     PROTOCOLS,
     Parts,
@@ -38,11 +39,6 @@ def distances(nodes: int) -> list[int]:
     return found
 
 
-def warps_of(tile: tuple[int, int]) -> int:
-    """num_warps of a program that scans tiles of this size."""
-    return max(1, min(8, math.prod(tile) // 512))
-
-
 class Rails:
     """The rails of one AllScan on this rank. ``comm``: a Communicator, whose ``nodes`` are the sizes of its nodes.
 
@@ -58,10 +54,10 @@ class Rails:
         self.slice = -(-spec.num_tiles // self.owners)  # tiles
         if spec.depth * max(self.nodes) * self.slice * math.prod(spec.tile) >= 1 << 31:
             raise ValueError(
-                "what the members of a node give would be 2^31 words and more: "
+                "the owner's buffer for the members of its node would have 2^31 words or more: "
                 f'give a depth of less than {spec.depth}, or algorithm="chain"'
             )  # the kernel's offsets are int32
-        self.warps = warps_of(spec.tile)
+        self.warps = scan_num_warps(spec.tile)
         self.decay_columns = max(1, 32 * self.warps // spec.tile[0])
         self.distances = distances(len(self.nodes)) if spec.algorithm == "recursive_doubling" else []
         self.link = (SIGNAL if spec.protocol == "signal" else SENTINEL).value
@@ -321,7 +317,7 @@ class Rails:
         """Whether a message of the launch after ``epoch`` has arrived over a rail."""
         channels = [c for c in self._channels[direction] if c.RECV != NONE]
         words = (word for c in channels for word in self.comm.streams.peek(c.arrived[:: self.slice]))
-        return any((word & 0xFFFFFFFF) == epoch + 1 for word in words)
+        return any(word & EPOCH_BITS.value == epoch + 1 for word in words)
 
     def release(self) -> None:
         """Release the tensors that the kernels use; no kernel may use them afterwards."""

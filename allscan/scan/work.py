@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..comm.communicator import Communicator
-from ..launch.streams import SideStream
+from ..launch.streams import AsyncLaunches
 
 
 class Work:
@@ -20,8 +20,8 @@ class Work:
         >>> prev = work.wait()
     """
 
-    def __init__(self, comm: Communicator, result: Tensor, side: SideStream, read: tuple[object, ...]) -> None:
-        self._comm, self.result, self._side_stream, self._read = comm, result, side, read
+    def __init__(self, comm: Communicator, result: Tensor, launches: AsyncLaunches, read: tuple[object, ...]) -> None:
+        self._comm, self.result, self._launches, self._read = comm, result, launches, read
 
     def of(self, result: Tensor) -> Work:
         """This Work, with ``result`` in place of the scan's output tensor."""
@@ -41,11 +41,11 @@ class Work:
             RuntimeError: in a CUDA graph's capture, for a scan begun before the capture: a graph cannot wait for it.
                 The capture goes on.
         """
-        self._side_stream.wait(self._read)
+        self._launches.wait(self._read)
         self._read = ()
         self._comm.check()
         return self.result
 
     def __del__(self) -> None:
         if self._read:
-            self._side_stream.release(self._read)
+            self._launches.release(self._read)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
 import triton.language as tl
 
+from ..base.tiling import cdiv
 from ..bindings.arena import ALIGNMENT
 from ..comm.communicator import Communicator
 from ..comm.host_exchange import by_rank
@@ -31,10 +33,7 @@ class Spec(NamedTuple):
     @property
     def num_tiles(self) -> int:
         *lead, K, V = self.shape
-        tiles = -(-K // self.tile[0]) * -(-V // self.tile[1])
-        for n in lead:
-            tiles *= n
-        return tiles
+        return math.prod(lead) * cdiv(K, self.tile[0]) * cdiv(V, self.tile[1])
 
 
 class Workspace(NamedTuple):
@@ -135,7 +134,7 @@ class Chain:
         return forward, reverse._replace(backwards=forward.backwards)
 
 
-MAKING = "making a workspace"  # purpose of the host exchange, for error messages
+MAKE_WORKSPACE = "making a workspace"  # purpose of the host exchange, for error messages
 
 
 def workspace_bytes(comm: Communicator, layout: WorkspaceLayout) -> int:
@@ -167,7 +166,7 @@ def make_workspace(comm: Communicator, spec: Spec, layout: WorkspaceLayout, max_
         filled = full is None and layout.fill(offsets)
         comm.streams.synchronize()
         try:
-            answers = comm.order.agree(fields, None, MAKING, (offsets, full, max_ctas))
+            answers = comm.order.agree(fields, None, MAKE_WORKSPACE, (offsets, full, max_ctas))
             all_offsets, errors, ctas = zip(*answers, strict=True)
             if any(errors):
                 raise comm.order.raised_everywhere(MemoryError(by_rank(error or "ok" for error in errors)))
@@ -179,7 +178,7 @@ def make_workspace(comm: Communicator, spec: Spec, layout: WorkspaceLayout, max_
         channels = layout.make(all_offsets)
         if not filled:
             comm.streams.synchronize()
-            comm.order.exchange("workspace filled", MAKING)
+            comm.order.exchange("workspace filled", MAKE_WORKSPACE)
     except BaseException:  # another rank may have the offsets, if this one is interrupted
         comm.memory.free_later(*offsets)
         raise

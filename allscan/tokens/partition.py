@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Hashable
 from typing import NamedTuple, TypeVar
 
 import torch
 
-from ..base.checks import PER_DOCUMENT, boundaries
+from ..base.checks import PER_DOCUMENT, boundaries, lengths_misfit
 from ..base.tiling import cdiv
 from ..bindings.torch_compat import without_dispatch_modes
 from ..comm.communicator import Communicator
@@ -94,11 +93,9 @@ def partition(comm: Communicator, lengths: tuple[int, ...], T: int) -> list[int]
     answers = comm.order.exchange((lengths, T), "the first call with these cu_seqlens")
     _check_alike(comm, [answer[0] for answer in answers])
     tokens = [answer[1] for answer in answers]
-    if not _rises_from_0(lengths) or lengths[-1] != sum(tokens):
-        problem = (
-            f"cu_seqlens must rise from 0 to the {sum(tokens)} tokens of all ranks ({by_rank(tokens)}), got {lengths}"
-        )
-        raise comm.order.raised_everywhere(ValueError(problem))
+    problem = lengths_misfit(lengths, sum(tokens))
+    if problem:
+        raise comm.order.raised_everywhere(ValueError(f"{problem}; tokens: {by_rank(tokens)}"))
     partitions.remember(lengths, tokens)
     return tokens
 
@@ -135,7 +132,7 @@ def check_packed(
         lengths = boundaries_on_host(cu_seqlens)
     except RuntimeError as error:  # raised by a tensor subclass without values
         raise TypeError(f"cu_seqlens cannot be read: {error}") from error
-    if zigzag == PER_DOCUMENT and _rises_from_0(lengths):
+    if zigzag == PER_DOCUMENT and not lengths_misfit(lengths, None):
         _check_documents(comm, lengths, [T], first_token)
     if first_token is not None:
         halves = 1 + bool(zigzag)
@@ -145,20 +142,14 @@ def check_packed(
 def _check_documents(comm: Communicator, lengths: tuple[int, ...], tokens: list[int], first: int | None) -> None:
     """Raise ValueError if a sequence's length is no multiple of 2P, if a rank has not 1/P of all tokens, or if
     ``first``, the caller's first_token or None, is not the right one."""
-    chunks, share = 2 * comm.size, lengths[-1] // comm.size
-    if any((b - a) % chunks for a, b in itertools.pairwise(lengths)):
-        raise ValueError(
-            f"with per_document=True lengths must be multiples of {chunks}, twice the ranks, got cu_seqlens {lengths}"
-        )
+    problem, share = lengths_misfit(lengths, None, 2 * comm.size), lengths[-1] // comm.size
+    if problem:
+        raise ValueError(problem)
     if any(T != share for T in tokens):
         raise ValueError(f"with per_document=True each rank has {share} of {lengths[-1]} tokens, got {by_rank(tokens)}")
     if first is not None and first != comm.rank * share // 2:
         place = f"with per_document=True first_token of rank {comm.rank} is {comm.rank * share // 2}"
         raise ValueError(f"{place}, half of the tokens of the ranks before it, got {first}")
-
-
-def _rises_from_0(lengths: tuple[int, ...]) -> bool:
-    return lengths[0] == 0 and all(a <= b for a, b in zip(lengths, lengths[1:]))
 
 
 def _check_first_token(comm: Communicator, lengths: tuple[int, ...], begin: int, end: int, halves: int) -> None:
@@ -173,8 +164,8 @@ def _check_first_token(comm: Communicator, lengths: tuple[int, ...], begin: int,
 
 def _check_place(comm: Communicator, lengths: tuple[int, ...], begin: int, end: int, halves: int) -> None:
     """Raise ValueError if begin .. end - 1 cannot be the tokens of this rank, as far as it sees alone."""
-    if not _rises_from_0(lengths):
-        raise ValueError(f"cu_seqlens must rise from 0, got {lengths}")
+    if problem := lengths_misfit(lengths, None):
+        raise ValueError(problem)
     inside = 0 <= begin <= end <= lengths[-1] / halves
     first, last = comm.rank == 0, comm.rank == comm.size - 1
     if not inside or (first and begin != 0) or (last and end != lengths[-1] / halves):

@@ -32,13 +32,13 @@ import triton
 import triton.language as tl
 
 from ..base.errors import AllScanTimeout
-from ..base.tiling import scan_tile
+from ..base.tiling import scan_num_warps, scan_tile
 from ..bindings.interpreter import prepare_interpreter
 from ..bindings.triton_compat import OPTIONS
 from ..comm.memory import Line, Memory
 from ..comm.topology import ALGORITHMS, Topology
 from ..launch.streams import Streams
-from ..scan.rails_links import Rails, warps_of
+from ..scan.rails_links import Rails
 from ..scan.workspace import Chain, Spec, WorkspaceLayout
 from ..shmem_kernels import wait
 from ..shmem_kernels.rails import rails_kernel
@@ -361,7 +361,7 @@ class VirtualRanks:
             launch = self._rails[rank].make_launch(gated_rails_kernel, int(reverse), self.programs, **fixed)
             launch(*tensors, channel, behind=behind)
         else:
-            fixed |= OPTIONS | dict(num_warps=warps_of(self.spec.tile))
+            fixed |= OPTIONS | dict(num_warps=scan_num_warps(self.spec.tile))
             gated_scan_kernel[(self.programs,)](*tensors, channel, *behind, **fixed)
 
     def timed(self, states: Any, decays: Any, epochs: int = 1, **options: Any) -> tuple[list[torch.Tensor], Any]:

@@ -855,7 +855,7 @@ def test_a_rank_that_goes_the_other_way(run, operator):
     assert all(end and end[0] == "AllScanOutOfStep" and again for _, end, again in answers[1:]), answers
     (first, *_), (last, end, _) = answers
     assert last[0] is not True and True not in last[1:], answers  # it waits for the first rank
-    assert "behind calls that differ in reverse" in end[1], end
+    assert "after earlier calls with different reverse" in end[1], end
 
 
 def stamps_case(group):

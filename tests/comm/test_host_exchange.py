@@ -190,7 +190,7 @@ def test_what_is_read_executes_nothing():
     store.words["allscan/name/rejected/any"] = b""
     store.words["allscan/name/rejected/0"] = b"__import__('os').system('true')"
     with pytest.raises(ValueError, match="Expecting value"):
-        ranks[1].posted("rejected")
+        ranks[1].posted_rejections()
 
 
 @pytest.mark.quick

@@ -417,7 +417,7 @@ def documents_case(group):
             f"multiples of {2 * comm.size}": ids | dict(cu_seq_lens_q=odd),
             "differs between ranks": ids | dict(cu_seq_lens_q=odd if last else lengths),
             "told by cu_seq_lens_q": ids | dict(position_ids=starts),
-            f"must end with the {T} tokens": ids | dict(cu_seq_lens_q=lengths[:-1]),
+            f"from 0 to the {T} tokens": ids | dict(cu_seq_lens_q=lengths[:-1]),
             "a batch of one": dict(input_ids=whole[:, places], cu_seq_lens_q=lengths),
             "but the model has 1 rows, tokens [16, 16], zigzag, per_document=True": rows,
         }
@@ -1009,7 +1009,7 @@ def options_case(group):
             "output_router_logits": dict(output_router_logits=True),
             "position_ids must be [B, T]": dict(position_ids=part[None]),
             "T = ": dict(position_ids=part[:, 1:]),
-            "must end with the 20 tokens": dict(cu_seq_lens_q=torch.tensor([0, 8, 19])),
+            "from 0 to the 20 tokens": dict(cu_seq_lens_q=torch.tensor([0, 8, 19])),
             "must rise from 0": dict(cu_seq_lens_q=torch.tensor([0, 12, 8, 20])),
             "cu_seq_lens_q differs": dict(cu_seq_lens_q=torch.tensor([0, 8 + comm.rank, 20])),
             "on every rank or on none": dict(position_ids=torch.arange(11)[None]) if comm.rank == 0 else {},

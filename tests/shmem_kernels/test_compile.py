@@ -13,12 +13,11 @@ import triton
 import triton.language as tl
 
 from allscan import device
-from allscan.base.tiling import default_tile, transition_blocks, transition_tile
+from allscan.base.tiling import default_tile, scan_num_warps, transition_blocks, transition_tile
 from allscan.bindings import nvshmem_device as nvshmem
 from allscan.bindings.versions import number, nvshmem_version
 from allscan.ops.delta import delta_passes
 from allscan.ops.delta.records import Between, DeltaShape, Ends, OfOutput
-from allscan.scan.rails_links import warps_of
 from allscan.shmem_kernels import (
     blocks,
     delta,
@@ -217,7 +216,7 @@ def compile_rails(rail, rounds=0, link=SENTINEL, round_link=SENTINEL, tile=(16, 
     arguments = pointers("p_state p_decay p_initial p_out", "*fp32")
     arguments |= pointers("p_gate p_delay p_times", "*i64")
     arguments |= pointers("stride_g stride_k", "i32") | {"node": node, "rail": rails}
-    warps = warps_of(tile)
+    warps = scan_num_warps(tile)
     BD = max(1, 32 * warps // tile[0])
     of_own = dict(SLICE=8, BD=BD, LINK=link.value, ROUNDS=rounds, ROUND_LINK=round_link.value)
     kinds = dict(table="*i64", states="*fp32", states_arrived="*i64", decays="*fp32", decays_arrived="*i64")

@@ -13,7 +13,7 @@ from ...base.checks import (
     check_for_an_operator,
     check_halves,
     check_tensor,
-    own_place,
+    checked_first_token,
     zigzag_of,
 )
 from ...base.errors import DeferredError
@@ -51,7 +51,7 @@ def checked(
         if before.state_v_first and initial_state is not None and initial_state.ndim < 2:
             raise ValueError(f"initial_state must be [.., HV, V, K], got {tuple(initial_state.shape)}")
         cu_seqlens = None if asked.cu_seqlens is None else own_boundaries(asked.cu_seqlens)
-        first_token = own_place(asked.first_token, cu_seqlens)
+        first_token = checked_first_token(asked.first_token, cu_seqlens)
         if before.chunk not in CHUNKS:
             raise ValueError(f"chunk must be one of {', '.join(CHUNKS)}, got {before.chunk!r}")
         of_gate = dict(lower_bound=before.lower_bound, A_log=before.A_log, dt_bias=before.dt_bias)

@@ -11,9 +11,9 @@ from torch import Tensor
 from ...base.autograd import Operator, Passes, reject_second_derivative, wants_gradient, watched
 from ...base.checks import (
     call_key,
-    others_than_saved,
     plain_or_traced,
     restored,
+    saved_tensor_error,
 )
 from ...bindings.torch_compat import num_dispatch_modes
 from ...comm.backwards import saved_tensors
@@ -352,7 +352,7 @@ def _run_backward(prepared: PreparedDelta | None, do: Tensor, dfinal: Tensor | N
     with comm.call(True, f"the backward of {TITLES[rule]}", (do, dfinal)):
         reject_second_derivative("a delta rule")
         if q.ndim != 4:
-            raise others_than_saved(TITLES[rule], "q", q, "[B, T, H, K]")
+            raise saved_tensor_error(TITLES[rule], "q", q, "[B, T, H, K]")
         if prepared is None:
             own = isinstance(RULES[rule], OwnChunks) and sums.dtype == do.dtype  # the gates have q's dtype
             shapes = shapes_of(q, do, cu_seqlens, invariant)

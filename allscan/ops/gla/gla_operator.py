@@ -22,10 +22,10 @@ from ...base.checks import (
     check_for_an_operator,
     check_halves,
     check_tensor,
-    others_than_saved,
-    own_place,
+    checked_first_token,
     plain_or_traced,
     restored,
+    saved_tensor_error,
     signature_of,
     zigzag_of,
 )
@@ -226,7 +226,7 @@ def _checked(
         zigzag = zigzag_of(layout, per_document, boundaries)
         check_for_an_operator(dict(zip(("q", "k", "v", "g", "initial_state"), tensors)), scale)
         cu_seqlens = None if boundaries is None else own_boundaries(boundaries)
-        first_token = own_place(first_token, cu_seqlens)
+        first_token = checked_first_token(first_token, cu_seqlens)
         check_saveable((*tensors, cu_seqlens), tensors)
         invariant = check_invariant(carrier.comm, invariant, zigzag)
     except (TypeError, ValueError) as error:
@@ -444,7 +444,7 @@ def _run_backward(prepared: Prepared | None, *inputs: Any) -> tuple[Any, ...]:
     with carrier.comm.call(True, "the backward of zeco_gla", (do, dfinal)):
         reject_second_derivative("zeco_gla")
         if q.ndim != 4:
-            raise others_than_saved("zeco_gla", "q", q, "[B, T, H, K]")
+            raise saved_tensor_error("zeco_gla", "q", q, "[B, T, H, K]")
         if prepared is None:
             saved = _saved(_shape(q, do, gate_dtype, cu_seqlens, options.of_shape), carrier.comm.device)
         else:

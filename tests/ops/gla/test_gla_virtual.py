@@ -10,11 +10,11 @@ import torch
 import triton.language as tl
 
 import allscan
+from allscan.base.tiling import scan_num_warps
 from allscan.bindings.triton_compat import OPTIONS
 from allscan.launch.compiled_kernel import prefer_shared_memory_carveout
 from allscan.ops.carrier import register
 from allscan.ops.gla import Asked, zeco_gla_by
-from allscan.scan.rails_links import warps_of
 from allscan.shmem_kernels.scan import scan_kernel
 from allscan.tools.virtual import VirtualRanks
 from support.gla import BF16, LIMIT, GLACase, Whole, errors_of_part
@@ -60,7 +60,7 @@ class Seat:
                 HAS_DECAY=True,
                 HAS_INITIAL=False,
                 NEIGHBOUR_SHIFT=False,
-                num_warps=warps_of(ranks.spec.tile),
+                num_warps=scan_num_warps(ranks.spec.tile),
                 **OPTIONS,
             )
             if state.is_cuda:
