@@ -9,7 +9,8 @@ The tokens of this rank are cut into segments, and those into chunks of BT token
                       rest, overlapped with the scan
     state_kernel      each segment alone, from a zero state: its local state, and the sum of its gates
     carry_kernel      each segment's incoming state from this rank's own tokens; the rank's local state
-    scan_kernel       (scan.py) All-Scan of that over the ranks: this rank's incoming state
+    scan_kernel       (scan.py) All-Scan of that over the ranks: this rank's incoming state. With ``invariant``
+                      gated_segments_kernel (segments.py) replaces carry_kernel and scan_kernel
     final_kernel      adds this rank's incoming state, decayed, to the final state of the sequence that it belongs to
     output_kernel     a segment at a time, its state in registers, starting with its incoming state: from this rank's
                       tokens, plus that of the other ranks, decayed:

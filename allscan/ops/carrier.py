@@ -28,8 +28,8 @@ from ..tokens.packing import CHUNK_TOKENS
 
 C = TypeVar("C", bound="AllScanCarrier")
 
-# Microseconds of the scan for each hop, and for each word of a state over NVLink: within 0.6 us of scan.csv's latency for
-# 2 MiB on 2 and 4 ranks
+# Microseconds of the scan for each hop, and for each word of a state over NVLink: for 2 MiB on 2 and 4 ranks within 0.7
+# of the latency in scan.csv
 HOP_US, WORD_US = 2.0, 1.5e-5
 
 
