@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Sequence
 
 ALIGNMENT = 512
 DEFAULT_BYTES = 256 << 20
+MOST_BYTES = 1 << 62
+_FACTORS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
 def arena_bytes(requested: int | None) -> int:
@@ -15,15 +18,19 @@ def arena_bytes(requested: int | None) -> int:
         text = os.environ.get("ALLSCAN_HEAP", "").strip().upper()
         if not text:
             return DEFAULT_BYTES
-        try:
-            factor = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}.get(text[-1], 1)
-            requested = int(text.rstrip("KMG")) * factor
-        except ValueError:
-            raise ValueError(f"ALLSCAN_HEAP must be a number of bytes such as 512M, got {text!r}") from None
+        found = re.fullmatch(r"(\d{1,20})([KMG]?)", text, re.ASCII)
+        if found is None:
+            raise ValueError(f"ALLSCAN_HEAP must be a number of bytes such as 512M, got {text!r}")
+        requested = int(found[1]) * _FACTORS[found[2]]
     if isinstance(requested, bool) or not hasattr(requested, "__index__"):
         raise TypeError(f"heap_bytes must be an integer, got {requested!r}")
     if requested < ALIGNMENT:
         raise ValueError(f"the arena must hold at least {ALIGNMENT} bytes, got {requested}")
+    if requested > MOST_BYTES:
+        raise ValueError(
+            f"the arena of {requested:,} bytes is larger than an address space: allscan.init(heap_bytes=...) or the "
+            f"variable ALLSCAN_HEAP must be at most {MOST_BYTES:,}"
+        )
     return -(-requested // ALIGNMENT) * ALIGNMENT
 
 

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import functools
 import inspect
 import itertools
+import sys
 import threading
+import types
 from collections.abc import Callable
 
 
 def shorten_launches(interpreter) -> None:
     """Reduce the work of a launch besides its kernel: inspect ``triton.language`` and the kernel's signature once, not
     at every launch and every first call of a device function; pass the address of a CPU tensor without a copy of the
-    tensor object."""
+    tensor object.
+
+    Ctrl-C raises KeyboardInterrupt anywhere, also here and in clean-up. So what a launch changes is recorded before it
+    is changed, and the next launch completes what is left."""
     function, executor = interpreter.InterpretedFunction, interpreter.GridExecutor
     prepare, launch = executor.__init__, executor.__call__
     language_of, start, apply, restore = _languages(interpreter)
     arguments_of = _arguments_in_place(interpreter)
-    launching = threading.Lock()  # held during a launch
+    launches: list = []  # (thread, object of its own): the first one runs; it may also be one whose end was interrupted
     constexprs: dict = {}  # names by function; the interpreter never frees these functions
 
     def executor_init(self, fn, arg_names, grid, pre_run_hooks=()) -> None:
@@ -45,22 +51,40 @@ def shorten_launches(interpreter) -> None:
                 raise
             raise interpreter.InterpreterError(repr(error)) from error
 
+    def in_launch(thread) -> bool:
+        """Whether a thread is inside of another launch than this one."""
+        frame = sys._getframe(2) if thread == threading.get_ident() else sys._current_frames().get(thread)
+        while frame is not None and frame.f_code is not grid_call.__code__:
+            frame = frame.f_back
+        return frame is not None
+
+    def run_arguments(self, args, kwargs) -> None:
+        with interpreter.np.errstate(over="ignore", invalid="ignore"):  # GPUs do not report Inf and NaN
+            arguments = arguments_of(self, args, kwargs)
+            if arguments is None:
+                launch(self, *args, **kwargs)
+            else:
+                run_grid(self, arguments)
+
     def grid_call(self, *args, **kwargs) -> None:
-        if not launching.acquire(blocking=False):  # waiting could deadlock: the other launch may wait for this rank
-            raise RuntimeError(
-                "another thread of this process is inside of a kernel, and Triton's interpreter runs one at a time: on "
-                "CPUs use communicators in one thread, or in processes of their own"
-            )
-        with contextlib.ExitStack() as stack:
-            stack.callback(launching.release)
-            stack.callback(restore)
+        mine = threading.get_ident(), object()
+        launches.append(mine)
+        while (first := launches[0]) is not mine:
+            if in_launch(first[0]):  # waiting could deadlock: it may wait for this rank
+                launches.remove(mine)
+                raise RuntimeError(
+                    f"{'this' if first[0] == mine[0] else 'another'} thread of this process is inside of a kernel, and "
+                    "Triton's interpreter runs one at a time: on CPUs use communicators in one thread, or in processes "
+                    "of their own"
+                )
+            with contextlib.suppress(ValueError):  # another thread may have removed it
+                launches.remove(first)
+        try:
             start(language_of(self.fn))
-            with interpreter.np.errstate(over="ignore", invalid="ignore"):  # GPUs do not report Inf and NaN
-                arguments = arguments_of(self, args, kwargs)
-                if arguments is None:
-                    launch(self, *args, **kwargs)
-                else:
-                    run_grid(self, arguments)
+            contextvars.copy_context().run(run_arguments, self, args, kwargs)  # numpy's errstate ends with the context
+        finally:
+            restore()
+            launches.remove(mine)
 
     def device_call(self, *args, **kwargs) -> object:
         apply(language_of(self.fn))
@@ -77,13 +101,13 @@ def shorten_launches(interpreter) -> None:
 def _languages(interpreter) -> tuple[Callable, Callable, Callable, Callable]:
     """Four functions: language_of(function) identifies the languages in a Python function's globals; start(language)
     and apply(language) set the interpreter's functions in those of a kernel and of a device function, if they are not
-    set; restore() resets all of them."""
+    set; restore() resets all of them. Each may be interrupted, and start() then completes restore()."""
     patch, missing, languages = interpreter._patch_lang, interpreter._MISSING, (interpreter.tl, interpreter.tl.core)
-    if not hasattr(interpreter._LangPatchScope(), "_changes"):
-        raise AttributeError("_changes")
+    if not hasattr(interpreter._LangPatchScope(), "_changes") or "_LangPatchScope" not in patch.__code__.co_names:
+        raise AttributeError("_LangPatchScope")
     changes: dict = {}  # names of languages -> [(object, name, value)]
-    originals: dict = {}  # names of languages -> {(id, name): (object, name, value before)}
-    applied: list = []  # names of languages
+    originals: dict = {}  # names of languages -> [(object, name, value before)]
+    applied: dict = {}  # names of languages -> [(object, name, value before)], before the first of them is set
 
     @functools.cache
     def language_of(python_function) -> tuple:
@@ -94,40 +118,39 @@ def _languages(interpreter) -> tuple[Callable, Callable, Callable, Callable]:
         python_function, names = language
         if any(names <= others for others in applied):
             return
-        if names not in changes:
-            before = [*applied]
-            restore()
-            remember(names, patch(python_function)._changes)
-            for others in before:
-                apply((python_function, others))
-        else:
+        if names in changes:
+            applied[names] = originals[names]
             for changed, name, value in changes[names]:
                 setattr(changed, name, value)
-        applied.append(names)
+            return
+        before = [*applied]
+        restore()
+        scope = interpreter._LangPatchScope()
+        applied[names] = scope._changes  # Triton records each value before it sets another
+        own = patch.__globals__ | {"_LangPatchScope": lambda: scope}
+        types.FunctionType(patch.__code__, own)(python_function)
+        places = {(id(changed), name): (changed, name, value) for changed, name, value in reversed(scope._changes)}
+        originals[names] = [*places.values()]  # the value before the first change of each place
+        changes[names] = [(changed, name, vars(changed)[name]) for changed, name, _ in places.values()]
+        for others in before:
+            apply((python_function, others))
 
     def start(language) -> None:
         """Apply a kernel's language, while none is applied. Forget all if another package has set a function since."""
-        known = originals.get(language[1], {}).values()
+        restore()  # what an interrupted launch has left
+        known = originals.get(language[1], ())
         if any(vars(x).get(name, missing) is not value for x, name, value in known):
             changes.clear()
             originals.clear()
         apply(language)
 
-    def remember(names, patched) -> None:
-        places = {(id(changed), name): (changed, name, value) for changed, name, value in reversed(patched)}
-        originals[names] = places  # the value before the first change of each place
-        changes[names] = [(changed, name, vars(changed)[name]) for changed, name, _ in places.values()]
-
     def restore() -> None:
-        places = originals[applied[0]] if applied else {}
-        for names in applied[1:]:
-            places = places | originals[names]
-        applied.clear()
-        for changed, name, value in places.values():
-            if value is missing:
-                delattr(changed, name)
-            else:
+        for changed, name, value in itertools.chain(*map(reversed, applied.values())):
+            if value is not missing:
                 setattr(changed, name, value)
+            elif name in vars(changed):
+                delattr(changed, name)
+        applied.clear()
 
     return language_of, start, apply, restore
 
@@ -211,9 +234,10 @@ def patch_with_less(core, interpreter, operations) -> None:
         if pkg not in found:
             semantic = interpreter.TritonSemantic(builder)
             members = [(name, member) for name, member in inspect.getmembers(pkg) if core.is_builtin(member)]
-            found[pkg] = [(name, member, with_semantic(member, semantic)) for name, member in members]
+            calls = [(name, member, with_semantic(member, semantic)) for name, member in members]
             if pkg in (core.tensor, core, interpreter.tl):
-                found[pkg] = [(n, m, operations[n](call) if n in operations else call) for n, m, call in found[pkg]]
+                calls = [(n, m, operations[n](call) if n in operations else call) for n, m, call in calls]
+            found[pkg] = calls
         for name, member, call in found[pkg]:
             if getattr(pkg, name) is member:  # not patched yet
                 scope.set_attr(pkg, name, call)

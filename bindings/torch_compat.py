@@ -7,6 +7,7 @@ not enough.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -36,6 +37,7 @@ __all__ = [
     "no_cuda_graph",
     "num_dispatch_modes",
     "operator",
+    "recorded",
     "stops_recomputation",
     "transforms_active",
     "tree_leaves",
@@ -58,6 +60,14 @@ capturing: Callable[[], bool] = getattr(
 # The number of active dispatch modes, and a context without them; no public function for either
 num_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 without_dispatch_modes = _disable_current_modes
+
+
+def recorded() -> bool:
+    """Check whether make_fx records the operators of this thread. torch.compiler.is_compiling() is False then; no
+    public function."""
+    proxy_tensor = sys.modules.get("torch.fx.experimental.proxy_tensor")
+    return proxy_tensor is not None and proxy_tensor.get_proxy_mode() is not None
+
 
 _graph_task: Callable[[], int] = torch._C._current_graph_task_id
 

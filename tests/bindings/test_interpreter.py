@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import collections
+import sys
+import types
 from typing import NamedTuple
 
+import numpy
 import pytest
 import torch
 import triton
 import triton.language as tl
 
-from allscan.bindings import interpreter_blocks
+from allscan.bindings import interpreter_blocks, interpreter_launches
 from allscan.bindings.interpreter import prepare_interpreter
 from allscan.shmem_kernels.wait import poll_word
 
@@ -333,3 +337,113 @@ def test_the_same_with_less_work(fresh):
     assert sum(values[0] is None for values in launched[:-1]) == 8
     for other in others:
         assert other == launched
+
+
+def launch_inside(p_to):
+    """Called by a kernel."""
+    try:
+        of_a_constant[(1,)](torch.zeros(8), 1)
+    except RuntimeError as error:
+        FOUND.append(str(error))
+
+
+@triton.jit
+def of_a_launch_inside(p_to):
+    launch_inside(p_to)
+    tl.store(p_to, 5.0)
+
+
+def nested():
+    prepare_interpreter()
+    to = torch.zeros(1)
+    FOUND.clear()
+    of_a_launch_inside[(1,)](to)
+    return to.item(), FOUND
+
+
+def test_a_launch_inside_of_a_kernel_is_rejected(fresh):
+    ((value, found),) = fresh(1).run(nested)
+    assert value == 5.0 and len(found) == 1 and found[0].startswith("this thread of this process is inside of a kernel")
+
+
+class Interrupt:
+    """A trace function that raises KeyboardInterrupt before the ``time``-th execution of an instruction of
+    interpreter_launches.py or of Triton's functions that set and reset. ``counts``: executions by instruction."""
+
+    def __init__(self, place=None, time=0):
+        self.place, self.time, self.counts = place, time, collections.Counter()
+
+    def __call__(self, frame, event, _):
+        code = frame.f_code
+        if code.co_filename != interpreter_launches.__file__ and code.co_name not in ("set_attr", "_patch_lang"):
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        if event == "opcode":
+            place = id(code), frame.f_lasti
+            self.counts[place] += 1
+            if place == self.place and self.counts[place] == self.time:
+                raise KeyboardInterrupt
+        return self
+
+
+def interrupted(launch, interrupt):
+    """Whether KeyboardInterrupt was raised."""
+    before = sys.gettrace()
+    sys.settrace(interrupt)
+    try:
+        launch()
+    except BaseException as error:
+        return isinstance(error, KeyboardInterrupt)
+    finally:
+        sys.settrace(before)
+    return False
+
+
+def new_kernel():
+    """Return a kernel without cached signature; Triton and this package patch the language anew for it."""
+    tl.static_print = lambda *_: None
+    known = of_two_modules.fn
+    return triton.jit(types.FunctionType(known.__code__, known.__globals__, known.__name__))
+
+
+HOOKED_MODULES = triton.jit(types.FunctionType(of_two_modules.fn.__code__, globals(), "of_two_modules"))
+HOOKED_MODULES.add_pre_run_hook(lambda *args, **kwargs: None)
+
+
+def interrupts(name):
+    """Interrupt a launch at each instruction. Return (number of interrupts, those after which a launch is wrong)."""
+    prepare_interpreter()
+    kernel_of = {"first": new_kernel, "hooked": lambda: HOOKED_MODULES}.get(name, lambda: of_two_modules)
+    changed, errors = (tl, tl.core, tl.math, tl.core.tensor, tl.core.dtype), numpy.geterr()
+    to, word = torch.zeros(8), torch.tensor([3])
+
+    def launch(launched, interrupt):
+        return interrupted(lambda: launched[(1,)](None if name == "failing" else word, to), interrupt)
+
+    def right(before):
+        to.zero_()
+        of_two_modules[(1,)](word, to)
+        return to[:2].tolist() == [3.0, 4.0] and [dict(vars(x)) for x in changed] == before and numpy.geterr() == errors
+
+    wrong, count, record = [], 0, None
+    for _ in range(2):  # the first one fills caches, except those of a new kernel
+        record = Interrupt()
+        launch(kernel_of(), record)
+    for place, most in record.counts.items():
+        for time in {(most + 1) // 2} if name == "first" else {1, most}:  # a first launch takes longer
+            launched = kernel_of()
+            before = [dict(vars(x)) for x in changed]
+            count += launch(launched, Interrupt(place, time))
+            try:
+                problem = "" if right(before) else "another value"
+            except Exception as error:
+                problem = repr(error)
+            if problem:
+                wrong.append((place[1], time, problem))
+    return count, wrong
+
+
+@pytest.mark.parametrize("name", ["first", "next", "hooked", "failing"])
+def test_launches_after_an_interrupted_one(fresh, name):
+    ((count, wrong),) = fresh(1).run(interrupts, name)
+    assert count > 300 and not wrong, (count, len(wrong), wrong[:5])

@@ -61,6 +61,9 @@ class UcxNetwork:
     def quiet(self) -> None:
         self._proxy.proxy_quiet()
 
+    def close(self) -> None:
+        self.quiet()
+
 
 def _paths(name: str) -> list[str]:
     return list(filter(None, os.environ.get(name, "").split(os.pathsep)))
