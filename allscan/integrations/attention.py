@@ -32,7 +32,7 @@ from ..tokens.packing import Tables, document_places
 from ..tokens.partition import cached_table
 from .attention_kernels import flash_fits, kernel_for, strided_like, widened
 from .softmax import Gather
-from .unmasked import tokens_first
+from .unmasked import exact_of, tokens_first
 
 # Packed sequences use FlashAttention 2: its causal mask aligns the last query with the last key
 
@@ -507,7 +507,7 @@ class _Steps(torch.autograd.Function):
         again = plan.project is not None and any(ctx.needs_input_grad)  # backward projects again
         captured = again and plan.later.comm.streams.capturing()  # torch does not read a generator in a capture
         ctx.random = (torch.get_rng_state(), *get_device_states(q)) if again and not captured else None
-        gather, plan.first, exact = plan.first, None, o.float()  # rounded once, after all steps
+        gather, plan.first, exact = plan.first, None, exact_of(o)  # rounded once, after all steps
         for step in range(len(plan.ranges)):
             following = plan.start(step + 1, tensors)
             assert gather is not None  # true for each step of plan.ranges
@@ -531,7 +531,7 @@ class _Steps(torch.autograd.Function):
     def _backward(ctx: Any, do: Tensor) -> tuple[torch.Tensor | None, ...]:
         q, o, lse, *inputs = ctx.saved_tensors
         plan, tensors, sources = ctx.plan, inputs[: ctx.count], inputs[ctx.count :]
-        do, total = strided_like(do, o), torch.zeros_like(q, dtype=torch.float32)
+        do, total = strided_like(do, o), torch.zeros_like(exact_of(q))
         weights: list[torch.Tensor | None] = [None] * len(sources)
         gradients: Sequence[torch.Tensor]
         gather = plan.start(0, tensors)

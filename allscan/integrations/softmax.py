@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -241,7 +241,7 @@ def _shifted_documents(labels: Tensor, ignored: Any, comm: Communicator, lengths
     return F.pad(labels[:, 1:], (0, 1)).index_copy(1, ends, following + ignored)
 
 
-def reject(comm: Communicator, message: str) -> None:
+def reject(comm: Communicator, message: str) -> NoReturn:
     """Raise ValueError on this rank, and report it to the ranks that continue the call."""
     with comm.call():
         raise ValueError(message)

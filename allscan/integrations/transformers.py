@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ..base.checks import boundaries
 from ..comm.communicator import Communicator
+from ..launch.compiled_kernel import dynamo_disabled
 from ..tokens.packing import boundaries_on_host, without_empty
 from ..zigzag import zigzag_positions
 from . import needing
@@ -274,6 +275,15 @@ def _with_labels(at: int, head: nn.Module, arguments: tuple, options: dict[str, 
     return arguments, options | {LABELS: labels is not None}
 
 
+def _tokens_in(cache: Any, comm: Communicator) -> int:
+    """The number of tokens in a cache of transformers, which raises for a model without softmax layers."""
+    try:
+        return int(cache.get_seq_length())
+    except ValueError as error:
+        reject(comm, f"past_key_values: {error}")
+
+
+@dynamo_disabled
 def _model(
     model: Any,
     comm: Communicator,
@@ -303,7 +313,7 @@ def _model(
     ):
         reject(comm, "attention_mask masks tokens: pack the sequences instead of padding them")
     cache = past_key_values if cache is None else cache
-    if cache is not None and cache.get_seq_length():
+    if cache is not None and _tokens_in(cache, comm):
         reject(comm, "past_key_values must be empty: the state before the first rank's tokens is taken as zero")
     for name in ("output_attentions", "output_router_logits"):
         option = options.get(name)

@@ -380,9 +380,9 @@ def _attention(
             f"a {type(module).__name__} has the keys of {key.shape[2]} tokens, not of the "
             f"{sum(sequence.tokens)} of all ranks: {OTHER_VERSION}",
         )
-    if not sequence.own:  # this rank must join the backward's collectives
+    if not sequence.own:  # this rank must join the backward's collectives, those of DistributedDataParallel, too
         o = query.new_zeros(query.shape[0], 0, query.shape[1], value.shape[-1])
-        return _padded(Using.apply(o, key, value), sequence), None
+        return _padded(Using.apply(o, query, key, value), sequence), None
     if inner == "sdpa" and sequence.lengths is not None and not dropout and takes_packed(query, key, value):
         lengths = boundaries_on_host(sequence.lengths)
         if sequence.per_document:

@@ -307,6 +307,10 @@ def few_case(group, family, inner, batches, layout):
             sequence_parallel(model, comm=comm, layout=layout)
             output = model(input_ids=whole[:, mine], labels=labels[:, mine], **how)
             output.loss.backward()
+            unused = {name for name, p in model.named_parameters() if p.grad is None and "experts" not in name}
+            answers: list = [None] * comm.size  # DistributedDataParallel would wait for a parameter unused on one rank
+            dist.all_gather_object(answers, unused, group=comm.group)
+            assert all(answer == unused for answer in answers), answers
             sums = [output.loss.detach(), torch.cat([g.flatten() for g in gradients(model).values()])]
             for x in sums:
                 dist.all_reduce(x, group=comm.group)
@@ -1022,7 +1026,8 @@ def options_case(group):
             for text, ids in (("leave no cache: pass use_cache=False; ", part), ("got 2; ", part.expand(2, -1))):
                 answers[text + "position_ids begin a sequence wherever"] = raised(model.generate, ids, max_new_tokens=2)
             again = model(input_ids=part, attention_mask=torch.ones_like(part))
-        errors.append(relative(again.logits, found.logits))
+            compiled = torch.compile(model, backend="eager")(input_ids=part)  # the split part runs eagerly
+        errors += [relative(output.logits, found.logits) for output in (again, compiled)]
         from allscan.integrations.attention import Attention
 
         limited = made("qwen3_next")
@@ -1036,6 +1041,11 @@ def options_case(group):
         answers["attention differs between ranks: rank 0: Attention(merged=True, memory=1000)"] = raised(
             limited, input_ids=part
         )
+        frozen = made("qwen3_next")
+        if comm.rank:
+            frozen.model.layers[1].requires_grad_(False)
+        sequence_parallel(frozen, comm=comm)
+        answers["trainable parameters: "] = raised(frozen, input_ids=part)
         modeling = importlib.import_module("transformers.models.qwen3_next.modeling_qwen3_next")
         patch.setattr(modeling, "causal_conv1d_fn", modeling.causal_conv1d_fn.original)
         answers["was replaced since"] = raised(model, input_ids=part)
