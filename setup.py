@@ -64,7 +64,7 @@ setup(
             "megatron-core==0.19.2; python_version >= '3.12'",  # for earlier Pythons see the Makefile
         ],
     },
-    entry_points={"console_scripts": ["allscan=allscan.tools.doctor:main"]},
+    entry_points={"console_scripts": ["allscan=allscan.__main__:main"]},
     classifiers=[
         "Intended Audience :: Science/Research",
         "License :: OSI Approved :: Apache Software License",

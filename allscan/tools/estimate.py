@@ -7,26 +7,33 @@ tests/tools/test_estimate.py and tests/gpu/test_estimate_gpu.py compare it with 
 from __future__ import annotations
 
 import contextlib
+import sys
 import types
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from ..base.tiling import H100_MULTIPROCESSORS, scan_tile, transition_tile
+from ..base.checks import integer
+from ..base.tiling import H100_MULTIPROCESSORS, cdiv, scan_tile, transition_tile
 from ..launch.plan import Plan
 from ..ops.carrier import Carried, record_call
+from ..ops.delta.delta_checks import check_tensors as check_delta
 from ..ops.delta.delta_passes import delta_segment_length
 from ..ops.delta.own_chunks import ChunkPass
 from ..ops.delta.records import DeltaShape, Ends, Inputs, Outer, Saved, SavedStates
 from ..ops.delta.scalar_chunks import ScalarChunkPass
+from ..ops.gla.gla_operator import check_tensors as check_gla
 from ..ops.gla.gla_plans import backward_plan, forward_plan, shape_of
 from ..scan.fwd_epochs import FWD_EPOCHS
 from ..scan.workspace import Spec, workspace_layout
-from ..tokens.packing import CHUNK_TOKENS, Layout, batch_pieces, most_segments
+from ..tokens.packing import CHUNK_TOKENS, GRID_LIMIT, Layout, batch_pieces, most_segments
 
 OPERATORS = {"gla": "zeco_gla", "kda": "zeco_kda", "gated_delta_rule": "zeco_gated_delta_rule"}
 FLA = {"gla": "gla", "kda": "kda", "gated_deltanet": "gated_delta_rule"}
+LAYER_TYPES = "linear_attention", "full_attention"
+
+Kind = TypeVar("Kind", dict, list)
 
 
 class Recurrent(NamedTuple):
@@ -47,7 +54,7 @@ class Softmax(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """Distribution of the sequence over the ranks."""
+    """Distribution of the sequence over the ranks, in equal parts; see ``check_cut``."""
 
     tokens: int  # number of tokens of all ranks
     ranks: int
@@ -156,8 +163,38 @@ def _of_meta(rows: list[int], widths: list[int], dtype: torch.dtype = torch.bflo
     return [torch.empty(*rows, width, dtype=dtype, device="meta") for width in widths]
 
 
+def check_cut(cut: Cut) -> None:
+    """Raise ValueError for sizes that no call can have, or tokens that do not divide evenly among the ranks."""
+    for name in ("tokens", "ranks", "batch", "depth", "multiprocessors"):
+        _integer(cut._asdict(), name)
+    parts = cut.ranks * (1 + cut.zigzag)
+    if cut.tokens % parts:
+        of_ranks = "twice the ranks, with zigzag" if cut.zigzag else "the ranks"
+        raise ValueError(f"tokens must be a multiple of {parts}, {of_ranks}, got {cut.tokens}")
+    if cut.batch * cdiv(cut.own, CHUNK_TOKENS) > GRID_LIMIT:
+        most = f"{GRID_LIMIT:,} chunks of {CHUNK_TOKENS} tokens"
+        raise ValueError(f"a rank may have {most}, got batch {cut.batch} of {cut.own:,} tokens")
+
+
+def check_call(layer: Recurrent, cut: Cut) -> None:
+    """Raise ValueError for a call that the layer's operator rejects, by the operator's own checks."""
+    check_cut(cut)
+    rows, scalar = [cut.batch, cut.own, layer.heads], layer.rule == "gated_delta_rule"
+    comm: Any = types.SimpleNamespace(device=torch.device("meta"))
+    try:
+        q, v, g = _of_meta(rows, [layer.K, layer.V, layer.K])
+        if layer.rule == "gla":
+            check_gla((q, q, v, g, None), None, comm, int(cut.zigzag))
+        else:
+            tensors = q, q, v, g[..., 0] if scalar else g, g[..., 0], None
+            check_delta(comm, tensors, None, f"own_{layer.rule}", int(cut.zigzag))
+    except (ValueError, RuntimeError) as error:  # RuntimeError: torch, about sizes
+        raise ValueError(f"{OPERATORS[layer.rule]}: {error}") from None
+
+
 def peak(layer: Recurrent, cut: Cut) -> Peak:
-    """Peak of one call of the layer's operator."""
+    """Peak of one call of the layer's operator. Raises ValueError for a call that it rejects."""
+    check_call(layer, cut)
     return gla_peak(layer, cut) if layer.rule == "gla" else delta_peak(layer, cut)
 
 
@@ -191,28 +228,77 @@ def gathered(layer: Softmax, cut: Cut) -> int:
     return 2 * cut.batch * cut.tokens * layer.numbers
 
 
+def _integer(fields: dict[str, Any], name: str, least: int = 1) -> int:
+    """A field. Raises KeyError without it, ValueError unless it is an integer from ``least`` to 2^63 - 1."""
+    try:
+        found = integer(name, fields[name], least)
+    except TypeError as error:
+        raise ValueError(str(error)) from None
+    if found > sys.maxsize:
+        raise ValueError(f"{name} must be below 2^63, got {found}")
+    return found
+
+
+def _either(*fields: tuple[dict[str, Any], str]) -> int:
+    """The first of these fields that is there and not null."""
+    return _integer(*next((x for x in fields if x[0].get(x[1]) is not None), fields[-1]))
+
+
+def _container(fields: dict[str, Any], name: str, kind: type[Kind]) -> Kind:
+    """A field that is an object or a list; an empty one without it. Raises ValueError for other types."""
+    found = fields.get(name)
+    if found is not None and not isinstance(found, kind):
+        raise ValueError(f"{name} must be {'an object' if kind is dict else 'a list'}, got {found!r}")
+    return found or kind()
+
+
+def _expanded(fields: dict[str, Any], name: str, factor: str) -> int:
+    size, number = _integer(fields, name), fields[factor]
+    if isinstance(number, bool) or not isinstance(number, int | float) or not 0 < size * number < sys.maxsize:
+        raise ValueError(f"{name} * {factor} must be a positive number below 2^63, got {size} * {number!r}")
+    return int(size * number)
+
+
+def _quotient(name: str, whole: int, of: str, part: int) -> int:
+    if whole % part:
+        raise ValueError(f"{name} must be a multiple of {of}, got {whole} and {part}")
+    return whole // part
+
+
+def text_model(config: Any) -> dict[str, Any]:
+    """The fields of a model's config.json, for text and images those of the text model. Without num_hidden_layers that
+    is the length of layer_types. Raises ValueError for other types."""
+    if not isinstance(config, dict):
+        raise ValueError(f"the config must be an object, got {config!r}")
+    config = _container(config, "text_config", dict) or config
+    kinds = _container(config, "layer_types", list)
+    return ({"num_hidden_layers": len(kinds)} if kinds else {}) | config
+
+
 def layers_of(config: dict[str, Any]) -> list[Recurrent | Softmax]:
     """The layers of a model from its config.json; a model of text and images counts by its text model.
 
-    Raises ValueError for unknown models and missing fields.
+    Raises ValueError for unknown models and for missing or wrong fields.
     """
-    config = config.get("text_config") or config
+    config = text_model(config)
     kind = config.get("model_type")
     try:
-        if kind in FLA:
+        if kind in [*FLA]:  # a list: what JSON holds may have no hash
             return _of_fla(FLA[kind], config)
         if kind == "kimi_linear":
-            of_checkpoint = config.get("linear_attn_config") or {}
-            size, heads = (of_checkpoint.get(x) or config[f"linear_{x}"] for x in ("head_dim", "num_heads"))
-            recurrent = len(of_checkpoint["kda_layers"]) if "kda_layers" in of_checkpoint else None
-            softmax = config["kv_lora_rank"] + config["qk_rope_head_dim"]
+            own = _container(config, "linear_attn_config", dict)  # of a checkpoint
+            size, heads = (_either((own, x), (config, f"linear_{x}")) for x in ("head_dim", "num_heads"))
+            recurrent = None if own.get("kda_layers") is None else len(_container(own, "kda_layers", list))
+            softmax = _integer(config, "kv_lora_rank") + _integer(config, "qk_rope_head_dim", 0)
             return _of_types(config, ("kda", heads, size, size), softmax, recurrent)
         if kind in ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"):
-            heads, K, V = (config[f"linear_{name}"] for name in ("num_value_heads", "key_head_dim", "value_head_dim"))
-            softmax, recurrent = 2 * config["num_key_value_heads"] * config["head_dim"], None
+            names = [f"linear_{name}" for name in ("num_value_heads", "key_head_dim", "value_head_dim")]
+            heads, K, V = (_integer(config, name) for name in names)
+            _quotient(names[0], heads, keys := "linear_num_key_heads", _integer({keys: 1} | config, keys))
+            softmax, recurrent = 2 * _integer(config, "num_key_value_heads") * _integer(config, "head_dim"), None
             if not config.get("layer_types"):
-                recurrent = config["num_hidden_layers"]
-                recurrent -= recurrent // config.get("full_attention_interval", 4)
+                recurrent = _integer(config, "num_hidden_layers")
+                recurrent -= recurrent // _integer({"full_attention_interval": 4} | config, "full_attention_interval")
             return _of_types(config, ("gated_delta_rule", heads, K, V), softmax, recurrent)
     except KeyError as error:
         raise ValueError(f"the config of a {kind} model has no {error.args[0]!r}") from None
@@ -223,36 +309,48 @@ def layers_of(config: dict[str, Any]) -> list[Recurrent | Softmax]:
 def _of_types(
     config: dict[str, Any], rule: tuple[str, int, int, int], numbers: int, recurrent: int | None
 ) -> list[Recurrent | Softmax]:
+    kinds = _container(config, "layer_types", list)
     if recurrent is None:
-        recurrent = sum(kind == "linear_attention" for kind in config["layer_types"])
-    layers = config["num_hidden_layers"] if "num_hidden_layers" in config else len(config["layer_types"])
+        if not kinds:
+            raise KeyError("layer_types")
+        recurrent = kinds.count(LAYER_TYPES[0])
+    layers = _integer(config, "num_hidden_layers")
+    if unknown := [x for x in kinds if x not in LAYER_TYPES]:
+        raise ValueError(f"layer_types must be of {' and '.join(LAYER_TYPES)}, got {unknown[0]!r}")
+    if kinds and layers != len(kinds):
+        raise ValueError(f"num_hidden_layers is {layers}, but layer_types has {len(kinds)} entries")
     return _present(rule, recurrent, Softmax(layers - recurrent, numbers))
 
 
 def _of_fla(rule: str, config: dict[str, Any]) -> list[Recurrent | Softmax]:
-    attention = config.get("attn") or {}
-    softmax = len(attention.get("layers", ()))
+    attention, heads = _container(config, "attn", dict), _integer(config, "num_heads")
+    softmax = len(_container(attention, "layers", list))
     if rule == "gla":
-        heads = config["num_heads"]
-        K, V = (int(config["hidden_size"] * config[f"expand_{x}"]) // heads for x in "kv")
+        widths = {f"hidden_size * expand_{x}": _expanded(config, "hidden_size", f"expand_{x}") for x in "kv"}
+        K, V = (_quotient(*width, "num_heads", heads) for width in widths.items())
     else:
-        heads = config.get("num_v_heads") or config["num_heads"]
-        K, V = config["head_dim"], int(config["head_dim"] * config["expand_v"])
+        of_keys, heads = heads, _either((config, "num_v_heads"), (config, "num_heads"))
+        _quotient("num_v_heads", heads, "num_heads", of_keys)
+        K, V = _integer(config, "head_dim"), _expanded(config, "head_dim", "expand_v")
     numbers = 0
     if softmax:
-        heads_of_keys = attention.get("num_kv_heads") or attention["num_heads"]
-        numbers = 2 * heads_of_keys * (config["hidden_size"] // attention["num_heads"])
-    layers = config["num_hidden_layers"] - softmax
+        heads_of_keys = _either((attention, "num_kv_heads"), (attention, "num_heads"))
+        size, of_queries = _integer(config, "hidden_size"), _integer(attention, "num_heads")
+        numbers = 2 * heads_of_keys * _quotient("hidden_size", size, "num_heads of attn", of_queries)
+    layers = _integer(config, "num_hidden_layers") - softmax
     return _present((rule, heads, K, V), layers, Softmax(softmax, numbers))
 
 
 def _present(rule: tuple[str, int, int, int], layers: int, softmax: Softmax) -> list[Recurrent | Softmax]:
     name, *sizes = rule
+    if (fewest := min(layers, softmax.layers)) < 0:
+        raise ValueError(f"num_hidden_layers is {layers + softmax.layers}, {-fewest} less than the layers listed")
     return [x for x in (Recurrent(name, layers, *sizes), softmax) if x.layers]
 
 
 def report(layers: Sequence[Recurrent | Softmax], cut: Cut) -> str:
-    """The printed table."""
+    """The printed table. Raises ValueError for a cut or a layer that the operators reject."""
+    check_cut(cut)
     lines = [f"{cut.ranks} ranks, {cut.own:,} tokens on each, batch {cut.batch}, bfloat16; MiB of one rank"]
     traffic = workspaces = stays = most = 0
     for layer in layers:

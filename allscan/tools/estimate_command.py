@@ -14,8 +14,8 @@ USAGE = """usage: allscan estimate CONFIG --tokens T --ranks P [--step]
                         [--batch B] [--layout zigzag] [--depth 3] [--puts]
 
 CONFIG: config.json of a model of transformers (Kimi-Linear, Qwen3-Next, Qwen3.5) or of flash-linear-attention (GLA,
-KDA, Gated DeltaNet). T: tokens of the whole sequence. bfloat16, gates float32. --step: also the memory of
-a training step of the whole model, one of transformers', which it needs."""
+KDA, Gated DeltaNet). T: tokens of the whole sequence, a multiple of P (with zigzag of 2 P). bfloat16, gates
+float32. --step: also the memory of a training step of the whole model, one of transformers', which it needs."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -32,10 +32,6 @@ def main(arguments: Sequence[str]) -> int:
     cut = Cut(options.tokens, options.ranks, options.batch, options.layout == "zigzag", options.depth, options.puts)
     cut = cut._replace(multiprocessors=options.multiprocessors)
     try:
-        if min(cut.tokens, cut.ranks, cut.batch, cut.depth, cut.multiprocessors) < 1 or cut.own < 1:
-            raise ValueError("tokens, ranks, batch, depth and multiprocessors must be positive, tokens at least ranks")
-        if cut.zigzag and cut.tokens % (2 * cut.ranks):
-            raise ValueError(f"with zigzag tokens must be a multiple of {2 * cut.ranks}, twice the ranks")
         with open(options.config, encoding="utf-8") as file:
             config = json.load(file)
         lines = [report(layers_of(config), cut)]
@@ -43,8 +39,8 @@ def main(arguments: Sequence[str]) -> int:
             from .estimate_step import report_of_step  # needs transformers
 
             lines.append(report_of_step(config, cut))
-        print(*lines, sep="\n")
-    except (ImportError, OSError, ValueError) as error:
-        print(f"allscan estimate: {error}", file=sys.stderr)
+    except (ImportError, OSError, RecursionError, ValueError) as error:
+        print("allscan estimate:", " ".join(str(error).split()), file=sys.stderr)
         return 2
+    print(*lines, sep="\n")
     return 0

@@ -20,7 +20,7 @@ from torch import Tensor
 from ..bindings.torch_compat import TorchDispatchMode, tree_leaves
 from ..integrations import needing
 from ..integrations.latents import expansion_of
-from .estimate import Cut, Peak, Recurrent, line_of, peak
+from .estimate import Cut, Peak, Recurrent, check_cut, line_of, peak, text_model
 
 with needing(__name__, "transformers"):
     from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
@@ -190,7 +190,7 @@ def _counted(model: Any, cut: Cut) -> Iterator[None]:
 
 def model_of(config: dict[str, Any]) -> Any:
     """Model of a config.json on the meta device; the text model of one of text and images. Raises ValueError."""
-    config = dict(config.get("text_config") or config)
+    config = text_model(config)
     kind = config.pop("model_type", None)
     try:
         model_config = AutoConfig.for_model(kind, **config)
@@ -202,7 +202,7 @@ def model_of(config: dict[str, Any]) -> Any:
             )
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(model_config).to(torch.bfloat16).train()
-    except (ValueError, KeyError, AttributeError, TypeError, AssertionError) as error:
+    except Exception as error:  # transformers' and huggingface_hub's checks raise classes of their own
         raise ValueError(f"transformers makes no model of {kind!r} of this config: {error}") from None
 
 
@@ -211,6 +211,7 @@ def step_of(model: Any, cut: Cut) -> Step:
 
     Raises ValueError if the model's memory depends on data, e.g. for experts that run one after the other.
     """
+    check_cut(cut)
     model.config._attn_implementation = ATTENTION
     model.config.use_cache = False
     parameters, counter = [*model.parameters()], Living()

@@ -6,6 +6,9 @@ import csv
 import importlib.metadata
 import json
 import os
+import re
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -242,6 +245,93 @@ def test_a_step_from_the_command_line(tmp_path, capsys):
     assert status == 2 and 'pad_token_id is 97 (in the file), vocab_size 97: set "pad_token_id" to null' in found.err
     assert "(the default), vocab_size 97" in told({n: x for n, x in small.items() if n != "pad_token_id"}, 1)[1].err
     assert [told(small | dict(pad_token_id=pad), 1)[0] for pad in (96, None)] == [0, 0]
+
+
+@pytest.mark.parametrize(
+    "config, message",
+    [
+        (GLA | dict(num_heads=1, expand_k=2.0, expand_v=2.0), "zeco_gla: K must be at most 512, got 4096"),
+        (NEXT | dict(linear_key_head_dim=300), "zeco_gated_delta_rule: K must be at most 256, got 300"),
+        (NEXT | dict(linear_value_head_dim=1 << 60), "zeco_gated_delta_rule: Storage size"),
+        (KIMI | dict(linear_num_heads=70000), "zeco_kda: 1 states of sequences"),
+        (GLA | dict(num_hidden_layers=-2), "num_hidden_layers must be at least 1, got -2"),
+        (CHECKPOINT | dict(num_hidden_layers=3), "num_hidden_layers is 3, 17 less"),
+        (KIMI | dict(num_hidden_layers=27), "num_hidden_layers is 27, but layer_types has 4 entries"),
+        ([], "the config must be an object, got []"),
+        ("x", "the config must be an object, got 'x'"),
+        (None, "the config must be an object, got None"),
+        ({"text_config": 5}, "text_config must be an object, got 5"),
+        ({"model_type": ["x"]}, "model_type ['x'] is not known"),
+        (GLA | dict(num_heads=0), "num_heads must be at least 1, got 0"),
+        (GLA | dict(num_heads="4"), "num_heads must be an integer, got '4'"),
+        (GLA | dict(num_heads=-4), "num_heads must be at least 1, got -4"),
+        (GLA | dict(num_heads=3), "hidden_size * expand_k must be a multiple of num_heads, got 1024 and 3"),
+        (GLA | dict(num_heads=10**30), "num_heads must be below 2^63"),
+        (GLA | dict(expand_k=float("nan")), "must be a positive number below 2^63, got 2048 * nan"),
+        (GDN | dict(num_v_heads=7), "num_v_heads must be a multiple of num_heads, got 7 and 6"),
+        (GDN | dict(attn=dict(layers=5)), "layers must be a list, got 5"),
+        (KIMI | dict(layer_types=[["x"]]), "layer_types must be of linear_attention and full_attention"),
+        (TEXT["text_config"] | dict(full_attention_interval=0), "full_attention_interval must be at least 1"),
+    ],
+)
+def test_wrong_configs(config, message, tmp_path, capsys):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    assert estimate_command.main([str(path), "--tokens", "4096", "--ranks", "2"]) == 2
+    found = capsys.readouterr()
+    assert not found.out and found.err.count("\n") == 1 and message in found.err
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ("--tokens 65 --ranks 2", "tokens must be a multiple of 2, the ranks, got 65"),
+        ("--tokens 66 --ranks 2 --layout zigzag", "tokens must be a multiple of 4, twice the ranks, with zigzag"),
+        ("--tokens 99999999999999999999 --ranks 1", "tokens must be below 2^63"),
+        ("--tokens 8388608 --ranks 2", "a rank may have 65,535 chunks of 64 tokens, got batch 1 of 4,194,304"),
+        ("--tokens 64 --ranks 2 --depth 0", "depth must be at least 1, got 0"),
+    ],
+)
+def test_wrong_cuts(options, message, tmp_path, capsys):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(GLA))
+    assert estimate_command.main([str(path), *options.split()]) == 2
+    found = capsys.readouterr()
+    assert not found.out and found.err.count("\n") == 1 and message in found.err
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        ({}, None),
+        ({"hidden_size": "x"}, "transformers makes no model of 'kimi_linear'"),
+        ({"num_hidden_layers": 27}, "num_hidden_layers is 27, but layer_types has 12"),
+    ],
+)
+def test_a_step_of_the_config_in_the_documentation(fields, message, tmp_path, capsys):
+    pytest.importorskip("transformers")
+    with open(os.path.join(ROOT, "docs", "estimate.md"), encoding="utf-8") as file:
+        (text,) = re.findall(r"^config = (\{.*?^\})", file.read(), re.M | re.S)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(eval(text) | fields))
+    status = estimate_command.main([str(path), "--tokens", "4096", "--ranks", "2", "--step"])
+    found = capsys.readouterr()
+    if message is None:
+        assert status == 0 and "9 x zeco_kda" in found.out and "a training step of the whole model" in found.out
+    else:
+        assert status == 2 and not found.out and found.err.count("\n") == 1 and message in found.err
+
+
+@pytest.mark.parametrize("options", ["--version", "--help", "estimate {config} --tokens 64 --ranks 2"])
+def test_a_reader_that_closes_the_output(options, tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(GLA))
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "allscan", *options.format(config=path).split()]
+    done = subprocess.run(command, cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=120)
+    os.close(writer)
+    assert done.returncode == 141 and not done.stderr  # as of a program that SIGPIPE ends
 
 
 def test_from_the_command_line(tmp_path, capsys):
