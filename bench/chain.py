@@ -100,7 +100,7 @@ def clocked_kernel(
         offsets, inside = tile_offsets(channel, tile, K, V)
         b_state = load_tile(p_state, channel, tile, K, V)
         b_decay = load_decays(p_decay, channel, tile, K, 1, K, V)
-        epoch, word, ok = begin(channel, tile)
+        epoch, word, ok = begin(channel, tile, True)
         _note(p_clocks, 1)
         tl.store(p_out + offsets, b_state, mask=inside & (b_state + b_decay == NEVER))  # waits for the loads
         _note(p_clocks, 2)

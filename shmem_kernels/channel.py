@@ -106,16 +106,24 @@ class Channel(NamedTuple):
 
 
 @triton.jit
-def begin(channel, tile):
+def begin(channel, tile, HAS_TILE: tl.constexpr = False):
     """Begin the tile's epoch: give prev its credit, wait for next's. tile: int32.
 
-    Returns (epoch int64, its arrival word int64, whether there was no fault), the same for all tiles of a launch. A
+    Returns (epoch int64, its arrival word int64, whether there was no fault), the same for all tiles of a launch: the
+    argument ``begun`` of other functions. A
     program with several tiles begins once, before the first, with its lowest tile. Credits are given with tile 0 (with
     DEPTH 1 with every tile): a launch in which no program begins with tile 0 leaves the rank before without slots.
-    Never begin with a tile of another program, which may have ended the epoch.
+    Never begin with a tile of another program, which may have ended the epoch. A program without a tile (``tile`` is
+    ``num_tiles`` or more) gives no credit and waits for none. HAS_TILE: the launch has no such program, which saves a
+    register.
     """
-    epoch = tl.load(channel.epoch + tile) + 1
-    word = _arrival_word(channel, tile, epoch)
+    if HAS_TILE:
+        epoch = tl.load(channel.epoch + tile) + 1
+        word = _arrival_word(channel, tile, epoch)
+    else:
+        own = tl.where(tile < channel.num_tiles, tile, 0)
+        epoch = tl.where(tile < channel.num_tiles, tl.load(channel.epoch + own), BROKEN) + 1
+        word = _arrival_word(channel, own, epoch)
     give_credit(channel, tile, epoch - 1)
     ok = wait_credit(channel, tile, epoch, epoch > 0)  # epoch 0: BROKEN
     return epoch, word, ok
@@ -180,7 +188,7 @@ def recv(channel, tile, b_first):
     """
     b_prev = b_first
     if (channel.RECV != NONE) | (channel.SEND != NONE):
-        epoch, word, ok = begin(channel, tile)
+        epoch, word, ok = begin(channel, tile, True)
         b_prev, _ = receive(channel, tile, epoch, word, ok, b_first)
     return b_prev
 
@@ -209,7 +217,7 @@ def allscan(channel, tile, b_state, b_decay, b_first):
     if (channel.RECV == NONE) & (channel.SEND == NONE):
         b_inclusive = combine(b_state, b_decay, b_prev)
     else:
-        begun = begin(channel, tile)
+        begun = begin(channel, tile, True)
         send_ahead(channel, tile, begun, b_state, b_decay)
         b_prev, b_inclusive = allscan_begun(channel, tile, begun, b_state, b_decay, b_first)
     return b_prev, b_inclusive
@@ -293,7 +301,7 @@ def shift(channel, tile, b_value, b_first):
     A program with several tiles calls ``begin`` for the lowest, then ``shift_ahead`` for all, then ``shift_begun`` for
     all.
     """
-    begun = begin(channel, tile)
+    begun = begin(channel, tile, True)
     shift_ahead(channel, tile, begun, b_value)
     return shift_begun(channel, tile, begun, b_first)
 

@@ -47,7 +47,7 @@ def scan_kernel(
     if HAS_DECAY:
         b_decay = load_decays(p_decay, channel, tile, stride_g, stride_k, K, V)
     completed = tl.load(channel.epoch + tile)
-    epoch, word, ok = begin(channel, tile)
+    epoch, word, ok = begin(channel, tile, True)
     if NEIGHBOUR_SHIFT or (HAS_DECAY and channel.RECV != NONE and channel.SEND != NONE):
         while tile < channel.num_tiles:
             if NEIGHBOUR_SHIFT:

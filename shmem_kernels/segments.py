@@ -109,7 +109,7 @@ def segments_kernel(
     """
     LOADED: tl.constexpr = 1 if ONE else AHEAD
     tile = tl.program_id(0)
-    begun = begin(channel, tile)
+    begun = begin(channel, tile, True)
     strides = (stride_g, stride_k)
     while tile < channel.num_tiles:
         b_states, b_decays = (), ()
@@ -200,7 +200,7 @@ def dense_segments_kernel(
     parts, and with a transition larger than BJ columns the rows of R are read back from p_incoming. Products with a
     zero state are computed, too: whether a state is zero depends on the rank boundaries."""
     tile = tl.program_id(0)
-    begun = begin(channel, tile)
+    begun = begin(channel, tile, True)
     while tile < channel.num_tiles:
         g, i, v = tile_place(channel, tile, K, V)
         offsets, inside = tile_offsets(channel, tile, K, V)
@@ -240,7 +240,7 @@ def gated_segments_kernel(
     """carry_kernel (gla_fwd.py) and the scan over the ranks in one, in the order of the sequence. Loads states up to
     three segments ahead of the fold."""
     tile = tl.program_id(0)
-    begun = begin(channel, tile)
+    begun = begin(channel, tile, True)
     BEGIN: tl.constexpr = LAST if REVERSE else FIRST
     FINISH: tl.constexpr = FIRST if REVERSE else LAST
     EXTERNAL: tl.constexpr = NOTHING if p_external is None else INITIAL
@@ -298,7 +298,7 @@ def delta_segments_kernel(
     in dense_segments_kernel. A segment without tokens passes its incoming state on: a product with the identity, in
     three parts, would not be exact."""
     tile = tl.program_id(0)
-    begun = begin(channel, tile)
+    begun = begin(channel, tile, True)
     BEGIN: tl.constexpr = LAST if REVERSE else FIRST
     FINISH: tl.constexpr = FIRST if REVERSE else LAST
     KNOWN: tl.constexpr = FIRST | LAST if REVERSE else LAST  # as in delta_carry_kernel

@@ -39,7 +39,7 @@ def transition_kernel(
     count = (channel.num_tiles + tl.num_programs(0) - 1) // tl.num_programs(0)
     tile = tl.program_id(0) * count
     end = tl.minimum(tile + count, channel.num_tiles)
-    epoch, word, begun_well = begin(channel, tile)
+    epoch, word, begun_well = begin(channel, tile, True)
     while tile < end:
         g, i, v = tile_place(channel, tile, K, V)
         state, dense = g * (K * V), p_transition + g * (K * K)

@@ -6,6 +6,7 @@ import functools
 import os
 import subprocess
 import sys
+import traceback
 
 import pytest
 import torch
@@ -308,6 +309,100 @@ def descending_case(group, depth, protocol, first):
 def test_tiles_in_descending_order(run, depth, protocol):
     """Any order of tiles is right if begin() was called with the lowest."""
     assert run(3, descending_case, depth, protocol, False) == [(depth + 2, None)] * 3
+
+
+@triton.jit
+def ascending_kernel(p_state, p_out, channel):
+    """Like tiles_kernel, with any number of programs."""
+    SIZE: tl.constexpr = channel.BK * channel.BV
+    at = tl.arange(0, channel.BK)[:, None] * channel.BV + tl.arange(0, channel.BV)[None, :]
+    tile = tl.program_id(0)
+    begun = device.begin(channel, tile)
+    while tile < channel.num_tiles:
+        b_state, b_first = tl.load(p_state + tile * SIZE + at), tl.zeros([channel.BK, channel.BV], tl.float32)
+        device.send_ahead(channel, tile, begun, b_state, 1.0)
+        b_prev, _ = device.allscan_begun(channel, tile, begun, b_state, 1.0, b_first)
+        tl.store(p_out + tile * SIZE + at, b_prev)
+        tile += tl.num_programs(0)
+
+
+def programs_case(group, depth, programs):
+    """Return the number of right launches, each with another number of programs."""
+    with allscan.Communicator(group, timeout=5.0, debug=True) as comm:
+        scan = allscan.AllScan(comm, TILES["shape"], tile=TILES["tile"], depth=depth)
+        state, right = torch.ones(TILES["shape"], device=comm.device), 0
+        for epoch, count in enumerate(programs):
+            late(epoch, comm.rank, 5)
+            out = torch.full_like(state, -1.0)
+            scan.launch(ascending_kernel, (count,), state, out, scan.channel(), num_warps=1)
+            right += torch.equal(out, comm.rank * state)
+        return right
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_more_programs_than_tiles(run, depth):
+    """Programs without a tile begin, too; they read no counter of a tile that does not exist, and give no credit."""
+    programs = (1, 3, 4, 5, 40, 7, 40)
+    assert run(3, programs_case, depth, programs) == [len(programs)] * 3
+
+
+@triton.jit
+def shift_kernel(p_x, p_out, channel):
+    at = tl.arange(0, channel.BK)[:, None] * channel.BV + tl.arange(0, channel.BV)[None, :]
+    b_first = tl.zeros([channel.BK, channel.BV], tl.float32)
+    tl.store(p_out + at, device.shift(channel, 0, tl.load(p_x + at), b_first))
+
+
+def dtypes_case(group, protocol):
+    """Return the error of a launch that sends a tile of each of some dtypes, and whether float32 arrives after that."""
+    with allscan.Communicator(group, timeout=5.0) as comm:
+        scan = allscan.AllScan(comm, (2, 8), tile=(2, 8), protocol=protocol)
+        x, found = torch.full((2, 8), 1.0 + comm.rank, device=comm.device), []
+        out = torch.zeros_like(x)
+        for dtype in (torch.int32, torch.uint32, torch.int64, torch.float16, torch.bfloat16, torch.float64):
+            try:
+                scan.launch(shift_kernel, (1,), x.to(dtype), out, scan.channel(), num_warps=1)
+            except Exception as error:
+                found.append("".join(traceback.format_exception(error)))  # the compiler's error has a cause
+        scan.launch(shift_kernel, (1,), x, out, scan.channel(), num_warps=1)
+        return found, torch.equal(out, torch.full_like(x, comm.rank))
+
+
+@pytest.mark.parametrize("protocol", ["sentinel", "signal"])
+def test_tiles_that_are_not_float32(run, protocol):
+    """Over sentinel links the bits of an int32 block would be taken for float32."""
+    for found, arrives in run(2, dtypes_case, protocol):
+        assert len(found) == 6 and all("a tile must be float32" in error for error in found), found
+        assert arrives
+
+
+def opposite_case(group):
+    """The last rank makes the first of four launches in the other direction. Return the later ones' values or errors,
+    and whether a launch is right after resync()."""
+    with allscan.Communicator(group, timeout=2.0) as comm:
+        scan, found = allscan.AllScan(comm, (2, 8), tile=(2, 8)), []
+
+        def launch(value, reverse):
+            out = torch.full((2, 8), -1.0, device=comm.device)
+            channel = scan.channel(reverse=reverse)
+            scan.launch(shift_kernel, (1,), torch.full_like(out, value), out, channel, num_warps=1)
+            return out[0, 0].item()
+
+        for i in range(4):
+            try:
+                found.append(launch(10.0 * i + comm.rank, reverse=i == 0 and comm.rank == comm.size - 1))
+                comm.check()
+            except RuntimeError as error:
+                found.append(type(error).__name__)
+        comm.resync()
+        return found, launch(7.0 + comm.rank, False) == (7.0 + comm.rank - 1 if comm.rank else 0.0)
+
+
+def test_a_launch_in_the_other_direction(run):
+    """A later launch would receive the tile of the one before: the tag shows it."""
+    (first, again), (last, last_again) = run(2, opposite_case)
+    assert again and last_again
+    assert not {10.0 * i for i in range(4)} & {*last[1:]} and "AllScanOutOfStep" in last, (first, last)
 
 
 @pytest.mark.cpu

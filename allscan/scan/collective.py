@@ -103,7 +103,8 @@ class AllScan:
         max_ctas: int | None = None,
         algorithm: str | None = None,
     ) -> None:
-        check_communicator(comm)
+        if type(comm) is not Communicator:
+            check_communicator(comm)
         comm.check()
         self.comm = comm
         self._max_ctas = comm.max_ctas if max_ctas is None else max_ctas
@@ -340,6 +341,9 @@ class AllScan:
                 _check_channel(channel)
                 if all(channel.info is not own.info for own in self.launcher.channels):
                     raise ValueError("channel must be of the AllScan whose launch() is called")
+            # as in scan(): so that a later launch detects that a rank has launched in the other direction
+            step = self.comm.memory.step_of(self.comm.order.stamp_in(reverse))
+            args, options = _with_step(args, step), dict(zip(options, _with_step((*options.values(),), step)))
             launcher, linked = self.launcher, self.launcher.linked(kernel)
             looks = not self.comm.streams.cuda or (self.comm.debug and not self.comm.streams.capturing())
             before = self._epochs_of(channels) if looks and self.comm.size > 1 else []
@@ -476,6 +480,19 @@ def _channels_in(arguments: tuple[object, ...]) -> list[Any]:
         elif isinstance(x, tuple):
             found += _channels_in(x)
     return found
+
+
+def _with_step(arguments: tuple[Any, ...], step: Tensor) -> tuple[Any, ...]:
+    """A kernel's arguments; channels in them, tuples included, read ``step``."""
+    found: list[Any] = []
+    for x in arguments:
+        if isinstance(x, Channel):
+            x = x._replace(step=step)
+        elif isinstance(x, tuple) and _channels_in(x):
+            values = _with_step(x, step)
+            x = type(x)(*values) if hasattr(x, "_fields") else values
+        found.append(x)
+    return tuple(found)
 
 
 def _check_channel(channel: object) -> None:
