@@ -15,7 +15,7 @@ import torch.distributed as dist
 import triton
 
 import allscan
-from allscan.tools.provenance import source_hash
+from allscan.base.provenance import source_hash
 from allscan.tools.timing import replay_us
 
 # Environment of processes that use NCCL's or PyTorch's symmetric memory

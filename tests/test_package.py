@@ -269,7 +269,7 @@ def test_a_checkout_without_symbolic_links(tmp_path):
     assert os.path.isfile(os.path.join(clone, "allscan", "bindings"))
     code = """
         import os, allscan, allscan.tools.ranks as ranks, allscan.bindings.arena as h, allscan.shmem_kernels.scan as s
-        from allscan.tools.provenance import source_hash
+        from allscan.base.provenance import source_hash
         print(os.path.dirname(allscan.__file__), h.__file__, s.__file__, source_hash())
     """
     paths, with_links = [python(code, tmp_path, PYTHONPATH=path).stdout.split() for path in (clone, ROOT)]

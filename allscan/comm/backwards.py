@@ -54,7 +54,7 @@ class PendingBackward:
         forward call."""
         backwards = self._of()
         if backwards is None:
-            raise RuntimeError("the AllScan of this call is gone")
+            raise RuntimeError(GONE)
         if backwards.order.generation != self.generation:
             raise RuntimeError("this call was made before Communicator.resync(): its backward cannot be run any more")
         backwards.adjoint_launches += 1
@@ -69,12 +69,15 @@ class PendingBackward:
             backwards.dropped[self._reverse] = True
 
 
+GONE = "the communicator of this call was closed, or its AllScan deleted"
+
+
 def gone_error(handle: int) -> RuntimeError:
     """The error for an autograd node whose AllScan was deleted. Nodes hold weak references, so that they do not keep a
     communicator and its memory alive. Raises the communicator's own error if the one with this ``handle`` is closed,
     broken or deleted."""
     communicator_of(handle).check()
-    return RuntimeError("the AllScan of this call is gone")
+    return RuntimeError(GONE)
 
 
 def pending_backwards(backwards: Backwards, zigzag: bool) -> list[PendingBackward]:

@@ -21,6 +21,7 @@ import functools
 import hashlib
 import time
 from collections.abc import Callable
+from types import FrameType
 from typing import Any, TypeVar
 
 from ..base.errors import (
@@ -68,7 +69,7 @@ class Order:
         self.steps = 0  # calls of Communicator.step(); replays of CUDA graphs are counted on the device only
         self.missed_steps = 0  # calls of step() that raised: the device has not counted them
         self.launches = 0  # counted in debug mode only
-        self.inside = False  # whether a call is running; nested calls are part of it
+        self.inside: FrameType | None = None  # frame of the running call, or None; nested calls are part of it
         self.reverse = False  # direction of the current call
         self.everywhere = False  # whether all ranks raise the error that ends the current call
         # Stamp of the current call, for its launches outside of plans (a plan has its own). Launches add the call count

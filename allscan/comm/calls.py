@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from types import FrameType
 from typing import Any, NoReturn
 
 import torch
 
 from ..base.checks import has_tangents
-from ..bindings.torch_compat import forward_ad, transforms_active
+from ..bindings.torch_compat import forward_ad, num_dispatch_modes, recorded, transforms_active
 from ..launch.streams import Streams
 from ..shmem_kernels.wait import RECORD_SET
 from .call_order import Order
@@ -34,7 +36,8 @@ class Calls:
 
         ``what``: name of the called function. ``inputs``: its inputs; tensors and tuples of tensors among them are
         checked. Raises NotImplementedError for forward-mode derivatives, and inside of torch.func's transforms."""
-        return _INSIDE if self.order.inside else _Call((self, bool(reverse), what, inputs))
+        outer = self.order.inside
+        return _Call((self, bool(reverse), what, inputs)) if outer is None or not _runs(outer) else _INSIDE
 
     def _look_for_nan(self, what: str, **results: torch.Tensor | None) -> None:
         """Debug mode, outside of captures: wait for ``results`` of a call, and raise RuntimeError on every rank if they
@@ -58,27 +61,42 @@ class _Call(tuple[Any, ...]):
             end_failed()
         if comm._closed or comm.host_record[_SET] or order.desync_reason is not None:
             comm.check()
+        if order.inside is not None:  # Ctrl-C at the first instruction of __exit__
+            order.inside, order.everywhere = None, False
+            order.failed(order.reverse, KeyboardInterrupt("at the end of the call"))
         if order.rejected is not None:
             order.settle()
-        order.call_counts[reverse] += 1
-        order.inside, order.everywhere, order.reverse, order.stamp = True, False, reverse, 0
-        if transforms_active() or (forward_ad._current_level >= 0 and has_tangents(inputs)):
-            self._reject()
+        try:
+            order.inside, order.everywhere, order.reverse, order.stamp = sys._getframe(1), False, reverse, 0
+            order.call_counts[reverse] += 1
+            if transforms_active() or (forward_ad._current_level >= 0 and has_tangents(inputs)):
+                self._reject()
+            if num_dispatch_modes() and recorded():
+                raise NotImplementedError(f"make_fx cannot record {self[2]} with these arguments")
+        except BaseException as error:  # also Ctrl-C: without an entry there is no __exit__
+            self.__exit__(type(error), error, None)
+            raise
 
     def _reject(self) -> NoReturn:
         if transforms_active():
             why = "allscan does not work inside of torch.func's transforms (vmap, grad, jvp)"
         else:
             why = f"{self[2]} has no forward-mode derivatives (torch.func.jvp, forward_ad)"
-        error = NotImplementedError(why)
-        self.__exit__(type(error), error, None)
-        raise error
+        raise NotImplementedError(why)
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         comm = self[0]
-        comm.order.inside = False
+        comm.order.inside = None
         if error is not None:
             comm.order.failed(self[1], error)
 
 
 _INSIDE = contextlib.nullcontext()  # context manager of a nested call
+
+
+def _runs(frame: FrameType, top: FrameType | None = None) -> bool:
+    """Whether a function runs below ``top``, by default in any thread. It does not if Ctrl-C has ended it."""
+    here = top or sys._getframe(1)
+    while here is not None and here is not frame:
+        here = here.f_back  # type: ignore[assignment]
+    return here is frame or (top is None and any(_runs(frame, other) for other in sys._current_frames().values()))

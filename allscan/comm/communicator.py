@@ -8,6 +8,7 @@ import os
 import uuid
 import warnings
 import weakref
+import zlib
 from collections.abc import Hashable, Sequence
 from typing import Any, NoReturn, Protocol
 
@@ -22,11 +23,12 @@ from ..launch.graph_cache import MOST_BYTES, GraphCounts, Graphs
 from ..launch.streams import Streams
 from ..shmem_kernels import wait
 from .agreed import CACHE_SIZE, Agreed, Recent
+from .bounded_store import StoreGone
 from .call_order import Order
 from .calls import Calls
 from .compile_watch import watch
 from .heap import init, outside_inference_mode, record_ended_alone, resolve_transport, symmetric_heap
-from .host_exchange import FAILED, LOST, Abandoned, StoreExchange, StoreGone, by_rank, differing
+from .host_exchange import FAILED, LOST, Abandoned, StoreExchange, by_rank, differing
 from .memory import Line, Memory
 from .process_groups import is_desynchronized, mark_desynchronized
 from .topology import Topology, check_algorithm, reach
@@ -104,9 +106,10 @@ class Communicator(Calls):
             segments. The same on every rank.
 
     Raises:
-        ValueError: for wrong arguments, a mesh of several dimensions, or a rank outside the group; for wrong nodes or a
-            wrong algorithm on every rank.
+        ValueError: for a wrong group, a mesh of several dimensions, or a rank outside the group; on every rank for
+            other wrong arguments of any rank (with one rank also TypeError and RuntimeError).
         RuntimeError: if the transport is missing.
+        AllScanRejected: if ``init`` has failed on another rank.
         AllScanHostTimeout: if a rank does not come.
 
     Example:
@@ -131,17 +134,26 @@ class Communicator(Calls):
         invariant: int = 0,
     ) -> None:
         self._closed = True  # until construction has succeeded
-        if not isinstance(timeout, (int, float)) or not 0 < timeout < 1e9:
-            raise ValueError(f"timeout must be a positive number of seconds below 1e9, got {timeout!r}")
-        if max_ctas is not None:
-            max_ctas = integer("max_ctas", max_ctas)
+        self.debug = bool(debug)
+        node_sizes, wrong = None, list[Exception]()  # raised below, on all ranks
+        try:
+            if not isinstance(timeout, (int, float)) or not 0 < timeout < 1e9:
+                raise ValueError(f"timeout must be a positive number of seconds below 1e9, got {timeout!r}")
+            max_ctas = max_ctas if max_ctas is None else integer("max_ctas", max_ctas)
+            self.debug = switch("ALLSCAN_DEBUG", "0") if debug is None else bool(debug)
+            self.transport = resolve_transport(transport)
+        except (TypeError, ValueError, RuntimeError) as error:
+            wrong.append(error)
+            timeout, max_ctas, self.transport = 30.0, None, ""
+            with contextlib.suppress(RuntimeError):
+                self.transport = resolve_transport("auto")
+            if not self.transport:  # cannot tell other ranks
+                raise
         self._timeout = float(timeout)
-        self.debug = os.environ.get("ALLSCAN_DEBUG") == "1" if debug is None else debug
         self.group = _process_group(group)
         store_exchange = StoreExchange((0,) if self.group is None else dist.get_process_group_ranks(self.group))
         store_exchange.timeout = self._timeout
         self.rank, self.size = store_exchange.rank, store_exchange.size
-        self.transport = resolve_transport(transport)
         if self.rank == 0:
             versions.warn_of_newer(*versions.ALL, *["NVSHMEM"] * (self.transport == "nvshmem"))
         cuda = self.transport != "shm"
@@ -153,7 +165,7 @@ class Communicator(Calls):
             init(transport=self.transport)
             heap = symmetric_heap(self)
             if heap.device != self.device:
-                raise ValueError(f"the arena lies on {heap.device}, the current device is {self.device}")
+                wrong.append(ValueError(f"the arena lies on {heap.device}, the current device is {self.device}"))
             pes = [heap.pes[rank] for rank in store_exchange.ranks]
         processors = torch.cuda.get_device_properties(self.device).multi_processor_count if cuda else 4
         self.memory = Memory(heap, self.device)
@@ -169,9 +181,10 @@ class Communicator(Calls):
         self.checked = Recent(16 * CACHE_SIZE)  # signatures of checked arguments
         self.agreed = Agreed(self.calls, self.checked)  # entries of these two need no further exchange
         self.tables: dict[Hashable, Any] = {}  # see tokens/partition.py
-        self.handle = next(_handles)  # stands for this object in schemas of custom operators, which take numbers
+        # Stands for this object in schemas of custom operators, which take numbers. Equal in the next run of a program,
+        # for torch's caches on disk; another group has another number, for an exported program that is loaded there
+        self.handle = zlib.crc32(str(store_exchange.ranks).encode()) << 24 | next(_handles)
         _communicators[self.handle] = self
-        node_sizes, problem = None, ""
         self.invariant = 0  # if an argument below is wrong: the exchange has it
         try:
             self._algorithm = check_algorithm(algorithm)
@@ -184,9 +197,10 @@ class Communicator(Calls):
             if node_sizes is not None and sum(node_sizes) != self.size:
                 raise ValueError(f"nodes must be the ranks of each node, {self.size} together, got {node_sizes}")
         except (TypeError, ValueError) as error:
-            if self.size == 1:
-                raise
-            problem = f"{type(error).__name__}: {error}"
+            wrong.append(error)
+        if wrong and self.size == 1:
+            raise wrong[0]
+        problem = "; ".join(f"{type(error).__name__}: {error}" for error in wrong)
         chosen = dict(nodes=node_sizes, algorithm=str(algorithm), debug=bool(self.debug), invariant=self.invariant)
         most = processors // 2 if max_ctas is None else max_ctas
         mine = self.transport, reach(heap, pes, self.rank), os.uname().nodename, tuple(chosen.items()), problem, most
@@ -218,10 +232,8 @@ class Communicator(Calls):
     @property
     def gone(self) -> bool:
         """Whether torch.distributed was destroyed or restarted after this communicator was created."""
-        with contextlib.suppress(StoreGone):
-            self.order.store_exchange.job_store()
-            return False
-        return True
+        store = self.order.store_exchange.store
+        return store is not None and not (dist.is_initialized() and dist.group.WORLD is store.world)
 
     @property
     def broken(self) -> bool:
@@ -512,11 +524,14 @@ def check_communicator(comm: object) -> None:
 
 
 def communicator_of(handle: int) -> Communicator:
-    """The communicator with this ``handle``. Raises RuntimeError if it is gone."""
+    """The communicator with this ``handle``. Raises RuntimeError if it was deleted."""
     try:
         return _communicators[handle]
     except KeyError:
-        raise RuntimeError("this Communicator is gone") from None
+        raise RuntimeError(
+            "this Communicator was deleted (or is another one than that of torch.export: make those of the exporting "
+            "program, in the same order)"
+        ) from None
 
 
 def _process_group(group: Any) -> dist.ProcessGroup | None:

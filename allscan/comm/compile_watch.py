@@ -23,6 +23,7 @@ import torch.distributed as dist
 from ..bindings.torch_compat import default_store
 from ..bindings.triton_compat import compilations_told, compiles_in_pool
 from ..shmem_kernels import wait
+from .bounded_store import BoundedStore, bounded
 
 LIMIT_S = 600.0  # limit for one compilation: a process may have died while it compiled
 _KEY = "allscan/compiling"  # store key: number of processes of the job that compile
@@ -32,7 +33,7 @@ _lock = threading.Lock()
 _depth = 0  # nested compilations under way in this process
 # (thread, kernel) of compilations by Triton that were not told to have ended; thread 0: of a pool
 kernels_under_way: list[tuple[int, object]] = []
-_counted_in: dist.Store | None = None  # the store that counts this process
+_counted_in: Any = None  # the store that counts this process
 _seen = 0, 0.0  # (last count read, time at which it last changed)
 _watched: weakref.WeakSet[Any] = weakref.WeakSet()  # communicators
 _stop = threading.Event()
@@ -40,10 +41,10 @@ _thread: threading.Thread | None = None
 _dynamo_hooked = False
 
 
-def _store() -> dist.Store | None:
+def _store() -> BoundedStore | None:
     """The job's store; None if torch.distributed is not initialized or is being destroyed."""
     with contextlib.suppress(ValueError, RuntimeError):
-        return default_store() if dist.is_initialized() else None
+        return bounded(default_store()) if dist.is_initialized() else None
     return None
 
 
@@ -171,7 +172,7 @@ class _Watch:
     def __init__(self) -> None:
         # a separate connection of the thread: another thread may block in the first one
         self._own: dist.Store | None = None
-        self._of: dist.Store | None = None
+        self._of: BoundedStore | None = None
         self._clocks: weakref.WeakKeyDictionary[Any, _Clock] = weakref.WeakKeyDictionary()
 
     def look(self) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import warnings
 import weakref
@@ -12,7 +13,8 @@ import torch.distributed as dist
 import triton
 import triton.language as tl
 
-from ..base.errors import AllScanError
+from ..base.errors import AllScanError, AllScanRejected
+from ..base.provenance import source_hash
 from ..bindings import nvshmem_host
 from ..bindings.arena import arena_bytes
 from ..bindings.cuda_ipc import CudaIpcHeap
@@ -22,7 +24,8 @@ from ..bindings.shared_memory import SharedMemoryHeap
 from ..bindings.transport import SymmetricHeap
 from ..bindings.triton_compat import interpreting
 from ..shmem_kernels.scan import scan_kernel
-from .host_exchange import StoreExchange
+from .bounded_store import StoreGone
+from .host_exchange import StoreExchange, by_rank, differing
 
 _heap: SymmetricHeap | None = None
 _job: dist.ProcessGroup | None = None  # torch.distributed's default group at creation of the heap
@@ -50,7 +53,9 @@ def init(heap_bytes: int | None = None, *, transport: str = "auto") -> None:
 
     Raises:
         RuntimeError: if the transport is missing, or if ``finalize`` could not finalize NVSHMEM before.
-        ValueError: for a wrong size or name, or if ranks have different arguments.
+        ValueError: for a wrong size or name, or if ranks have different arguments or sources of this package.
+        MemoryError: if the system does not have the memory.
+        AllScanRejected: for an error of another rank.
 
     Example:
         >>> allscan.init(1 << 30)                                   # 1 GiB on every rank, before the first Communicator
@@ -58,8 +63,8 @@ def init(heap_bytes: int | None = None, *, transport: str = "auto") -> None:
     global _heap, _job
     if not dist.is_initialized():
         raise RuntimeError("torch.distributed is not initialised: call torch.distributed.init_process_group first")
-    transport = resolve_transport(transport)
     if _heap is not None:
+        transport = resolve_transport(transport)
         if dist.group.WORLD is not _job:
             raise RuntimeError(
                 "torch.distributed was restarted: call allscan.finalize() before destroy_process_group(), or at the "
@@ -70,27 +75,42 @@ def init(heap_bytes: int | None = None, *, transport: str = "auto") -> None:
         if transport != _heap.transport:
             raise ValueError(f"this process already uses transport {_heap.transport!r}")
         return
-    everybody = StoreExchange(range(dist.get_world_size()))
+    everybody, part = StoreExchange(range(dist.get_world_size())), 0
 
-    def exchange(value: Any) -> list[Any]:
-        return everybody.exchange(value, "allscan.init, collective over the job")
+    def exchange(value: Any, problem: str = "") -> list[Any]:
+        nonlocal part
+        part += 1
+        answers = everybody.exchange((problem, value), f"allscan.init, collective over the job, part {part}")
+        problems, values = zip(*answers, strict=True)
+        if any(problems):
+            raise AllScanRejected(f"allscan.init: {by_rank(text or 'ok' for text in problems)}")
+        return list(values)
 
-    left = transport == "nvshmem" and nvshmem_host.left_behind
-    transports, anybody_left = zip(*exchange((transport, left)), strict=True)
-    if len(set(transports)) > 1:
-        raise ValueError(f"ranks ask for different transports: {list(transports)}")
-    if any(anybody_left):
-        raise RuntimeError(
-            f"ranks {[rank for rank, left in enumerate(anybody_left) if left]} need a new process: finalize() did not "
-            "finalize NVSHMEM there, which is collective, because ranks were missing"
-        )
-    if transport == "nvshmem":
-        _heap = NvshmemHeap(dist.get_rank(), everybody.size, exchange, heap_bytes)
-    elif transport == "ipc":
-        _heap = CudaIpcHeap(dist.get_rank(), exchange, heap_bytes)
-    else:
-        prepare_interpreter()
-        _heap = SharedMemoryHeap(exchange, heap_bytes)
+    try:
+        transport = resolve_transport(transport)
+        left = transport == "nvshmem" and nvshmem_host.left_behind
+        arguments = ("transport", transport), ("heap_bytes", arena_bytes(heap_bytes)), ("sources", source_hash())
+        answers, anybody_left = zip(*exchange((arguments, left)), strict=True)
+        if different := differing(answers):
+            raise ValueError(f"ranks differ in {different}")
+        if any(anybody_left):
+            raise RuntimeError(
+                f"ranks {[rank for rank, left in enumerate(anybody_left) if left]} need a new process: finalize() did "
+                "not finalize NVSHMEM there, which is collective, because ranks were missing"
+            )
+        if transport == "nvshmem":
+            _heap = NvshmemHeap(dist.get_rank(), everybody.size, exchange, heap_bytes)
+        elif transport == "ipc":
+            _heap = CudaIpcHeap(dist.get_rank(), exchange, heap_bytes)
+        else:
+            prepare_interpreter()
+            _heap = SharedMemoryHeap(exchange, heap_bytes)
+    except (AllScanError, StoreGone):
+        raise  # known to all ranks
+    except Exception as error:
+        with contextlib.suppress(RuntimeError):
+            exchange(None, f"{type(error).__name__}: {error}")
+        raise
     _job = dist.group.WORLD
 
 
@@ -188,7 +208,9 @@ def resolve_transport(transport: str) -> str:
         raise ValueError(f'transport must be "auto", "nvshmem", "ipc" or "shm", got {transport!r}')
     interpreted = _interpreted()
     if transport == "auto":
-        gpus = "ipc" if os.environ.get("ALLSCAN_TRANSPORT") == "ipc" else "nvshmem"
+        gpus = os.environ.get("ALLSCAN_TRANSPORT", "").strip() or "nvshmem"
+        if gpus not in ("nvshmem", "ipc"):
+            raise ValueError(f'ALLSCAN_TRANSPORT must be "nvshmem" or "ipc", got {gpus!r}')
         transport = gpus if torch.cuda.is_available() and not interpreted else "shm"
     if transport != "shm" and interpreted:
         raise RuntimeError(f"transport {transport!r} is for compiled kernels, and TRITON_INTERPRET is set")

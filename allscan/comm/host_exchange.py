@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from ..base.errors import AllScanHostTimeout, AllScanOutOfStep, AllScanRejected
 from ..bindings.torch_compat import default_store
+from .bounded_store import StoreGone, bounded
 from .compile_watch import another_compiles
 
 EXCHANGE_TIMEOUT_S = 120.0  # minimum of an exchange's time limit
@@ -37,10 +38,6 @@ _absent: set[int] = set()  # global ranks that missed the last exchange at which
 
 class Abandoned(RuntimeError):
     """A rank has reported, by ``abandon``, that it will not come to the last exchange."""
-
-
-class StoreGone(RuntimeError):
-    """The store does not answer, or it belongs to a job that has ended."""
 
 
 def by_rank(values: Iterable[object]) -> str:
@@ -85,13 +82,13 @@ class StoreExchange:
         self.size = len(self.ranks)
         self.name = name or hashlib.sha256(str(self.ranks).encode()).hexdigest()[:16]
         self._prefix = f"allscan/{self.name}/"
-        self.rank, self._world = 0, None
-        self._job_store: Any = None
+        self.rank = 0
+        self.store: Any = None
         if self.size > 1:
-            self.rank, self._world = self.ranks.index(dist.get_rank()), dist.group.WORLD
-            self._job_store = default_store()
-            if _world is not self._world:  # torch.distributed was restarted
-                _world = self._world
+            self.rank = self.ranks.index(dist.get_rank())
+            self.store = bounded(default_store())
+            if _world is not dist.group.WORLD:  # torch.distributed was restarted
+                _world = dist.group.WORLD
                 _exchanges.clear()
                 _absent.clear()
         self._counts = _exchanges
@@ -126,7 +123,7 @@ class StoreExchange:
         rank compiles, or if a rank is interrupted; Abandoned if a rank has called ``abandon``."""
         if self.size == 1:
             return [value]
-        store = self.job_store()
+        store = self.store
         try:
             base = f"{self._prefix}{last or self._next_topic(store)}/"
             try:
@@ -163,7 +160,7 @@ class StoreExchange:
     def abandon(self, topic: str, why: str) -> None:
         """End the last exchange on all ranks, without a wait. Called in place of ``exchange``."""
         with contextlib.suppress(dist.DistError, RuntimeError):
-            store, base = self.job_store(), f"{self._prefix}{topic}/"
+            store, base = self.store, f"{self._prefix}{topic}/"
             self._decide(store, base, f"{ABANDONED}rank {self.ranks[self.rank]} (global) {why}")
             self._read(store, base, last=True)
 
@@ -204,13 +201,13 @@ class StoreExchange:
     @staticmethod
     def _decide(store: dist.Store, base: str, decision: str) -> None:
         """Set the decision, unless a rank has set it before."""
-        with contextlib.suppress(dist.DistError):
+        with contextlib.suppress(dist.DistError, StoreGone):
             store.compare_set(f"{base}decision", "", decision)
 
     def _read(self, store: dist.Store, base: str, last: bool = False, until_all: bool = False) -> None:
         """Record that this rank has read the decision. The last rank to do so deletes the exchange's keys; after the
         last exchange also the fault. until_all: return when all ranks have read it, after GRACE_S at the latest."""
-        with contextlib.suppress(dist.DistError):
+        with contextlib.suppress(dist.DistError, StoreGone):
             if store.add(f"{base}read", 1) == self.size:
                 if last:
                     self.forget_fault()
@@ -225,24 +222,24 @@ class StoreExchange:
         """Publish this rank's rejected calls for the other ranks, which read them with ``posted_rejections``."""
         if self.size > 1:
             with contextlib.suppress(dist.DistError, StoreGone):
-                self.job_store().set(f"{self._prefix}rejected/{self.rank}", json.dumps(rejections))
-                self.job_store().set(f"{self._prefix}rejected/any", "")
+                self.store.set(f"{self._prefix}rejected/{self.rank}", json.dumps(rejections))
+                self.store.set(f"{self._prefix}rejected/any", "")
 
     def withdraw_rejections(self) -> None:
         """Delete what ``post_rejections`` published. Call it when no rank needs posted rejections any more."""
         if self.size > 1:
             with contextlib.suppress(dist.DistError, StoreGone):
                 for key in (self.rank, "any"):
-                    self.job_store().delete_key(f"{self._prefix}rejected/{key}")
+                    self.store.delete_key(f"{self._prefix}rejected/{key}")
 
     def posted_rejections(self) -> dict[int, Any]:
         """{rank: its posted rejections}. Does not wait for other ranks."""
         if self.size == 1:
             return {}
         try:
-            if not self.job_store().check([f"{self._prefix}rejected/any"]):
+            if not self.store.check([f"{self._prefix}rejected/any"]):
                 return {}
-            store, keys = self.job_store(), {rank: f"{self._prefix}rejected/{rank}" for rank in range(self.size)}
+            store, keys = self.store, {rank: f"{self._prefix}rejected/{rank}" for rank in range(self.size)}
             return {r: _as_tuples(json.loads(store.get(key).decode())) for r, key in keys.items() if store.check([key])}
         except (dist.DistError, RuntimeError):
             return {}
@@ -251,28 +248,21 @@ class StoreExchange:
         """Report a fault to all ranks. The first report stays until ``forget_fault``; later ones are ignored."""
         if self.size > 1:
             with contextlib.suppress(dist.DistError, StoreGone):
-                self.job_store().compare_set(f"{self._prefix}fault", "", f"rank {self.rank} {why}")
+                self.store.compare_set(f"{self._prefix}fault", "", f"rank {self.rank} {why}")
 
     def fault(self) -> str | None:
         """The reported fault, or None."""
         if self.size > 1:
             with contextlib.suppress(dist.DistError, StoreGone):
-                store, key = self.job_store(), f"{self._prefix}fault"
+                store, key = self.store, f"{self._prefix}fault"
                 if store.check([key]):
-                    return store.get(key).decode()
+                    return str(store.get(key).decode())
         return None
 
     def forget_fault(self) -> None:
         if self.size > 1:
             with contextlib.suppress(dist.DistError, StoreGone):
-                self.job_store().delete_key(f"{self._prefix}fault")
-
-    def job_store(self) -> dist.Store:
-        """The job's store. Raises StoreGone if the job has ended: torch.distributed was destroyed or restarted."""
-        if self.size > 1 and not (dist.is_initialized() and dist.group.WORLD is self._world):
-            raise StoreGone("torch.distributed was ended, or restarted, since this communicator was made")
-        store: dist.Store = self._job_store
-        return store
+                self.store.delete_key(f"{self._prefix}fault")
 
 
 def _as_tuples(value: object) -> Any:

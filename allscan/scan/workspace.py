@@ -9,7 +9,6 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import triton.language as tl
 
-from ..base.tiling import cdiv
 from ..bindings.arena import ALIGNMENT
 from ..comm.communicator import Communicator
 from ..comm.host_exchange import by_rank
@@ -33,7 +32,7 @@ class Spec(NamedTuple):
     @property
     def num_tiles(self) -> int:
         *lead, K, V = self.shape
-        return math.prod(lead) * cdiv(K, self.tile[0]) * cdiv(V, self.tile[1])
+        return math.prod(lead) * -(-K // self.tile[0]) * -(-V // self.tile[1])
 
 
 class Workspace(NamedTuple):

@@ -4,5 +4,4 @@
 ``ranks``       ranks on this machine without torchrun.
 ``timing``      times on a GPU.
 ``compiled``    registers, spills and PTX of a kernel, compiled without a GPU.
-``provenance``  the software versions and sources of a result.
 """

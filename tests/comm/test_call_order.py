@@ -8,6 +8,7 @@ import hashlib
 import math
 import random
 import re
+import sys
 import time
 import uuid
 from datetime import timedelta
@@ -20,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 import allscan
-from allscan.comm import heap
+from allscan.comm import calls, heap
 from allscan.comm.agreed import Agreement
 from allscan.comm.call_order import stamp
 from allscan.launch.compiled_kernel import channel_addresses
@@ -846,6 +847,59 @@ def mixed_reverse_case(group, operator):
     again = all(torch.equal(call(reverse), x) for reverse, x in right.items())
     comm.close()
     return found, end, again
+
+
+def interrupted_entry_case(group):
+    """Ctrl-C on the last rank at each line of a call's entry and exit in turn. Return the lines, and those after which
+    a later call had another call's value, or none of the two ranks an error although their calls differ."""
+    comm = allscan.Communicator(group, timeout=1.0)
+    x = torch.full((1, 4, 4), comm.rank + 1.0, device=comm.device)
+    codes = [f.__code__ for f in (calls._Call.__enter__, calls._Call.__exit__)]
+    lines = [(code, line) for code in codes for *_, line in code.co_lines() if line and line > code.co_firstlineno]
+    lines = list(dict.fromkeys(lines))
+
+    def attempt(value):
+        try:
+            found = allscan.allscan(value * x, comm=comm)[0, 0, 0].item()
+            comm.check()
+        except RuntimeError as error:
+            return type(error).__name__
+        return found
+
+    wrong = []
+    for code, line in lines:
+        comm.resync()
+        first = attempt(1.0)
+        hit = []
+
+        def trace(frame, event, argument, code=code, line=line, hit=hit):
+            if frame.f_code is code and event == "line" and frame.f_lineno == line and not hit:
+                hit.append(line)
+                raise KeyboardInterrupt
+            return trace if frame.f_code is code else None
+
+        second = "KeyboardInterrupt"
+        if comm.rank == comm.size - 1:
+            sys.settrace(trace)
+        with contextlib.suppress(KeyboardInterrupt):
+            second = attempt(2.0)
+        sys.settrace(None)
+        comm.step()
+        others = [attempt(3.0), attempt(4.0)]
+        right = [value * comm.rank for value in (3.0, 4.0)]
+        if first != comm.rank or any(not isinstance(a, str) and a != b for a, b in zip(others, right)):
+            wrong.append((line, first, second, others))
+        if comm.order.inside is not None:
+            wrong.append((line, "the call has not ended"))
+    comm.resync()
+    comm.close()
+    return len(lines), wrong
+
+
+@pytest.mark.cpu
+def test_ctrl_c_where_a_call_begins_and_ends(run):
+    for count, wrong in run(2, interrupted_entry_case, timeout=100):
+        assert count > 15 and not wrong, wrong
 
 
 @pytest.mark.parametrize("operator", ["AllScan.scan", "allscan", "allscan_segments", "halo"])

@@ -32,7 +32,7 @@ import allscan
 from allscan.base import errors
 from allscan.bindings.arena import Arena
 from allscan.bindings.shared_memory import SharedMemoryHeap
-from allscan.comm import compile_watch, host_exchange
+from allscan.comm import compile_watch, heap, host_exchange
 from allscan.reference import allscan_reference
 from support.faults import TIMEOUT, poisoned_case, scan_until_timeout
 from support.fla import import_fla
@@ -175,6 +175,10 @@ def disagree_case(group):
             raised(allscan.Communicator, group, timeout=float("inf")),
             raised(allscan.Communicator, group, transport="smoke signals"),
             raised(allscan.Communicator, "group"),
+            *(
+                raised(allscan.Communicator, group, **(wrong if me else {}))
+                for wrong in (dict(timeout=-1), dict(timeout="5"), dict(max_ctas=0), dict(transport="pigeon"))
+            ),
         ]
         healthy = error(allscan.allscan(make(2, 4, 8) + 1, comm=comm), torch.full((2, 4, 8), float(me)))
     answers.append(raised(allscan.allscan, make(2, 4, 8), comm=comm))
@@ -199,12 +203,48 @@ def test_errors_are_clear_and_on_every_rank(run):
         ("ValueError", "ValueError", "timeout"),
         ("ValueError", "ValueError", "transport"),
         ("ValueError", "ValueError", "ProcessGroup"),
+        *[("ValueError", "ValueError", f"rank 0: ok; rank 1: ValueError: {name} must be") for name in ("timeout",) * 2],
+        *[
+            ("ValueError", "ValueError", f"ok; rank 1: ValueError: {name} must be")
+            for name in ("max_ctas", "transport")
+        ],
         ("RuntimeError", "RuntimeError", "closed"),
     ]
     for rank, (answers, healthy) in enumerate(run(2, disagree_case)):
         for answer, wanted in zip(answers, expected, strict=True):
             assert answer is not None and answer[0] == wanted[rank] and wanted[2] in answer[1], (rank, answer, wanted)
         assert healthy == 0
+
+
+def init_case():
+    """Return this rank's error of each init() with a wrong argument or another source on rank 1; then whether a
+    Communicator works."""
+    rank, answers = dist.get_rank(), []
+    for wrong in (dict(heap_bytes=-5), dict(heap_bytes="x"), dict(heap_bytes=1 << 20), dict(transport="pigeon")):
+        answers.append(raised(allscan.init, **(wrong if rank else {})))
+    with mock.patch.object(heap, "source_hash", lambda: f"sources {rank}"):
+        answers.append(raised(allscan.init))
+    with mock.patch.dict(os.environ, {"ALLSCAN_HEAP": "1MK" if rank else "1M"}):
+        answers.append(raised(allscan.Communicator))
+    with mock.patch.object(heap, "SharedMemoryHeap", raises) if rank else contextlib.nullcontext():
+        answers.append(raised(allscan.init))
+    with allscan.Communicator() as comm:
+        return answers, allscan.allscan(torch.ones(1, 2, 2), comm=comm)[0, 0, 0].item() == rank
+
+
+def raises(*_):
+    raise MemoryError("no memory")
+
+
+@pytest.mark.cpu
+def test_init_raises_on_every_rank(fresh):
+    """An error of one rank, before any exchange or between two, ends init() on all; the next one works."""
+    texts = ["at least 512", "an integer", "differ in heap_bytes", "transport must be", "differ in sources"]
+    texts += ["ALLSCAN_HEAP", "no memory"]
+    for answers, works in fresh(2).run(init_case, timeout=60):
+        assert works
+        for answer, text in zip(answers, texts, strict=True):
+            assert answer is not None and text in answer[1], (answer, text)
 
 
 @pytest.mark.cpu
@@ -1103,7 +1143,7 @@ def test_graphs_keep_no_communicator(run, ends):
     for gone, answers in run(2, graphs_case, ends):
         assert gone and {kind for kind, _ in answers} == {"RuntimeError"}, answers
         assert all("closed" in why for _, why in answers[:-6][:5]), answers
-        assert all("gone" in why for _, why in answers[-6:]), answers
+        assert all("deleted" in why for _, why in answers[-6:]), answers
 
 
 def cold_cache_case(cold, timeout):

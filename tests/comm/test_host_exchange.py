@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 
 import allscan
-from allscan.comm import host_exchange
+from allscan.comm import bounded_store, host_exchange
+from allscan.comm.bounded_store import StoreGone
 from allscan.comm.host_exchange import StoreExchange
 from support.values import raised
 
@@ -77,9 +78,6 @@ class ThreadRank(StoreExchange):
         self.rank, self.size, self.ranks = rank, size, tuple(range(size))
         self.name, self.store, self._counts = "name", store, {}
         self._prefix = "allscan/name/"
-
-    def job_store(self):
-        return self.store
 
 
 def together(ranks, *functions):
@@ -212,6 +210,42 @@ def test_a_dead_store_is_named_as_such():
         ThreadRank(0, 2, Dead()).exchange(1, "what")
 
 
+@pytest.mark.quick
+def test_a_store_that_does_not_answer(monkeypatch):
+    """A request ends after a limit, and later ones at once until the store answers again."""
+    stopped = threading.Event()
+    stopped.set()
+
+    class Frozen(Store):
+        def check(self, keys):
+            stopped.wait(60)
+            return super().check(keys)
+
+    monkeypatch.setattr(bounded_store, "LIMIT_S", 0.3)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    store = bounded_store.BoundedStore(Frozen())
+    store.set("key", "1")
+    assert store.check(["key"]) and store.get("key") == b"1"
+    stopped.clear()
+    exchange, start = ThreadRank(0, 2, store), time.monotonic()
+    for _ in range(3):
+        with pytest.raises(StoreGone, match="has not answered within 0.3 s"):
+            store.check(["key"])
+    assert exchange.fault() is None and exchange.posted_rejections() == {}
+    with pytest.raises(StoreGone, match="may be stopped"):
+        exchange.exchange(1, "what")
+    assert time.monotonic() - start < 2
+    stopped.set()
+    deadline = time.monotonic() + 10
+    while raised(store.get, "key") is not None:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert store.check(["key"])
+    monkeypatch.setattr(dist, "is_initialized", lambda: False)
+    with pytest.raises(StoreGone, match="was ended"):
+        store.check(["key"])
+
+
 def interrupted_case():
     """Rank 1 gets Ctrl-C while it waits: the others do not continue without it, and the next exchange is right."""
     everybody = StoreExchange(range(3))
@@ -224,9 +258,9 @@ def interrupted_case():
             everybody.exchange(rank, "what")
         except KeyboardInterrupt:
             first = "interrupted"
-            everybody.job_store().set("interrupted", "")
+            everybody.store.set("interrupted", "")
     elif rank == 0:
-        everybody.job_store().wait(["interrupted"], timedelta(seconds=60))
+        dist.distributed_c10d._get_default_store().wait(["interrupted"], timedelta(seconds=60))
         first = everybody.exchange(rank, "what")
     else:
         first = raised(everybody.exchange, rank, "what")

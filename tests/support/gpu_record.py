@@ -33,8 +33,8 @@ def what_runs(tests: str, gpus: int | None = None) -> dict:
     """Return the setting of results. ``tests``: the folder, ``gpus``: GPUs per test, if not all."""
     import triton
 
+    from allscan.base.provenance import source_hash
     from allscan.bindings.versions import nvshmem_version
-    from allscan.tools.provenance import source_hash
 
     digests = {}
     for folder, _, names in os.walk(tests):

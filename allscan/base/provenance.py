@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import glob
 import hashlib
 import importlib.util
 import os
 
 
+@functools.cache
 def source_hash() -> str:
     """sha256 over the bytes of the package's *.py, in the order of their paths."""
     package, files = os.path.dirname(os.path.dirname(os.path.abspath(__file__))), {}

@@ -1,0 +1,91 @@
+"""The store of torch.distributed, with a limit for each request.
+
+torch's clients wait without a limit for a server that is stopped (SIGSTOP, a frozen container) and not dead.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+LIMIT_S = 10.0  # of one request; a server answers in microseconds, in a thread of its own
+
+
+class StoreGone(RuntimeError):
+    """The store does not answer, or it belongs to a job that has ended."""
+
+
+class BoundedStore:
+    """The job's store, whose requests run in a thread, in order. Each raises StoreGone if torch.distributed was ended
+    or restarted, if there is no answer within LIMIT_S, and at once while an earlier request has none. Such a request
+    may still be carried out later."""
+
+    add: Callable[..., Any]
+    check: Callable[..., bool]
+    compare_set: Callable[..., bytes]
+    delete_key: Callable[..., bool]
+    get: Callable[..., bytes]
+    multi_get: Callable[..., list[bytes]]
+    set: Callable[..., None]
+
+    def __init__(self, store: Any) -> None:
+        self.clone: Callable[[], dist.Store] = lambda: store.clone()  # another connection, without a limit
+        self.world = dist.group.WORLD
+        self._requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._late: threading.Event | None = None  # set when the request without an answer has one
+        for name in ("add", "check", "compare_set", "delete_key", "get", "multi_get", "set"):
+            setattr(self, name, functools.partial(self._request, getattr(store, name)))
+        threading.Thread(target=self._run, name="allscan-store", daemon=True).start()
+
+    def _request(self, method: Callable[..., Any], *arguments: Any) -> Any:
+        if not (dist.is_initialized() and dist.group.WORLD is self.world):
+            raise StoreGone("torch.distributed was ended, or restarted, since this communicator was made")
+        answer: list[Any] = []
+        done = threading.Event()
+        if self._late is None or self._late.is_set():
+            self._requests.put((method, arguments, answer, done))
+            self._late = None if done.wait(LIMIT_S) else done
+        if self._late is not None:
+            raise StoreGone(
+                f"the store of torch.distributed has not answered within {LIMIT_S:g} s; the process that has it, "
+                "usually rank 0's or torchrun's, may be stopped"
+            )
+        value, error = answer
+        if error is not None:
+            raise error
+        return value
+
+    def _run(self) -> None:
+        while True:
+            method, arguments, answer, done = self._requests.get()
+            try:
+                answer += method(*arguments), None
+            except BaseException as error:
+                answer += None, error
+            done.set()
+            del method, arguments, answer, done
+
+
+_last: tuple[dist.Store, BoundedStore] | None = None
+
+
+def bounded(store: dist.Store) -> BoundedStore:
+    """The BoundedStore of ``store``, one object as long as no other store is asked for."""
+    global _last
+    if _last is None or _last[0] is not store:
+        _last = store, BoundedStore(store)
+    return _last[1]
+
+
+def _forked() -> None:
+    global _last
+    _last = None  # its thread is the parent's
+
+
+os.register_at_fork(after_in_child=_forked)
