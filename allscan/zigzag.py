@@ -13,6 +13,7 @@ from torch import Tensor
 from .base.autograd import CustomOperator, Passes
 from .base.checks import boundaries, lengths_misfit
 from .base.errors import REMEDY, DeferredError
+from .bindings.torch_compat import num_dispatch_modes, recorded
 from .comm.communicator import Communicator, check_communicator, communicator_of
 from .comm.process_groups import NEW_GROUP, check_group, collective
 from .tokens.packing import boundaries_on_host, document_places
@@ -142,7 +143,7 @@ def _pieces(rank: int, size: int, zigzag: bool) -> tuple[int, int]:
 
 def _move(x: Tensor, comm: Communicator, to: bool) -> Tensor:
     check_communicator(comm)
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or (num_dispatch_modes() and recorded()):
         return _traced.forward(x, to, comm.handle)[0]
     with comm.call(False, "to_zigzag()" if to else "from_zigzag()", (x,)):
         _check(x, comm, to)

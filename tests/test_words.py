@@ -17,7 +17,7 @@ WORDS = {
     r"\b(runs?|launched|recorded) beside\b(?! (the kernel|kernels|NCCL))": "overlapped with, on a side stream",
     r"\b(class|->|:) (Kept|Room)\b|\b(Kept|Room)\(|\b(kept_for|_kept_here)\b": "SavedStates; Scratch",
     r"\bkeeps(=|: bool)": "saves",
-    r"\bBeside\b(?=[:(\]]| *[|,]|$)|\.beside\(|_beside\b": "SideStream, side_stream",
+    r"\bBeside\b(?=[:(\]]| *[|,]|$)|\.beside\(|_beside\b": "Side, side_stream",
     r"\.narrow\b(?!\()": "is_bf16",
     r"\b[bp]_(enters|leaves|entering|leaving)\b|\b(load_entering|Entering)\b": "incoming, local, outgoing state",
     r"\bScanKind\b": "ScanVariant",

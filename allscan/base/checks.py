@@ -34,11 +34,13 @@ class ScanInputs(NamedTuple):
 
 def integer(name: str, value: Any, least: int = 1) -> int:
     """``value`` as an int. Raises TypeError unless its type is an integer type, ValueError below ``least``."""
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise TypeError(f"{name} must be an integer, got {value!r}")
-    if operator.index(value) < least:
+    if type(value) is not int:  # torch.compile takes its symbolic integers for int
+        if isinstance(value, bool) or not hasattr(value, "__index__"):
+            raise TypeError(f"{name} must be an integer, got {value!r}")
+        value = operator.index(value)
+    if value < least:
         raise ValueError(f"{name} must be at least {least}, got {value}")
-    return operator.index(value)
+    return value  # type: ignore[no-any-return]
 
 
 def lengths_misfit(lengths: Sequence[int], T: int | None, chunks: int = 1) -> str | None:
@@ -64,9 +66,9 @@ def checked_first_token(first_token: Any, cu_seqlens: object) -> int | None:
     return integer("first_token", first_token, 0)
 
 
-def switch(name: str) -> bool:
-    """Whether the environment variable ``name`` is 1, its default. Raises ValueError unless it is 0 or 1."""
-    value = os.environ.get(name, "").strip() or "1"
+def switch(name: str, default: str = "1") -> bool:
+    """Whether the environment variable ``name`` is 1. Raises ValueError unless it is 0, 1 or empty."""
+    value = os.environ.get(name, "").strip() or default
     if value not in ("0", "1"):
         raise ValueError(f"{name} must be 0 or 1, got {value!r}")
     return value == "1"
@@ -195,9 +197,11 @@ def check_tensor(
 
 def _way_out(tensor: Tensor) -> str:
     """Error text: the method by which a tensor subclass returns a tensor with its own memory."""
-    if hasattr(tensor, "wait") and not hasattr(tensor, "to_local"):  # torch.distributed._functional_collectives
+    if hasattr(tensor, "to_local"):
+        return "of a DTensor: to_local()"
+    if hasattr(tensor, "wait"):  # torch.distributed._functional_collectives
         return "of a collective that is under way: wait()"
-    return "of a DTensor: to_local()"
+    return "a tensor subclass without memory"
 
 
 def check_decay(decay: object, shape: Sequence[int], device: torch.device, values: bool = False) -> None:
@@ -290,6 +294,8 @@ def check_for_an_operator(tensors: dict[str, Any], scale: object) -> None:
             continue
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+        if hasattr(x, "to_local"):
+            raise TypeError(f"{name} must have memory of its own, got {type(x).__name__} ({_way_out(x)})")
         if x.layout != torch.strided:
             raise TypeError(f"{name} must be dense, got {x.layout}")
     if tensors["q"].ndim != 4:

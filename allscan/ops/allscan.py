@@ -30,6 +30,7 @@ from ..base.checks import (
 )
 from ..base.errors import DeferredError
 from ..base.tiling import transition_tile
+from ..bindings.torch_compat import num_dispatch_modes, recorded
 from ..comm.backwards import PendingBackward, gone_error, recomputing, saved_tensors
 from ..comm.call_order import stamp
 from ..comm.communicator import Communicator, check_communicator, communicator_of
@@ -109,7 +110,7 @@ def allscan(
         >>> prev = work.wait()                                      # after kernels that do not need prev
     """
     inputs = ScanInputs(state, decay, transition, initial_state, out)
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or (num_dispatch_modes() and recorded()):
         return _compiled(comm, inputs, reverse, layout, async_op)
     if type(comm) is not Communicator:
         check_communicator(comm)
@@ -125,8 +126,8 @@ def allscan(
 _not_traced = dynamo_disabled(allscan)
 
 
-def _compiled(comm: Communicator, inputs: tuple[Any, ...], reverse: bool, layout: str, async_op: bool) -> Tensor:
-    """Run ``allscan`` under torch.compile."""
+def _compiled(comm: Communicator, inputs: ScanInputs, reverse: bool, layout: str, async_op: bool) -> Tensor:
+    """Run ``allscan`` under torch.compile or make_fx."""
     check_communicator(comm)
     state, decay, transition, initial_state, out = inputs
     if isinstance(state, Tensor) and layout == "contiguous" and out is None and not async_op:
@@ -134,6 +135,9 @@ def _compiled(comm: Communicator, inputs: tuple[Any, ...], reverse: bool, layout
             number = None if decay is None or isinstance(decay, Tensor) else float(decay)
             factor = decay if isinstance(decay, Tensor) else None
             return _traced.forward(state, factor, transition, initial_state, number, reverse, comm.handle)[0]
+    if not torch.compiler.is_compiling():
+        with comm.call(bool(reverse), "allscan()", inputs):  # raises: make_fx cannot record it
+            pass
     more = dict(transition=transition, initial_state=initial_state, out=out)
     return _not_traced(state, decay, comm=comm, reverse=reverse, layout=layout, async_op=async_op, **more)
 
@@ -405,7 +409,7 @@ def _backward(
     dprev: Tensor,
     decay: Tensor | None,
     transition: Tensor | None,
-    prev: Tensor,
+    prev: Tensor | None,
     fwd_epoch: Tensor,
     number: float | None,
     reverse: bool,
@@ -433,16 +437,18 @@ def _backward(
         return dstate, rest[0], rest[1], rest[2]
 
 
-def _fake_backward(_, decay: Tensor, transition: Tensor, prev: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+def _fake_backward(dprev: Tensor, decay: Tensor, transition: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     of_decay, of_transition, of_initial = rest[-3:]
-    shapes = prev.shape, of_decay and decay.shape, of_transition and transition.shape, of_initial and prev.shape
-    return tuple(prev.new_empty(shape if shape is not False else 0) for shape in shapes)
+    shapes = dprev.shape, of_decay and decay.shape, of_transition and transition.shape, of_initial and dprev.shape
+    return tuple(dprev.new_empty(shape if shape is not False else 0) for shape in shapes)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
     _, decay, transition, _, *ctx.where = inputs
-    ctx.save_for_backward(decay, transition, *output)
-    ctx.mark_non_differentiable(output[1])
+    prev, fwd_epoch = output
+    # without these gradients the caller may write to prev in place
+    ctx.save_for_backward(decay, transition, prev if any(ctx.needs_input_grad[1:3]) else None, fwd_epoch)
+    ctx.mark_non_differentiable(fwd_epoch)
 
 
 def _gradient(backward: Callable[..., Any], ctx: Any, dprev: Tensor, _) -> tuple[Tensor | None, ...]:

@@ -26,6 +26,7 @@ from ..base.checks import (
     zigzag_of,
 )
 from ..base.errors import DeferredError
+from ..bindings.torch_compat import num_dispatch_modes, recorded
 from ..comm.call_order import stamp
 from ..comm.communicator import Communicator, check_communicator, communicator_of
 from ..launch.compiled_kernel import dynamo_disabled
@@ -93,7 +94,7 @@ def halo(
     """
     check_communicator(comm)
     options = Options(n, bool(reverse), cu_seqlens, first_token, layout, per_document)
-    if not torch.compiler.is_compiling():
+    if not (torch.compiler.is_compiling() or (num_dispatch_modes() and recorded())):
         return _eager_halo(x, comm, options)
     xs = x if isinstance(x, tuple) else (x,)
     if not per_document and _traceable(xs, n, comm, cu_seqlens, layout):

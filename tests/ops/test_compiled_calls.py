@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import gc
+import itertools
 import multiprocessing
 import os
 import warnings
@@ -11,11 +13,13 @@ from unittest import mock
 import pytest
 import torch
 import torch._functorch.config
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import allscan
 from allscan import zigzag
 from allscan.base.autograd import CustomOperator, Passes
+from allscan.comm import communicator
 from support.fla import import_fla
 from support.values import backend_of_gpus, error, raised
 
@@ -106,6 +110,96 @@ def test_every_call_is_made_once(run, name, layout):
     for of_rank in run(2, operator_case, name, layout, backend):
         for worst, made, expected in of_rank:
             assert worst < limit and made == expected, of_rank
+
+
+def recorded_case(group, name, layout):
+    """Return (largest difference of make_fx's graph from the eager call, calls of two runs of the graph, errors of
+    calls that cannot be recorded)."""
+    if name in ("zeco_kda", "zeco_gated_delta_rule"):
+        import_fla(False)
+    with allscan.Communicator(group, timeout=30) as comm:
+        x = torch.randn(1, 8, 1, 16, generator=torch.Generator().manual_seed(comm.rank)).to(comm.device)
+        one_call = functools.partial(call, comm, name, layout)
+        expected, graph = one_call(x), make_fx(one_call)(x)
+        before = sum(comm.order.call_counts)
+        worst = max(error(graph(x), expected) for _ in range(2))
+        calls = sum(comm.order.call_counts) - before
+        scan, pair = allscan.AllScan(comm, x.shape), (x, x)
+        others = (
+            lambda y: allscan.allscan(pair, comm=comm, layout="zigzag")[0] + y,
+            lambda y: allscan.allscan(y, comm=comm, out=torch.empty_like(x)),
+            lambda y: allscan.allscan_segments(y, comm=comm)[0],
+            lambda y: allscan.halo(y, 1, comm=comm, layout="zigzag"),
+            lambda y: allscan.zeco_ssd(y, y[..., 0].exp(), -y[0, 0, :, 0].exp(), y, y, 4, comm=comm),
+            lambda y: scan.scan(y),
+        )
+        return worst, calls, [raised(make_fx(other), x) for other in others]
+
+
+@pytest.mark.parametrize("name, layout", CASES)
+def test_calls_that_make_fx_records(run, name, layout):
+    """A graph that lacked a call would return memory that nothing has written."""
+    for worst, calls, errors in run(2, recorded_case, name, layout):
+        assert worst == 0.0 and calls == 2
+        assert all(error is not None and "make_fx cannot record" in error[1] for error in errors), errors
+
+
+def exported():
+    """Return (an exported program, its input, its difference from the eager call)."""
+    module = torch.nn.Module()
+    with allscan.Communicator(timeout=30) as comm:
+        x = torch.randn(1, 8, 16, generator=torch.Generator().manual_seed(comm.rank)).to(comm.device)
+        module.forward = lambda y: allscan.allscan(y, 0.5, comm=comm) * 1
+        program = torch.export.export(module, (x,))
+        return program, x, error(program.module()(x), module.forward(x))
+
+
+def exported_case():
+    """Return (difference of an exported program from the eager call, its error with another communicator)."""
+    program, x, difference = exported()
+    alone = [torch.distributed.new_group([rank]) for rank in range(2)][torch.distributed.get_rank()]
+    gc.collect()
+    with mock.patch.object(communicator, "_handles", itertools.count(1)), allscan.Communicator(alone):
+        return difference, raised(program.module(), x)
+
+
+@pytest.mark.cpu
+def test_an_exported_program_with_another_communicator(fresh):
+    """The number of a communicator in a program is of its ranks, too."""
+    for difference, problem in fresh(2).run(exported_case):
+        assert difference == 0.0 and problem is not None and "was deleted" in problem[1], problem
+
+
+def symbolic_case(group):
+    """Return the largest difference of a compiled function with a changing first_token from the eager one, and of a
+    compiled scan whose result is written to in place."""
+    with allscan.Communicator(group, timeout=30) as comm:
+        whole = torch.randn(4, 1, 40, 1, 16, generator=torch.Generator().manual_seed(0)).to(comm.device)
+
+        def layer(q, k, v, g, first):
+            return allscan.zeco_gla(q, k, v, -g.abs(), comm=comm, cu_seqlens=[0, 7, 40], first_token=first)[0] * 1
+
+        def scan(state):
+            found = allscan.allscan(state * 2, comm=comm)
+            found.add_(1.0)
+            return found.sin()
+
+        compiled, worst = torch.compile(layer, backend="aot_eager", fullgraph=True), 0.0
+        for cut in (20, 15, 22):
+            first, end = (0, cut) if comm.rank == 0 else (cut, 40)
+            part = whole[:, :, first:end].clone().unbind()
+            worst = max(worst, error(compiled(*part, first), layer(*part, first)))
+        results = []
+        for function in (scan, torch.compile(scan, backend="aot_eager", fullgraph=True)):
+            state = whole[0].clone().requires_grad_()
+            y = function(state)
+            y.sum().backward()
+            results.append((y.detach(), state.grad))
+        return worst, max(error(*pair) for pair in zip(*results, strict=True))
+
+
+def test_first_tokens_that_change_and_writes_to_a_result(run):
+    assert run(2, symbolic_case) == [(0.0, 0.0)] * 2
 
 
 # An operator that logs its calls, in one process

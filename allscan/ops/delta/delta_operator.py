@@ -15,7 +15,7 @@ from ...base.checks import (
     restored,
     saved_tensor_error,
 )
-from ...bindings.torch_compat import num_dispatch_modes
+from ...bindings.torch_compat import num_dispatch_modes, recorded
 from ...comm.backwards import saved_tensors
 from ...comm.communicator import Communicator, check_communicator, communicator_of
 from ..allscan import check_final, final_of_all
@@ -178,7 +178,7 @@ def zeco_gated_delta_rule(
 def _call(rule: str, before: Before, x: Inputs, comm: Communicator, asked: Asked) -> tuple[Tensor, Tensor | None]:
     if type(comm) is not Communicator:
         check_communicator(comm)
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or (num_dispatch_modes() and recorded()):
         return _delta(rule, before, x, comm, asked)
     with comm.call(False, TITLES[rule], (*x, asked.initial_state, before.A_log, before.dt_bias)):
         return _delta(rule, before, x, comm, asked)

@@ -31,7 +31,7 @@ from ...base.checks import (
 )
 from ...base.errors import DeferredError
 from ...base.tiling import cdiv, multiprocessors
-from ...bindings.torch_compat import num_dispatch_modes
+from ...bindings.torch_compat import num_dispatch_modes, recorded
 from ...comm.backwards import saved_tensors
 from ...comm.communicator import Communicator, check_communicator
 from ...launch.plan import Plan
@@ -186,7 +186,7 @@ class Options(NamedTuple):
 def zeco_gla_by(carrier: StateCarrier, tensors: tuple, asked: Asked) -> tuple[Tensor, Tensor | None]:
     """Run ``zeco_gla`` on ``tensors`` (q, k, v, g, initial_state); ``carrier`` scans the state over the ranks."""
     comm, (scale, final, cu_seqlens, first, layout, recompute, per_document, invariant, of_all) = carrier.comm, asked
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or (num_dispatch_modes() and recorded()):
         saves = wants_gradient(tensors) and not recompute
         return _traced_call(carrier, tensors, final, *_checked(carrier, tensors, asked, saves))
     with comm.call(False, "zeco_gla", tensors):
@@ -300,7 +300,7 @@ class Prepared:
         return plan.run(self.carrier, *[x for x in tensors if x is not None])
 
 
-def _check(tensors: Sequence[Any], cu_seqlens: Tensor | None, comm: Communicator, zigzag: int) -> None:
+def check_tensors(tensors: Sequence[Any], cu_seqlens: Tensor | None, comm: Communicator, zigzag: int) -> None:
     """Raise TypeError or ValueError for arguments that are wrong on this rank."""
     q, k, v, g, initial_state = tensors
     names = dict(q=q, k=k, v=v, g=g)
@@ -364,7 +364,7 @@ def _prepare(carrier: StateCarrier, tensors: Sequence[Any], cu_seqlens: Tensor |
             agree = "zeco_gla", *common, ("invariant", invariant), (FINAL_OF_ALL, of_all)
 
         def check() -> None:
-            _check(tensors, cu_seqlens, comm, zigzag)
+            check_tensors(tensors, cu_seqlens, comm, zigzag)
             check_cut(comm, q.shape[1], invariant, zigzag)
             check_packed(comm, cu_seqlens, q.shape[1], first_token, zigzag)
 

@@ -608,4 +608,4 @@ def lives_case(group):
 @pytest.mark.cpu
 def test_what_a_call_leaves(run):
     ((name, why),) = run(1, lives_case)
-    assert name == "RuntimeError" and "gone" in why
+    assert name == "RuntimeError" and "deleted" in why
