@@ -852,7 +852,7 @@ def mixed_reverse_case(group, operator):
 def interrupted_entry_case(group):
     """Ctrl-C on the last rank at each line of a call's entry and exit in turn. Return the lines, and those after which
     a later call had another call's value, or none of the two ranks an error although their calls differ."""
-    comm = allscan.Communicator(group, timeout=1.0)
+    comm = allscan.Communicator(group, timeout=TIMEOUT)
     x = torch.full((1, 4, 4), comm.rank + 1.0, device=comm.device)
     codes = [f.__code__ for f in (calls._Call.__enter__, calls._Call.__exit__)]
     lines = [(code, line) for code in codes for *_, line in code.co_lines() if line and line > code.co_firstlineno]
