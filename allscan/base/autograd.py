@@ -250,9 +250,15 @@ class CustomOperator:
     def __init__(self, name: str, passes: Passes, save: Callable[..., None], gradient: TupleFunction) -> None:
         operators, self.forward = _with_packed(name, passes.forward, passes.fake)
         _, self.backward = _with_packed(f"{name}_backward", passes.backward, passes.fake_backward)
+        count = len(inspect.signature(passes.forward).parameters) + 1  # with ``after``
+
+        def gradients(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+            found = gradient(self.backward, ctx, *grads[:-1])
+            return *found, *[None] * (count - len(found))  # torch 2.15 wants one for each argument
+
         for operator in operators:
             operator.register_autograd(
-                lambda ctx, *grads: gradient(self.backward, ctx, *grads[:-1]),
+                gradients,
                 setup_context=lambda ctx, inputs, output: save(ctx, inputs[:-1], output[:-1]),
             )
         self.operator = operators[0]

@@ -27,7 +27,7 @@ CASES = [  # operator, layout
     ("allscan", "contiguous"),
     ("halo", "contiguous"),
     ("to_zigzag", "contiguous"),
-    ("zeco_gla", "contiguous"),
+    pytest.param("zeco_gla", "contiguous", marks=pytest.mark.quick),  # with every torch of make matrix
     ("zeco_gla", "zigzag"),
     ("zeco_kda", "contiguous"),
     ("zeco_gated_delta_rule", "zigzag"),
