@@ -280,8 +280,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
     _, *ctx.where = inputs
 
 
-def _gradient(backward: Callable[..., Any], ctx: Any, dx: Tensor) -> tuple[Tensor, None, None]:
-    return backward(dx, *ctx.where)[0], None, None
+def _gradient(backward: Callable[..., Any], ctx: Any, dx: Tensor) -> tuple[Tensor]:
+    return (backward(dx, *ctx.where)[0],)
 
 
 _passes = Passes(_forward, _fake, _backward, _fake)

@@ -110,12 +110,11 @@ def begin(channel, tile, HAS_TILE: tl.constexpr = False):
     """Begin the tile's epoch: give prev its credit, wait for next's. tile: int32.
 
     Returns (epoch int64, its arrival word int64, whether there was no fault), the same for all tiles of a launch: the
-    argument ``begun`` of other functions. A
-    program with several tiles begins once, before the first, with its lowest tile. Credits are given with tile 0 (with
-    DEPTH 1 with every tile): a launch in which no program begins with tile 0 leaves the rank before without slots.
-    Never begin with a tile of another program, which may have ended the epoch. A program without a tile (``tile`` is
-    ``num_tiles`` or more) gives no credit and waits for none. HAS_TILE: the launch has no such program, which saves a
-    register.
+    argument ``begun`` of other functions. A program with several tiles begins once, before the first, with its lowest
+    tile. Credits are given with tile 0 (with DEPTH 1 with every tile): a launch in which no program begins with tile 0
+    leaves the rank before without slots. Never begin with a tile of another program, which may have ended the epoch. A
+    program without a tile (``tile`` is ``num_tiles`` or more) gives no credit and waits for none. HAS_TILE: the launch
+    has no such program, which saves a register.
     """
     if HAS_TILE:
         epoch = tl.load(channel.epoch + tile) + 1

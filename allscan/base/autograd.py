@@ -244,7 +244,8 @@ class CustomOperator:
     runs each call once, in program order.
 
     save: called as save(ctx, inputs, output), before any backward. gradient: called as gradient(backward, ctx,
-    *gradients of the outputs); returns the gradients of the inputs and calls ``backward`` once.
+    *gradients of the outputs); returns the gradients of the first inputs, the others have none, and calls ``backward``
+    once.
     """
 
     def __init__(self, name: str, passes: Passes, save: Callable[..., None], gradient: TupleFunction) -> None:
@@ -258,8 +259,7 @@ class CustomOperator:
 
         for operator in operators:
             operator.register_autograd(
-                gradients,
-                setup_context=lambda ctx, inputs, output: save(ctx, inputs[:-1], output[:-1]),
+                gradients, setup_context=lambda ctx, inputs, output: save(ctx, inputs[:-1], output[:-1])
             )
         self.operator = operators[0]
 
@@ -301,8 +301,6 @@ class Operator(CustomOperator):
         pending: Callable[..., list[Any]],
         backward: TupleFunction,
     ) -> None:
-        count = len(inspect.signature(passes.forward).parameters)
-
         def save_traced(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
             ctx.mark_non_differentiable(*output[RESULTS:])
             ctx.set_materialize_grads(False)
@@ -311,8 +309,7 @@ class Operator(CustomOperator):
             save(ctx, inputs, output)
 
         def gradient_traced(run: TupleFunction, ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-            found = gradient(run, ctx, *grads[:RESULTS])
-            return *found, *[None] * (count - len(found))
+            return gradient(run, ctx, *grads[:RESULTS])
 
         super().__init__(name, passes, save_traced, gradient_traced)
         traced = self.backward

@@ -184,7 +184,7 @@ def check_tensor(
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
     if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
-        raise TypeError(f"{name} must have memory of its own, got {type(tensor).__name__} ({_way_out(tensor)})")
+        raise _without_memory(name, tensor)
     if tensor.layout != torch.strided or tensor.is_quantized:
         raise TypeError(f"{name} must be dense, got {tensor.dtype}, {tensor.layout}")
     if dtype is not None and tensor.dtype != dtype:
@@ -195,13 +195,14 @@ def check_tensor(
         raise ValueError(f"{name} must be on {device}, got {tensor.device}")
 
 
-def _way_out(tensor: Tensor) -> str:
-    """Error text: the method by which a tensor subclass returns a tensor with its own memory."""
+def _without_memory(name: str, tensor: Tensor) -> TypeError:
+    """The error for a tensor subclass, with the method that returns a tensor with its own memory."""
+    way_out = "a tensor subclass without memory"
     if hasattr(tensor, "to_local"):
-        return "of a DTensor: to_local()"
-    if hasattr(tensor, "wait"):  # torch.distributed._functional_collectives
-        return "of a collective that is under way: wait()"
-    return "a tensor subclass without memory"
+        way_out = "of a DTensor: to_local()"
+    elif hasattr(tensor, "wait"):  # torch.distributed._functional_collectives
+        way_out = "of a collective that is under way: wait()"
+    return TypeError(f"{name} must have memory of its own, got {type(tensor).__name__} ({way_out})")
 
 
 def check_decay(decay: object, shape: Sequence[int], device: torch.device, values: bool = False) -> None:
@@ -295,7 +296,7 @@ def check_for_an_operator(tensors: dict[str, Any], scale: object) -> None:
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
         if hasattr(x, "to_local"):
-            raise TypeError(f"{name} must have memory of its own, got {type(x).__name__} ({_way_out(x)})")
+            raise _without_memory(name, x)
         if x.layout != torch.strided:
             raise TypeError(f"{name} must be dense, got {x.layout}")
     if tensors["q"].ndim != 4:

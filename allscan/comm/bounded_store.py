@@ -39,7 +39,7 @@ class BoundedStore:
         self.world = dist.group.WORLD
         self._requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._late: threading.Event | None = None  # set when the request without an answer has one
-        for name in ("add", "check", "compare_set", "delete_key", "get", "multi_get", "set"):
+        for name in self.__annotations__:
             setattr(self, name, functools.partial(self._request, getattr(store, name)))
         threading.Thread(target=self._run, name="allscan-store", daemon=True).start()
 

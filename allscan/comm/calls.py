@@ -35,7 +35,8 @@ class Calls:
         """Context manager of one user call: counts it, and remembers it if it raises on this rank alone.
 
         ``what``: name of the called function. ``inputs``: its inputs; tensors and tuples of tensors among them are
-        checked. Raises NotImplementedError for forward-mode derivatives, and inside of torch.func's transforms."""
+        checked. Raises NotImplementedError for forward-mode derivatives, and inside of torch.func's transforms and
+        make_fx."""
         outer = self.order.inside
         return _Call((self, bool(reverse), what, inputs)) if outer is None or not _runs(outer) else _INSIDE
 

@@ -127,7 +127,9 @@ class Alike(NamedTuple):
         checkpointed = model.training and any(getattr(x, "gradient_checkpointing", False) for x in model.layers)
         # none with FSDP1's flat parameters
         dtype = next((str(x.dtype) for x in model.parameters() if x.is_floating_point()), None)
-        trainable = sum(p is not None and p.requires_grad for x in model.modules() for p in x._parameters.values())
+        trainable = 0  # not counted where no backward follows
+        if torch.is_grad_enabled():
+            trainable = sum(p is not None and p.requires_grad for x in model.modules() for p in x._parameters.values())
         pairs: list[tuple[str, object]] = [
             ("torch.is_grad_enabled()", torch.is_grad_enabled()),
             ("trainable parameters", trainable),

@@ -454,7 +454,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
 def _gradient(backward: Callable[..., Any], ctx: Any, dprev: Tensor, _) -> tuple[Tensor | None, ...]:
     wanted = ctx.needs_input_grad[1:4]
     grads = backward(dprev, *ctx.saved_tensors, *ctx.where, *wanted)
-    return grads[0], *(x if w else None for x, w in zip(grads[1:], wanted, strict=True)), None, None, None
+    return grads[0], *(x if w else None for x, w in zip(grads[1:], wanted, strict=True))
 
 
 _passes = Passes(_forward, _fake, _backward, _fake_backward)

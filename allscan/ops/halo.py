@@ -442,7 +442,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
 
 def _gradient(backward: Callable[..., Any], ctx: Any, dfound: Tensor, _) -> tuple[Tensor | None, ...]:
     fwd_epoch, cu_seqlens = ctx.saved_tensors
-    return *backward(dfound, fwd_epoch, ctx.T, cu_seqlens, *ctx.where), *[None] * 7
+    return backward(dfound, fwd_epoch, ctx.T, cu_seqlens, *ctx.where)
 
 
 _passes = Passes(_forward, _fake, _backward, _fake_backward)
