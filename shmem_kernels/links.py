@@ -52,7 +52,7 @@ PUT = tl.constexpr(2)
 SENTINEL_BITS = tl.constexpr(-(2**31))  # -0.0 as int32
 EPOCH_BITS = tl.constexpr(0xFFFFFFFF)  # of an arrival word
 
-POLLS_OF_WORDS = tl.constexpr(32)  # then pass_words polls the arrival word alone
+POLLS_OF_WORDS = tl.constexpr(32)  # then a wait polls the arrival word alone until that arrives
 
 # State of an awaited tile, as seen by a block
 HERE = tl.constexpr(0)
@@ -189,11 +189,7 @@ def pass_words(channel, tile, epoch, word, ok, sends, b_state, b_decay, p_out, b
         if ok & sends:
             tl.store(channel.next_arrived + _arrival(channel, tile, epoch), word)
     while ok & (state == MISSING):
-        # a long wait polls only the arrival word until that arrives: less memory traffic for other kernels
-        due = (seen == word) | (polls <= POLLS_OF_WORDS)
-        b_words = tl.load(p_words, mask=b_left & due, other=SENTINEL_BITS, volatile=True)
-        # opaque: Triton takes a loaded scalar as uniform, and may turn a select on it into a branch
-        seen = opaque(tl.load(p_arrived, volatile=True))
+        b_words, seen = _poll_words(p_words, p_arrived, b_left, SENTINEL_BITS, seen, word, polls)
         b_new = _in_fours((b_words != SENTINEL_BITS) & (seen == word), channel.BK, channel.BV)
         b_prev = b_words.to(tl.float32, bitcast=True)
         if channel.SEND != NONE:
@@ -202,20 +198,44 @@ def pass_words(channel, tile, epoch, word, ok, sends, b_state, b_decay, p_out, b
         tl.store(p_out, b_prev, mask=b_new & b_inside)
         tl.store(p_words, b_free, mask=b_new)
         b_left = b_left & (b_new == 0)
-        other = (seen != word) & ((seen ^ word) & EPOCH_BITS == 0)
-        state = tl.max(tl.where(b_left, tl.where(other, OTHER, MISSING), HERE))  # block-uniform
+        state = _state_of_tile(b_left, seen, word)
         polls += 1
-        if state == MISSING:
-            if polls > polls_before_backoff():
-                if polls == polls_before_backoff() + 1:
-                    started = now(channel, tile)
-                backoff(polls)
-            if polls % polls_per_clock() == 0:
-                ok = not gave_up(channel, started, INFO_PREV, tile, epoch, epoch - 1)
+        started, ok = _between_polls(channel, tile, epoch, state, polls, started, ok)
     if ok & (state == OTHER):
         fault(channel, OUT_OF_STEP, INFO_PREV, tile, word, poll_word(p_arrived))
         ok = False
     return ok
+
+
+@triton.jit
+def _poll_words(p_words, p_arrived, b_left, other, seen, word, polls):
+    """Load the words ``b_left`` and the arrival word, last ``seen``. Returns (the words [BK, BV] int32, ``other`` where
+    none was loaded; the arrival word). Polling fewer words leaves the cache to those that arrive, and a long wait
+    polls only the arrival word until that arrives."""
+    due = (seen == word) | (polls <= POLLS_OF_WORDS)
+    b_words = tl.load(p_words, mask=b_left & due, other=other, volatile=True)
+    # opaque: Triton takes a loaded scalar as uniform, and may turn a select on it into a branch
+    return b_words, opaque(tl.load(p_arrived, volatile=True))
+
+
+@triton.jit
+def _state_of_tile(b_left, seen, word):
+    """Return HERE if no word is ``b_left``, OTHER if the arrival word has another tag, else MISSING: block-uniform."""
+    other = (seen != word) & ((seen ^ word) & EPOCH_BITS == 0)
+    return tl.max(tl.where(b_left, tl.where(other, OTHER, MISSING), HERE))
+
+
+@triton.jit
+def _between_polls(channel, tile, epoch, state, polls, started, ok):
+    """Pause after many polls of a tile that is MISSING. Returns (when the pauses began, whether to go on)."""
+    if state == MISSING:
+        if polls > polls_before_backoff():
+            if polls == polls_before_backoff() + 1:
+                started = now(channel, tile)
+            backoff(polls)
+        if polls % polls_per_clock() == 0:
+            ok = not gave_up(channel, started, INFO_PREV, tile, epoch, epoch - 1)
+    return started, ok
 
 
 @triton.jit
@@ -246,31 +266,21 @@ def _take_sentinel(channel, tile, epoch, word, ok):
     _a_word_for_each_thread(channel)
     p_words = (channel.inbox + slot_offsets(channel, tile, epoch)).to(tl.pointer_type(tl.int32), bitcast=True)
     p_arrived = channel.arrived + _arrival(channel, tile, epoch)
-    b_words, state = _poll_tile(p_words, p_arrived, word)
-    if ok & (state == MISSING):
-        started = now(channel, tile)
-        polls = 0
-        while ok & (state == MISSING):
-            b_words, state = _poll_tile(p_words, p_arrived, word)
-            polls += 1
-            if (polls > polls_before_backoff()) & (state == MISSING):
-                backoff(polls)
-            if (state == MISSING) & (polls % polls_per_clock() == 0):
-                ok = not gave_up(channel, started, INFO_PREV, tile, epoch, epoch - 1)
+    b_words = tl.full([channel.BK, channel.BV], SENTINEL_BITS, tl.int32)
+    started = tl.full([], 0, tl.int64)
+    seen = started
+    polls = 0
+    state = MISSING
+    while ok & (state == MISSING):
+        b_left = _in_fours(b_words != SENTINEL_BITS, channel.BK, channel.BV) == 0
+        b_words, seen = _poll_words(p_words, p_arrived, b_left, b_words, seen, word, polls)
+        state = _state_of_tile((b_words == SENTINEL_BITS) | (seen != word), seen, word)
+        polls += 1
+        started, ok = _between_polls(channel, tile, epoch, state, polls, started, ok)
     seen = word
     if state == OTHER:
         seen = poll_word(p_arrived)
     return b_words.to(tl.float32, bitcast=True), seen, ok
-
-
-@triton.jit
-def _poll_tile(p_words, p_arrived, word):
-    """Return (the words of a tile, state): HERE if they and the arrival word have arrived, MISSING if not, OTHER if the
-    arrival word has another tag."""
-    b_words = tl.load(p_words, volatile=True)  # [BK, BV]
-    b_seen = tl.load(p_arrived + tl.zeros([1, 1], tl.int32), volatile=True)  # a load by every thread
-    b_state = tl.where(b_seen == word, HERE, tl.where((b_seen ^ word) & EPOCH_BITS == 0, OTHER, MISSING))
-    return b_words, tl.max(tl.where(b_words == SENTINEL_BITS, MISSING, b_state))  # block-uniform
 
 
 @triton.jit

@@ -15,7 +15,7 @@ import triton.language as tl
 
 from .blocks import exp2, loop_bound
 from .channel import begin, finish, receive
-from .links import SENTINEL_BITS, post
+from .links import NONE, SENTINEL_BITS, post
 from .segment_table import END, FIRST, FLAGS, LAST, SEGMENT_WORDS, SEQUENCE, START, segments_of_state
 from .tiles import load_tile, tile_offsets, tile_place
 
@@ -23,8 +23,6 @@ from .tiles import load_tile, tile_offsets, tile_place
 NOTHING = tl.constexpr(0)
 INITIAL = tl.constexpr(1)  # the state before the very first segment, on the first rank
 ADDED = tl.constexpr(2)  # added to the received state
-
-AHEAD = tl.constexpr(4)  # segments whose states are loaded while R is waited for
 
 
 @triton.jit
@@ -101,37 +99,46 @@ def segments_kernel(
     HAS_DECAY: tl.constexpr,
     EXTERNAL: tl.constexpr,
     DESCENDING: tl.constexpr,  # from this rank's last segment to its first
-    ONE: tl.constexpr,  # n is 1
+    AHEAD: tl.constexpr,  # number of segments that are loaded before the wait for R
+    MORE: tl.constexpr,  # whether n may be larger
 ):
     """A program takes tiles program_id, program_id + num_programs, ...
 
-    It loads AHEAD segments before it waits for R, and later ones while it folds earlier ones.
+    It loads AHEAD segments before it waits for R, and later ones while it folds earlier ones. Unless there are MORE it
+    sends R on before it stores the incoming states, since the next rank waits for it.
     """
-    LOADED: tl.constexpr = 1 if ONE else AHEAD
+    SENDS_FIRST: tl.constexpr = channel.SEND != NONE and not MORE
     tile = tl.program_id(0)
     begun = begin(channel, tile, True)
     strides = (stride_g, stride_k)
     while tile < channel.num_tiles:
         b_states, b_decays = (), ()
-        for i in tl.static_range(LOADED):
+        for i in tl.static_range(AHEAD):
             place = _place(i, n, MATRICES, DESCENDING)
             b_state, b_decay = _load_segment(p_states, p_decays, channel, tile, place, strides, K, V, HAS_DECAY)
             b_states += (b_state,)  # type: ignore[assignment]
             b_decays += (b_decay,)  # type: ignore[assignment]
         b_prev, ok = _entered(channel, tile, begun, p_external, K, V, EXTERNAL)
         offsets, inside = tile_offsets(channel, tile, K, V)
-        for i in tl.static_range(LOADED):
+        if SENDS_FIRST:
+            b_last = b_prev
+            for i in tl.static_range(AHEAD):
+                _, there = _place(i, n, MATRICES, DESCENDING)
+                b_last = tl.where(there, fold(b_states[i], b_decays[i], b_last), b_last)
+            _leave(channel, tile, begun, ok, b_last)
+        for i in tl.static_range(AHEAD):
             matrix, there = _place(i, n, MATRICES, DESCENDING)
             tl.store(p_incoming + matrix * (K * V) + offsets, b_prev, mask=inside & there)
             b_prev = tl.where(there, fold(b_states[i], b_decays[i], b_prev), b_prev)
-        if not ONE:
+        if MORE:
             for i in tl.range(AHEAD, loop_bound(n), num_stages=4):
                 place = _place(i, n, MATRICES, DESCENDING)
                 b_state, b_decay = _load_segment(p_states, p_decays, channel, tile, place, strides, K, V, HAS_DECAY)
                 matrix, _ = place
                 tl.store(p_incoming + matrix * (K * V) + offsets, b_prev, mask=inside)
                 b_prev = fold(b_state, b_decay, b_prev)
-        _leave(channel, tile, begun, ok, b_prev)
+        if not SENDS_FIRST:
+            _leave(channel, tile, begun, ok, b_prev)
         tl.store(p_outgoing + offsets, b_prev, mask=inside)
         tile += tl.num_programs(0)
 

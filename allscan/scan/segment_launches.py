@@ -117,10 +117,18 @@ class SegmentScans:
         else:
             # ndim: of decays [n, ..., K] or [n, ...], 0 for a number
             strides = (K, 1) if ndim == len(self.shape) else (min(ndim, 1), 0)
-            fixed |= dict(HAS_DECAY=has_decay, ONE=n == 1, num_warps=self.launcher.num_warps)
+            ahead = segments_ahead(n, self._spec.tile, self.launcher.num_warps)
+            fixed |= dict(HAS_DECAY=has_decay, AHEAD=ahead, MORE=n > ahead, num_warps=self.launcher.num_warps)
         kernel = self.launcher.linked(dense_segments_kernel if dense else segments_kernel)
         fixed |= dict(zip(("stride_i", "stride_j") if dense else ("stride_g", "stride_k"), strides))
         return Launch(kernel, (self.launcher.segment_programs,), **fixed)
+
+
+def segments_ahead(n: int, tile: tuple[int, int], num_warps: int) -> int:
+    """AHEAD of segments_kernel for n segments: a power of two up to 8, whose tiles fill at most 128 registers of a
+    thread."""
+    registers = max(1, math.prod(tile) // (32 * num_warps))
+    return max(1, min(next_power_of_2(max(1, n)), 8, 128 // registers))
 
 
 def dense_blocks(BK: int) -> dict[str, int]:

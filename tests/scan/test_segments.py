@@ -71,6 +71,14 @@ def test_the_same_bits_for_every_cut(run, factor, reverse, size):
         assert differing(one, found(run, case, counts)) == [], counts
 
 
+@pytest.mark.parametrize("reverse", [False, True])
+def test_more_segments_than_are_loaded_ahead(run, reverse, size=2):
+    case = SegmentsCase((19,), factor="rows", reverse=reverse)
+    one = found(run, case)
+    for counts in ((9, 10), (2, 17), (8, 11)):
+        assert differing(one, found(run, case, counts)) == [], counts
+
+
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("factor", ["rows", "transitions"])
 def test_the_same_bits_in_the_zigzag_layout(run, factor, size):

@@ -106,7 +106,7 @@ def test_scan_signals(
 ):
     compiled = compile_scan(recv, send, tile, not neighbour_shift, True, neighbour_shift, num_warps, adjoint)
     # 3.8: two words, which keeps 72 registers; with 80 one program fewer fits on a multiprocessor
-    assert compiled.spilled_bytes <= (0 if num_warps == 1 else most(0, v38=8))
+    assert compiled.spilled_bytes <= (0 if num_warps == 1 else most(0, v37=8, v38=8))
     assert compiled.registers <= most_registers
     # a wait for a signal polls once at first, and in its loop
     assert compiled.count(r"ld\.global\.sys\.acquire|\.acquire\.sys") == 2 * waits_signal
@@ -167,7 +167,7 @@ def test_transitions(K, one):
     compiled = compile_transitions(K, one)
     # a transition fills the registers: for some K addresses are spilled, once a tile. 3.7 and 3.8 compute more of them
     # before they wait
-    assert compiled.spilled_bytes <= {128: most(48, v37=136, v38=112, v39=0), 256: most(0, v39=8)}.get(K, 0)
+    assert compiled.spilled_bytes <= {128: most(48, v37=136, v38=112, v39=0), 256: most(0, v39=16)}.get(K, 0)
     assert not compiled.spilled_beside_products()
     assert compiled.count(r"\bmma\.|wgmma\.mma") and not compiled.unset_registers()
 
@@ -247,7 +247,7 @@ def test_rails(tile, adjoint, gated):
         assert compiled.spilled_bytes <= (16 if tile[0] == 1 else most(0, v37=8)), compiled.registers
         # of a member, its decays, an owner, and of the chain or of each round
         takes = 3 + (rail != NONE) + 2 * rounds
-        assert compiled.count(r"ld\.volatile\.global\.v4\.b32") >= takes
+        assert compiled.count(r"ld\.volatile\.global\.(v4\.)?b32") >= takes
         # no release after a tile's stores, which need none; only faults release
         faults = 1 + takes * 2 + (rail != NONE) + rounds * 2
         assert compiled.count(r"atom.*\.release|\.release\.sys|st\.release") == faults
@@ -257,7 +257,7 @@ def test_rails_over_nvshmem():
     for rail, rounds in ((PUT, 0), (NONE, 2)):
         compiled = compile_rails(rail, rounds, round_link=PUT)
         # around calls of NVSHMEM's functions
-        assert compiled.spilled_bytes <= most(0, v37=24, v38=80, v39=16)
+        assert compiled.spilled_bytes <= most(88, v37=0, v38=0, v39=112)
         assert "nvshmemi_device_state_d" in compiled.ptx
     assert compile_rails(SIGNAL, link=SIGNAL).count(r"atom.*\.release|\.release\.sys") > 4
 

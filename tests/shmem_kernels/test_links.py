@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+import time
+
 import pytest
 import torch
+import triton
+import triton.language as tl
 
-from allscan.shmem_kernels.channel import BROKEN
+from allscan.shmem_kernels.channel import BROKEN, begin, finish, receive
 from allscan.shmem_kernels.wait import OUT_OF_STEP, TIMED_OUT
 from allscan.tools.virtual import VirtualRanks
 from support.any_epoch import control_case
@@ -51,6 +56,48 @@ def test_no_word_of_another_call_passes(run):
     assert fault == OUT_OF_STEP.value and out.isnan().all()
     assert (following.view(torch.int32) == torch.full((), -0.0).view(torch.int32)).all()
     assert torch.equal(inbox[:2], sent[:2])
+
+
+@triton.jit
+def receive_kernel(p_out, channel):
+    epoch, word, ok = begin(channel, 0, True)
+    b_prev, ok = receive(channel, 0, epoch, word, ok, tl.zeros([channel.BK, channel.BV], tl.float32))
+    tl.store(p_out + tl.arange(0, channel.BK)[:, None] * channel.BV + tl.arange(0, channel.BV)[None, :], b_prev)
+    if ok:
+        finish(channel, 0, epoch)
+
+
+def word_by_word_case(group):
+    """The last of two ranks receives a tile whose words arrive one after another. Return (the tile, its inbox, the sent
+    words, the words that were written in place of those of the first group)."""
+    ranks = VirtualRanks(2, (1, 4, 8), tile=(4, 8), timeout=20.0)
+    channel = ranks.channels[1][0]
+    generator, epoch = torch.Generator().manual_seed(0), 1
+    inbox = channel.inbox.view(channel.DEPTH.value, 32)[epoch]
+    sent, other, out = (torch.randn(32, generator=generator) for _ in range(3))
+
+    def write():
+        inbox[:4] = sent[:4]
+        for i in (torch.randperm(28, generator=generator) + 4).tolist():
+            time.sleep(0.01)
+            inbox[i] = sent[i]
+            if i == 20:
+                channel.arrived[epoch] = epoch
+            if i == 30:
+                inbox[:4] = other[:4]
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    receive_kernel[(1,)](out, channel)
+    writer.join()
+    return out, inbox.clone(), sent, other
+
+
+def test_words_are_awaited_one_by_one(run):
+    """A group of four words that has arrived is not loaded again."""
+    [(out, inbox, sent, other)] = run(1, word_by_word_case)
+    assert torch.equal(out, sent) and not torch.equal(out[:4], other[:4])
+    assert (inbox.view(torch.int32) == torch.full((), -0.0).view(torch.int32)).all()
 
 
 @pytest.mark.parametrize("control, most_s, right", [(True, 0.0, True), (True, 0.1, False), (False, 0.1, True)])
