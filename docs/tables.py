@@ -602,6 +602,18 @@ def invariant() -> str:
     return _table(["", "forward, us", "of without", "both passes, us", "of without"], rows)
 
 
+def segments() -> str:
+    """docs/invariant.md: scans over segments and of one state, latency / back to back, and over that of one state."""
+    rows = _rows("segments")
+    scan = rows[0]
+    cells = [f"{_number(row['p50_us'], 1)} / {_number(row['back_to_back_us'], 1)}" for row in rows]
+    ratios = ["/".join(f" {float(row[x]) / float(scan[x]):.2f} " for x in _TIMES).strip() for row in rows]
+    head = ["", "`AllScan.scan` of one state"]
+    for row in rows[1:]:
+        head.append(f"{row['segments']} segment" + "s" * (row["segments"] != "1"))
+    return _table(head, [["us", *cells], ["over one state", *ratios]])
+
+
 def last_run() -> str:
     """docs/status.md: tests/gpu/last_run.json."""
     run = json.loads((ROOT / "tests" / "gpu" / "last_run.json").read_text(encoding="utf-8"))
