@@ -23,16 +23,20 @@ EXCHANGE_TIMEOUT_S = 120.0  # minimum of an exchange's time limit
 ABSENT_TIMEOUT_S = 10.0  # maximum of the limit if one of the ranks missed the last exchange
 GRACE_S = 5.0  # additional time that the others wait for rank 0, which waits for all
 
+TELL_S = 1.0  # a rank that waits longer tells the others where it waits
 EXCUSE_S = 0.2  # interval at which a waiting rank checks whether another rank has reported that it will not come
 
 # Prefixes of decisions. REJECTED: a rank has rejected the call of the exchange. LOST: the order of calls is lost
 _DONE, FAILED, REJECTED, LOST, ABANDONED = "done ", "failed ", "rejected ", "lost ", "abandoned "
+
+_WAITS = "allscan/waits/"  # with a global rank, the key of (name of the StoreExchange, name of the call) of its wait
 
 # excuse(missing): a decision that ends the exchange, or None to wait on. missing(): a rank that has not come
 Excuse = Callable[[Callable[[], int]], str | None]
 
 _world: dist.ProcessGroup | None = None  # torch.distributed's default group to which the next two belong
 _exchanges: dict[str, int] = {}  # name of a StoreExchange -> number of its exchanges, equal on all its ranks
+_told: list[str] = []  # keys that say where this process has waited in vain, until its next exchange
 _absent: set[int] = set()  # global ranks that missed the last exchange at which they were expected
 
 
@@ -90,6 +94,7 @@ class StoreExchange:
             if _world is not dist.group.WORLD:  # torch.distributed was restarted
                 _world = dist.group.WORLD
                 _exchanges.clear()
+                _told.clear()
                 _absent.clear()
         self._counts = _exchanges
 
@@ -129,7 +134,7 @@ class StoreExchange:
             try:
                 word = json.dumps((what, value))
                 store.set(f"{base}{self.rank}", word)
-                decision = self._decision(store, base, excuse, within)
+                decision = self._decision(store, base, what, excuse, within)
             except BaseException as error:
                 why = f"was interrupted by {type(error).__name__}"
                 self._decide(store, base, f"{FAILED}rank {self.ranks[self.rank]} (global) {why}")
@@ -164,7 +169,7 @@ class StoreExchange:
             self._decide(store, base, f"{ABANDONED}rank {self.ranks[self.rank]} (global) {why}")
             self._read(store, base, last=True)
 
-    def _decision(self, store: dist.Store, base: str, excuse: Excuse | None, within: float | None) -> str:
+    def _decision(self, store: dist.Store, base: str, what: str, excuse: Excuse | None, within: float | None) -> str:
         """Wait for the decision and return it. O(1) requests to the store per rank and poll; O(size) to find a missing
         rank."""
 
@@ -175,16 +180,22 @@ class StoreExchange:
         if _absent & set(self.ranks):
             limit = min(limit, ABSENT_TIMEOUT_S)
         keys = [f"{base}{rank}" for rank in range(self.size)]
+        while _told:
+            store.delete_key(_told.pop())
         deadline = time.monotonic() + limit + (GRACE_S if self.rank else 0.0)
         pause, longest = 1e-4, 5e-3 * max(1, self.size // 16)
-        looked = time.monotonic()
+        begun, told = time.monotonic(), False
+        looked = begun
         own: str | None = None  # this rank's decision, which holds if no rank has set one before
         while not store.check([f"{base}decision"]):
+            if not told and time.monotonic() - begun > TELL_S:
+                told = True
+                store.set(f"{_WAITS}{self.ranks[self.rank]}", json.dumps((self.name, what)))
             if self.rank == 0 and store.check(keys):
                 own = f"{_DONE}[{', '.join(word.decode() for word in store.multi_get(keys))}]"
             elif time.monotonic() > deadline and not another_compiles(store):
                 absent = missing()
-                own = f"{FAILED}rank {absent} (global) did not come within {limit:g} s"
+                own = f"{FAILED}rank {absent} (global) did not come within {limit:g} s{self._elsewhere(store, absent)}"
                 _absent.add(absent)
             elif excuse is not None and time.monotonic() - looked > EXCUSE_S:
                 looked, own = time.monotonic(), excuse(missing)
@@ -194,9 +205,20 @@ class StoreExchange:
             time.sleep(pause)
             pause = min(2 * pause, longest)
         decision: str = store.get(f"{base}decision").decode()
+        if told:
+            _told.append(f"{_WAITS}{self.ranks[self.rank]}")
         if decision.startswith(_DONE):
             _absent.difference_update(self.ranks)
+            while _told:
+                store.delete_key(_told.pop())
         return decision
+
+    def _elsewhere(self, store: dist.Store, rank: int) -> str:
+        """Where the absent ``rank`` (global) has waited itself, as the end of a message."""
+        if not store.check([f"{_WAITS}{rank}"]):
+            return ""
+        name, what = json.loads(store.get(f"{_WAITS}{rank}").decode())
+        return f", it waited in: {what}" + (", of another communicator or group" if name != self.name else "")
 
     @staticmethod
     def _decide(store: dist.Store, base: str, decision: str) -> None:

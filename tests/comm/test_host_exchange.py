@@ -164,6 +164,36 @@ def test_the_first_rank_gives_up(monkeypatch):
 
 
 @pytest.mark.quick
+def test_ranks_that_wait_for_each_other_at_different_calls(monkeypatch):
+    """The error of each rank names the call at which the other one waits; later exchanges leave no key."""
+    monkeypatch.setattr(host_exchange, "EXCHANGE_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(host_exchange, "TELL_S", 0.1)
+    monkeypatch.setattr(host_exchange, "GRACE_S", 0.3)
+    store, names, errors = Store(), ("one", "another"), {}
+    groups = [[ThreadRank(rank, 2, store) for rank in range(2)] for _ in names]
+    for name, group in zip(names, groups, strict=True):
+        for rank in group:
+            rank.name, rank._prefix = name, f"allscan/{name}/"
+
+    def wait(rank):
+        with pytest.raises(RuntimeError, match="did not come within 0.5 s, it waited in: ") as caught:
+            groups[rank.rank][rank.rank].exchange(1, f"call {names[rank.rank]}")
+        errors[rank.rank] = str(caught.value)
+
+    try:
+        together(groups[0], wait)
+        for own, other in ((0, 1), (1, 0)):
+            assert errors[own].startswith(f"call {names[own]}: rank {other} (global)"), errors
+            assert f"it waited in: call {names[other]}, of another communicator or group" in errors[own]
+        monkeypatch.setattr(host_exchange, "EXCHANGE_TIMEOUT_S", 60.0)
+        assert together(groups[0], lambda rank: rank.exchange(2, "what")) == [[2, 2]] * 2
+        assert not [key for key in store.words if "waits" in key] and not host_exchange._told
+    finally:
+        host_exchange._absent.clear()
+        host_exchange._told.clear()
+
+
+@pytest.mark.quick
 def test_who_did_not_come_is_not_waited_for_as_long_again(monkeypatch):
     monkeypatch.setattr(host_exchange, "EXCHANGE_TIMEOUT_S", 2.0)
     monkeypatch.setattr(host_exchange, "ABSENT_TIMEOUT_S", 0.05)
