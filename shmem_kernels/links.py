@@ -209,10 +209,10 @@ def pass_words(channel, tile, epoch, word, ok, sends, b_state, b_decay, p_out, b
 
 @triton.jit
 def _poll_words(p_words, p_arrived, b_left, other, seen, word, polls):
-    """Load the words ``b_left`` and the arrival word, last ``seen``. Returns (the words [BK, BV] int32, ``other`` where
-    none was loaded; the arrival word). Polling fewer words leaves the cache to those that arrive, and a long wait
-    polls only the arrival word until that arrives."""
-    due = (seen == word) | (polls <= POLLS_OF_WORDS)
+    """Load the words ``b_left``, and the arrival word, which this thread has last ``seen``. Returns (the words [BK, BV]
+    int32, ``other`` where none was loaded; the arrival word). Each word that is not polled leaves the cache to those
+    that arrive; after POLLS_OF_WORDS polls only the arrival word is polled until it is ``word``."""
+    due = (seen == word) | (polls < POLLS_OF_WORDS)
     b_words = tl.load(p_words, mask=b_left & due, other=other, volatile=True)
     # opaque: Triton takes a loaded scalar as uniform, and may turn a select on it into a branch
     return b_words, opaque(tl.load(p_arrived, volatile=True))
@@ -220,14 +220,16 @@ def _poll_words(p_words, p_arrived, b_left, other, seen, word, polls):
 
 @triton.jit
 def _state_of_tile(b_left, seen, word):
-    """Return HERE if no word is ``b_left``, OTHER if the arrival word has another tag, else MISSING: block-uniform."""
+    """Return HERE if no word is ``b_left``, OTHER if the arrival word has another tag, else MISSING: block-uniform.
+    b_left: words that are missing, or cannot be used before the arrival word is there."""
     other = (seen != word) & ((seen ^ word) & EPOCH_BITS == 0)
     return tl.max(tl.where(b_left, tl.where(other, OTHER, MISSING), HERE))
 
 
 @triton.jit
 def _between_polls(channel, tile, epoch, state, polls, started, ok):
-    """Pause after many polls of a tile that is MISSING. Returns (when the pauses began, whether to go on)."""
+    """Pause after many polls of a tile that is MISSING. Returns (when the pauses began, from which the time-out counts;
+    whether to go on)."""
     if state == MISSING:
         if polls > polls_before_backoff():
             if polls == polls_before_backoff() + 1:

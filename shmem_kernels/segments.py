@@ -100,12 +100,12 @@ def segments_kernel(
     EXTERNAL: tl.constexpr,
     DESCENDING: tl.constexpr,  # from this rank's last segment to its first
     AHEAD: tl.constexpr,  # number of segments that are loaded before the wait for R
-    MORE: tl.constexpr,  # whether n may be larger
+    MORE: tl.constexpr,  # whether n is larger than AHEAD
 ):
     """A program takes tiles program_id, program_id + num_programs, ...
 
-    It loads AHEAD segments before it waits for R, and later ones while it folds earlier ones. Unless there are MORE it
-    sends R on before it stores the incoming states, since the next rank waits for it.
+    It loads AHEAD segments before it waits for R, and later ones while it folds earlier ones. If there are no more than
+    AHEAD it sends R on before it stores the incoming states, since the next rank waits for R.
     """
     SENDS_FIRST: tl.constexpr = channel.SEND != NONE and not MORE
     tile = tl.program_id(0)
@@ -171,6 +171,8 @@ def _times(
     if BJ >= b_prev.shape[0]:
         at = i[:, None] * stride_i + i[None, :] * stride_j
         b_transition = tl.load(p_dense + at, mask=(i < K)[:, None] & (i < K)[None, :], other=0.0)
+        if K < b_prev.shape[0]:  # rows beyond K are NaN after a product with Inf
+            b_prev = tl.where((i < K)[:, None], b_prev, 0.0)
         b_sum = tl.dot(b_transition, b_prev, b_sum, input_precision="tf32x3")
     else:
         tl.debug_barrier()  # all of R is there

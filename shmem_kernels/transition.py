@@ -56,6 +56,8 @@ def transition_kernel(
         b_prev, ok = receive(channel, tile, epoch, word, begun_well, b_first)
         tl.store(p_out + state + offsets, b_prev, mask=inside)
         if HELD:
+            if K < channel.BK:  # rows beyond K are NaN after a product with Inf
+                b_prev = tl.where((i < K)[:, None], b_prev, 0.0)
             b_state = tl.dot(b_transition, b_prev, b_state, input_precision="tf32x3")
         elif PRODUCT:
             tl.debug_barrier()  # all of R is in p_out

@@ -415,6 +415,29 @@ def test_a_rank_receives_one_state(run, size, dense):
     assert received == 4 * 3 * 32 * 64 + 4 * tiles
 
 
+def infinite_case(group, K):
+    """Return the incoming state for an Inf in the first rank's state, and those of allscan_segments for two segments on
+    every rank. Transitions are positive, so that nothing is NaN."""
+    with allscan.Communicator(group) as comm:
+        transition = torch.full((2, 1, K, K), 0.5, device=comm.device)
+        states = torch.ones(2, 1, K, 2, device=comm.device)
+        if comm.rank == 0:
+            states[0, 0, 0, 0] = float("inf")
+        found = allscan.allscan(states[0], comm=comm, transition=transition[0])
+        return found, allscan.allscan_segments(states, transitions=transition, comm=comm)[0]
+
+
+@pytest.mark.parametrize("K", [3, 40])
+def test_infinite_values_and_dense_transitions(run, K, size=4):
+    """An Inf spreads over its own column alone, also where K is no size of a block."""
+    parts = run(size, infinite_case, K)
+    for rank in range(1, size):
+        found, incoming = parts[rank]
+        for state in (found, *incoming):
+            assert (state[0, :, 0] == float("inf")).any() and state[0, :, 1].isfinite().all(), rank
+            assert not state.isnan().any(), rank
+
+
 def wrong_transition_case(group):
     with allscan.Communicator(group) as comm:
         state = torch.zeros(2, 4, 8, device=comm.device)

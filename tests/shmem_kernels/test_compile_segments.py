@@ -56,6 +56,8 @@ def test_segments(links, tile, num_warps, n):
     if num_warps == 1 or one:  # in others the states that are loaded ahead fill the registers
         assert found.registers <= most(80, v37=83, v38=87, v39=87)
     assert not one or found.shared < 1 << 10
+    if SENTINEL == links[0]:  # words are polled in fours
+        assert found.count(r"ld\.volatile\.global\.v4\.b32") > 0 == found.count(r"ld\.volatile\.global\.b32")
     # each step rounds once, with all links
     assert found.count(r"fma\.rn\.f32") > 0 and found.count(r"\bmul\.(rn\.)?f32") == 0
 
