@@ -604,14 +604,12 @@ def invariant() -> str:
 
 def segments() -> str:
     """docs/invariant.md: scans over segments and of one state, latency / back to back, and over that of one state."""
-    rows = _rows("segments")
-    scan = rows[0]
-    cells = [f"{_number(row['p50_us'], 1)} / {_number(row['back_to_back_us'], 1)}" for row in rows]
-    ratios = ["/".join(f" {float(row[x]) / float(scan[x]):.2f} " for x in _TIMES).strip() for row in rows]
+    scan, *others = rows = _rows("segments")
+    ratios = [" / ".join(_ratio(row, scan, x, 2) for x in _TIMES) for row in rows]
     head = ["", "`AllScan.scan` of one state"]
-    for row in rows[1:]:
+    for row in others:
         head.append(f"{row['segments']} segment" + "s" * (row["segments"] != "1"))
-    return _table(head, [["us", *cells], ["over one state", *ratios]])
+    return _table(head, [["us", *map(_pair, rows)], ["over one state", *ratios]])
 
 
 def last_run() -> str:

@@ -34,7 +34,7 @@ _WAITS = "allscan/waits/"  # with a global rank, the key of (name of the StoreEx
 # excuse(missing): a decision that ends the exchange, or None to wait on. missing(): a rank that has not come
 Excuse = Callable[[Callable[[], int]], str | None]
 
-_world: dist.ProcessGroup | None = None  # torch.distributed's default group to which the next two belong
+_world: dist.ProcessGroup | None = None  # torch.distributed's default group to which the next three belong
 _exchanges: dict[str, int] = {}  # name of a StoreExchange -> number of its exchanges, equal on all its ranks
 _told: list[str] = []  # keys that say where this process has waited in vain, until its next exchange
 _absent: set[int] = set()  # global ranks that missed the last exchange at which they were expected
@@ -180,8 +180,7 @@ class StoreExchange:
         if _absent & set(self.ranks):
             limit = min(limit, ABSENT_TIMEOUT_S)
         keys = [f"{base}{rank}" for rank in range(self.size)]
-        while _told:
-            store.delete_key(_told.pop())
+        _forget_waits(store)
         deadline = time.monotonic() + limit + (GRACE_S if self.rank else 0.0)
         pause, longest = 1e-4, 5e-3 * max(1, self.size // 16)
         begun, told = time.monotonic(), False
@@ -209,8 +208,7 @@ class StoreExchange:
             _told.append(f"{_WAITS}{self.ranks[self.rank]}")
         if decision.startswith(_DONE):
             _absent.difference_update(self.ranks)
-            while _told:
-                store.delete_key(_told.pop())
+            _forget_waits(store)
         return decision
 
     def _elsewhere(self, store: dist.Store, rank: int) -> str:
@@ -285,6 +283,13 @@ class StoreExchange:
         if self.size > 1:
             with contextlib.suppress(dist.DistError, StoreGone):
                 self.store.delete_key(f"{self._prefix}fault")
+
+
+def _forget_waits(store: dist.Store) -> None:
+    """Delete the keys of _told. Another thread may do so at the same time. An exchange succeeds without it."""
+    with contextlib.suppress(IndexError, dist.DistError, StoreGone):
+        while True:
+            store.delete_key(_told.pop())
 
 
 def _as_tuples(value: object) -> Any:

@@ -127,8 +127,7 @@ class SegmentScans:
 def segments_ahead(n: int, tile: tuple[int, int], num_warps: int) -> int:
     """AHEAD of segments_kernel for n segments: a power of two up to 8, whose tiles fill at most 128 registers of a
     thread."""
-    registers = max(1, math.prod(tile) // (32 * num_warps))
-    return max(1, min(next_power_of_2(max(1, n)), 8, 128 // registers))
+    return min(next_power_of_2(max(1, n)), 8, 128 * 32 * num_warps // math.prod(tile))
 
 
 def dense_blocks(BK: int) -> dict[str, int]:

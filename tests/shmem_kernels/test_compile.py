@@ -245,9 +245,11 @@ def test_rails(tile, adjoint, gated):
         compiled = compile_rails(rail, rounds, tile=tile, adjoint=adjoint, gated=gated)
         # with one warp and 80 registers ptxas spills up to two addresses; so it does with 128 and Triton 3.7
         assert compiled.spilled_bytes <= (16 if tile[0] == 1 else most(0, v37=8)), compiled.registers
-        # of a member, its decays, an owner, and of the chain or of each round
+        # of a member, its decays, an owner, and of the chain or of each round, whose decays are another
         takes = 3 + (rail != NONE) + 2 * rounds
-        assert compiled.count(r"ld\.volatile\.global\.(v4\.)?b32") >= takes
+        loads = tile[0] * tile[1] // (128 * scan_num_warps(tile))  # of a thread, of four words each
+        assert compiled.count(r"ld\.volatile\.global\.v4\.b32") >= loads * (takes - 1 - rounds)
+        assert compiled.count(r"ld\.volatile\.global\.b64") == takes  # arrival words
         # no release after a tile's stores, which need none; only faults release
         faults = 1 + takes * 2 + (rail != NONE) + rounds * 2
         assert compiled.count(r"atom.*\.release|\.release\.sys|st\.release") == faults

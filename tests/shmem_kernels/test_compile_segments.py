@@ -53,8 +53,8 @@ def test_segments(links, tile, num_warps, n):
     values = {"K": 128, "HAS_DECAY": True, "EXTERNAL": external.value, "stride_k": 1, "AHEAD": ahead, "MORE": n > ahead}
     found = compiled(segments_kernel, "p_decays", tile, links, values, ("n", "stride_g"), num_warps=num_warps)
     assert found.spilled_bytes <= (most(0, v39=112) if PUT in links else 0)
-    if num_warps == 1 or one:  # in others the states that are loaded ahead fill the registers
-        assert found.registers <= most(80, v37=83, v38=87, v39=87)
+    small = num_warps == 1 or one  # in others the states that are loaded ahead fill the registers
+    assert found.registers <= (most(80, v37=83, v38=87, v39=87) if small else most(250, v37=254, v38=255, v39=255))
     assert not one or found.shared < 1 << 10
     if SENTINEL == links[0]:  # words are polled in fours
         assert found.count(r"ld\.volatile\.global\.v4\.b32") > 0 == found.count(r"ld\.volatile\.global\.b32")
