@@ -180,7 +180,8 @@ class StoreExchange:
         if _absent & set(self.ranks):
             limit = min(limit, ABSENT_TIMEOUT_S)
         keys = [f"{base}{rank}" for rank in range(self.size)]
-        _forget_waits(store)
+        if _told:
+            _forget_waits(store)
         deadline = time.monotonic() + limit + (GRACE_S if self.rank else 0.0)
         pause, longest = 1e-4, 5e-3 * max(1, self.size // 16)
         begun, told = time.monotonic(), False
@@ -208,7 +209,8 @@ class StoreExchange:
             _told.append(f"{_WAITS}{self.ranks[self.rank]}")
         if decision.startswith(_DONE):
             _absent.difference_update(self.ranks)
-            _forget_waits(store)
+            if _told:
+                _forget_waits(store)
         return decision
 
     def _elsewhere(self, store: dist.Store, rank: int) -> str:
