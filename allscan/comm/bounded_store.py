@@ -38,19 +38,23 @@ class BoundedStore:
         self.clone: Callable[[], dist.Store] = lambda: store.clone()  # another connection, without a limit
         self.world = dist.group.WORLD
         self._requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._late: threading.Event | None = None  # set when the request without an answer has one
+        self._late: list[Any] | None = None  # the answer of a request that had none in time: empty until it comes
         for name in self.__annotations__:
             setattr(self, name, functools.partial(self._request, getattr(store, name)))
+        # one request for several keys, since each request wakes the thread and the caller
+        self.delete_keys: Callable[[list[str]], None] = functools.partial(self._request, _delete, store.delete_key)
         threading.Thread(target=self._run, name="allscan-store", daemon=True).start()
 
     def _request(self, method: Callable[..., Any], *arguments: Any) -> Any:
         if not (dist.is_initialized() and dist.group.WORLD is self.world):
             raise StoreGone("torch.distributed was ended, or restarted, since this communicator was made")
         answer: list[Any] = []
-        done = threading.Event()
-        if self._late is None or self._late.is_set():
-            self._requests.put((method, arguments, answer, done))
-            self._late = None if done.wait(LIMIT_S) else done
+        if self._late is None or self._late:
+            # a lock, no Event: an interrupt of its wait may leave it locked, and the thread would wait for ever
+            unanswered = threading.Lock()
+            unanswered.acquire()
+            self._requests.put((method, arguments, answer, unanswered))
+            self._late = None if unanswered.acquire(timeout=LIMIT_S) else answer
         if self._late is not None:
             raise StoreGone(
                 f"the store of torch.distributed has not answered within {LIMIT_S:g} s; the process that has it, "
@@ -63,13 +67,18 @@ class BoundedStore:
 
     def _run(self) -> None:
         while True:
-            method, arguments, answer, done = self._requests.get()
+            method, arguments, answer, unanswered = self._requests.get()
             try:
                 answer += method(*arguments), None
             except BaseException as error:
                 answer += None, error
-            done.set()
-            del method, arguments, answer, done
+            unanswered.release()
+            del method, arguments, answer, unanswered
+
+
+def _delete(delete_key: Callable[[str], bool], keys: list[str]) -> None:
+    for key in keys:
+        delete_key(key)
 
 
 _last: tuple[dist.Store, BoundedStore] | None = None

@@ -23,6 +23,8 @@ EXCHANGE_TIMEOUT_S = 120.0  # minimum of an exchange's time limit
 ABSENT_TIMEOUT_S = 10.0  # maximum of the limit if one of the ranks missed the last exchange
 GRACE_S = 5.0  # additional time that the others wait for rank 0, which waits for all
 
+# Polls come at an eighth of the wait so far, between these bounds; those of 32 ranks and more are longer in proportion
+SHORTEST_S, LONGEST_S = 2e-5, 5e-3
 TELL_S = 1.0  # a rank that waits longer tells the others where it waits
 EXCUSE_S = 0.2  # interval at which a waiting rank checks whether another rank has reported that it will not come
 
@@ -106,12 +108,14 @@ class StoreExchange:
         return other
 
     def _next_topic(self, store: dist.Store) -> str:
-        """The number of the next exchange, as text. Skips exchanges that have failed without this rank."""
+        """The number of the next exchange, as text. Skips exchanges that have failed without this rank. A rank that is
+        interrupted here has not begun the exchange, and comes to the same one next."""
         while True:
-            number = self._counts[self.name] = self._counts.get(self.name, 0) + 1
+            number = self._counts.get(self.name, 0) + 1
             base = f"{self._prefix}{number}/"
-            decided = store.check([f"{base}decision"])
-            if not decided or store.get(f"{base}decision").decode().startswith(_DONE):
+            failed = store.check([f"{base}decision"]) and not store.get(f"{base}decision").decode().startswith(_DONE)
+            self._counts[self.name] = number
+            if not failed:
                 return str(number)
             self._read(store, base)
 
@@ -183,16 +187,15 @@ class StoreExchange:
         if _told:
             _forget_waits(store)
         deadline = time.monotonic() + limit + (GRACE_S if self.rank else 0.0)
-        pause, longest = 1e-4, 5e-3 * max(1, self.size // 16)
         begun, told = time.monotonic(), False
-        looked = begun
+        looked, many = begun, max(1, self.size // 16)
         own: str | None = None  # this rank's decision, which holds if no rank has set one before
-        while not store.check([f"{base}decision"]):
-            if not told and time.monotonic() - begun > TELL_S:
-                told = True
-                store.set(f"{_WAITS}{self.ranks[self.rank]}", json.dumps((self.name, what)))
+        while True:
             if self.rank == 0 and store.check(keys):
                 own = f"{_DONE}[{', '.join(word.decode() for word in store.multi_get(keys))}]"
+            elif store.check([f"{base}decision"]):
+                decision = store.get(f"{base}decision").decode()
+                break
             elif time.monotonic() > deadline and not another_compiles(store):
                 absent = missing()
                 own = f"{FAILED}rank {absent} (global) did not come within {limit:g} s{self._elsewhere(store, absent)}"
@@ -200,11 +203,13 @@ class StoreExchange:
             elif excuse is not None and time.monotonic() - looked > EXCUSE_S:
                 looked, own = time.monotonic(), excuse(missing)
             if own:
-                store.compare_set(f"{base}decision", "", own)
+                decision = store.compare_set(f"{base}decision", "", own).decode()
                 break
-            time.sleep(pause)
-            pause = min(2 * pause, longest)
-        decision: str = store.get(f"{base}decision").decode()
+            waited = time.monotonic() - begun
+            if not told and waited > TELL_S:
+                told = True
+                store.set(f"{_WAITS}{self.ranks[self.rank]}", json.dumps((self.name, what)))
+            time.sleep(min(max(SHORTEST_S * many, waited / 8), LONGEST_S * many))
         if told:
             _told.append(f"{_WAITS}{self.ranks[self.rank]}")
         if decision.startswith(_DONE):
@@ -226,19 +231,20 @@ class StoreExchange:
         with contextlib.suppress(dist.DistError, StoreGone):
             store.compare_set(f"{base}decision", "", decision)
 
-    def _read(self, store: dist.Store, base: str, last: bool = False, until_all: bool = False) -> None:
+    def _read(self, store: Any, base: str, last: bool = False, until_all: bool = False) -> None:
         """Record that this rank has read the decision. The last rank to do so deletes the exchange's keys; after the
         last exchange also the fault. until_all: return when all ranks have read it, after GRACE_S at the latest."""
         with contextlib.suppress(dist.DistError, StoreGone):
             if store.add(f"{base}read", 1) == self.size:
                 if last:
                     self.forget_fault()
-                for key in (*range(self.size), "read", "decision"):
-                    store.delete_key(f"{base}{key}")
-            deadline, pause = time.monotonic() + GRACE_S, 1e-4
-            while until_all and store.check([f"{base}decision"]) and time.monotonic() < deadline:
-                time.sleep(pause)
-                pause = min(2 * pause, 5e-3)
+                keys = [f"{base}{key}" for key in (*range(self.size), "read", "decision")]
+                for first in range(0, len(keys), 64):  # a request has a limit of seconds
+                    store.delete_keys(keys[first : first + 64])
+                return
+            begun = time.monotonic()
+            while until_all and store.check([f"{base}decision"]) and (waited := time.monotonic() - begun) < GRACE_S:
+                time.sleep(min(max(SHORTEST_S, waited / 8), LONGEST_S))
 
     def post_rejections(self, rejections: object) -> None:
         """Publish this rank's rejected calls for the other ranks, which read them with ``posted_rejections``."""
