@@ -38,14 +38,14 @@ def convolved(
     cuts = cached_table(comm, ("convolution", n, *pieces), lambda: _Cuts(pieces, n, comm.device))
     B, T = x.shape[:2]
     x, tokens = taken(x, cuts, comm)
-    ends, windows = tokens.split([cuts.ends, tokens.shape[1] - cuts.ends], 1)
-    windows = windows.unflatten(1, (-1, 2 * n))  # each piece: n tokens before its start, n after
+    ends, after, windows = tokens.split([cuts.ends, len(pieces) * n, 2 * len(pieces) * n], 1)
+    after = after.unflatten(1, (-1, n))
     before = halo_of_ends(ends, T, n, comm=comm, **where).unflatten(1, (-1, n))
     if before.shape[1] < len(pieces):
-        before = torch.zeros_like(windows[:, :, :n]).index_copy(1, cuts.first, before)
-    y, rows = conv(x), [torch.cat([before, windows[:, :, n:]], 2)]
+        before = torch.zeros_like(after).index_copy(1, cuts.first, before)
+    y, rows = conv(x), [torch.cat([before, after], 2)]
     if y.requires_grad:
-        rows.append(windows)
+        rows.append(windows.unflatten(1, (-1, 2 * n)))
     replacements = conv(torch.stack(rows).flatten(0, 2))[:, n:].unflatten(0, (len(rows), B, -1)).flatten(2, 3)
     if len(cuts.valid) < replacements.shape[2]:  # drop outputs beyond pieces of fewer than n tokens
         replacements = replacements.index_select(2, cuts.valid)
@@ -85,16 +85,17 @@ class Tokens(Tables):
 
 
 class _Cuts(Tokens):
-    """Token numbers for ``convolved``: the last n tokens of each half, and a window of 2n for each piece."""
+    """Token numbers for ``convolved``: the last n tokens of each half; for each piece n from its start, and the 2n
+    around its start."""
 
     def __init__(self, pieces: list[TokenRange], n: int, device: torch.device) -> None:
         starts, halves = [*itertools.accumulate((p.tokens for p in pieces), initial=0)], _halves(pieces)
         spans = [(starts[some[0]], starts[some[-1] + 1]) for some in halves]
         ends = [token for start, end in spans for token in range(max(start, end - n), end)]
-        windows = [token for start in starts[:-1] for token in range(start - n, start + n)]
+        after, windows = ([t for start in starts[:-1] for t in range(start - m, start + n)] for m in (0, n))
         places = [(i * n + j, starts[i] + j) for i, piece in enumerate(pieces) for j in range(min(n, piece.tokens))]
         more = [some[0] for some in halves], [at for at, _ in places], [token for _, token in places]
-        super().__init__([*ends, *windows], starts[-1], device, *more)
+        super().__init__([*ends, *after, *windows], starts[-1], device, *more)
         self.first, self.valid, self.outputs = self.more
         self.ends = len(ends)
 

@@ -332,11 +332,13 @@ def _edges(xs: Sequence[Tensor], n: int, halves: int, reverse: bool) -> list[Ten
     if half < n:
         missing = (0, 0, 0, n - half) if reverse else (0, 0, n - half, 0)
         return [F.pad(edge, missing) for edge in _edges(xs, half, halves, reverse)]
-    begins = [i * half if reverse else (i + 1) * half - n for i in range(halves)]
-    if len(xs) == 1 and xs[0].ndim == 3 and xs[0].dtype == torch.float32:
-        return [xs[0][:, a : a + n] for a in begins]
-    parts = [[_to_words(x[:, a : a + n].reshape(x.shape[0], n, math.prod(x.shape[2:]))) for x in xs] for a in begins]
-    return [torch.cat(part, -1) if len(part) > 1 else part[0] for part in parts]
+    edges = [x.unflatten(1, (halves, half)) for x in xs]
+    if half > n:  # a slice of all tokens would cost a copy in backward
+        edges = [x[:, :, :n] if reverse else x[:, :, half - n :] for x in edges]
+    if len(xs) > 1 or xs[0].ndim > 3 or xs[0].dtype != torch.float32:
+        words = [_to_words(x.reshape(*x.shape[:3], math.prod(x.shape[3:]))) for x in edges]
+        edges = [torch.cat(words, -1) if len(words) > 1 else words[0]]
+    return [*edges[0].unbind(1)]
 
 
 def _from_edges(words: Tensor, xs: Sequence[Tensor], n: int) -> tuple[Tensor, ...]:
@@ -455,7 +457,7 @@ def _words(dtype: torch.dtype) -> int:
 
 
 def _to_words(x: Tensor) -> Tensor:
-    """Convert [B, n, elements] to float32 [B, n, words]; integers become whole numbers below 2 ** 16."""
+    """Convert [..., elements] to float32 [..., words]; integers become whole numbers below 2 ** 16."""
     if x.dtype.is_floating_point:
         return x.float()
     x = x.to(torch.int16) if x.dtype.itemsize == 1 else _bits(x, torch.int16)
@@ -470,7 +472,7 @@ def _from_words(words: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _bits(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Reinterpret the bits of [B, n, words] as words of another size."""
+    """Reinterpret the bits of [..., words] as words of another size."""
     # contiguous() does not copy if sizes are 1, and may leave strides that view() rejects
     return x.clone(memory_format=torch.contiguous_format).view(dtype)
 
