@@ -257,8 +257,7 @@ class StoreExchange:
         """Delete what ``post_rejections`` published. Call it when no rank needs posted rejections any more."""
         if self.size > 1:
             with contextlib.suppress(dist.DistError, StoreGone):
-                for key in (self.rank, "any"):
-                    self.store.delete_key(f"{self._prefix}rejected/{key}")
+                self.store.delete_keys([f"{self._prefix}rejected/{key}" for key in (self.rank, "any")])
 
     def posted_rejections(self) -> dict[int, Any]:
         """{rank: its posted rejections}. Does not wait for other ranks."""
