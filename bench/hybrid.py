@@ -28,11 +28,13 @@ Methods:
 
 All methods use the attention kernels of allscan.integrations.attention in place of sdpa.
 
-The methods alternate step by step in a new order each time; a time is the median step of the slowest rank. They are
-checked first on a small model: loss and gradients against one rank with the whole sequence. Afterwards the kernels of
-one more step prove which method ran, for allscan also its counted scans (column ``proof``, of rank 0). --profile prints
-the kernel times of that step, by kind and rank, and draws a softmax layer in zigzag. Without GPUs only the check runs,
-on 2 CPU ranks, with transformers' functions in torch in place of fla's.
+The methods alternate step by step in a new order each time; a time is the median step of the slowest rank. Before
+each step all ranks and GPUs have ended the last one, as in training that reads its loss in each step. Columns
+``in_a_row``: 4 steps after one another, as in training that reads its loss rarely. The methods are checked first on a
+small model: loss and gradients against one rank with the whole sequence. Afterwards the kernels of one more step prove
+which method ran, for allscan also its counted scans (column ``proof``, of rank 0). --profile prints the kernel times of
+that step, by kind and rank, and draws a softmax layer in zigzag. Without GPUs only the check runs, on 2 CPU ranks, with
+transformers' functions in torch in place of fla's.
 """
 
 from __future__ import annotations
@@ -68,6 +70,7 @@ from bench.proof import DELTA_STATES, breakdown, kind_of, launched, overlapped, 
 from bench.tuning import Job, compile_ahead
 
 STEPS, CHECKED = 7, 512  # measured steps; tokens per rank in the check
+SERIES, IN_A_ROW = 3, 4  # measured series of steps in a row, and their length
 REHEARSED = 90.0  # longest rehearsal in seconds
 VOCABULARY = 32000
 COLUMNS = (
@@ -83,6 +86,8 @@ COLUMNS = (
     "step_ms",
     "tokens_per_s_per_gpu",
     "percent_of_data_parallel",
+    "in_a_row_ms",
+    "percent_in_a_row",
     "peak_gib",
     "max_error",
     "proof",
@@ -366,7 +371,8 @@ def check(group, hybrid, names, T, heads, head) -> dict:
 
 
 def measure(group, hybrid, names, T, shape, steps) -> dict:
-    """Return {method: (seconds of a step, peak GiB, parameters, proof, launches of one more step)}."""
+    """Return {method: (seconds of a step, peak GiB, parameters, proof, launches of one more step, seconds of a step of
+    several in a row)}."""
     with communicators(group) as (comm, one), functions(hybrid, comm.device):
         model = made(hybrid, comm.device, torch.bfloat16, **shape)
         wrapped = DistributedDataParallel(model, process_group=comm.group, gradient_as_bucket_view=True)
@@ -375,26 +381,31 @@ def measure(group, hybrid, names, T, shape, steps) -> dict:
         recurrent = model.config.layer_types.count("linear_attention")
         wanted = seen(shape["layers"], hybrid.alone(comm.device))
         names = (*names, "data parallel")
-        times, peaks, proofs, profiles = {name: [] for name in names}, {}, {}, {}
+        peaks, proofs, profiles = {}, {}, {}
+        times, in_a_row = ({name: [] for name in names} for _ in range(2))
 
-        def step():
-            loss = wrapped(input_ids=data, labels=data).loss
-            (loss if name == "data parallel" else loss * comm.size).backward()  # gradients are averaged
-            optimizer.step()
-            optimizer.zero_grad()
+        def step(count: int = 1):
+            for _ in range(count):
+                loss = wrapped(input_ids=data, labels=data).loss
+                (loss if name == "data parallel" else loss * comm.size).backward()  # gradients are averaged
+                optimizer.step()
+                optimizer.zero_grad()
             torch.cuda.synchronize()
 
-        for turn in range(steps + 2):
+        for turn in range(steps + 2 + SERIES):
+            single = turn < steps + 2
+            count, where = (1, times) if single else (IN_A_ROW, in_a_row)
             for name in random.Random(turn).sample(names, len(names)):
                 with method(name, hybrid, model, comm, one):
                     before = scans(comm, shape["head"])
                     torch.cuda.reset_peak_memory_stats()
                     comm.barrier()
                     start = time.perf_counter()
-                    step()
-                    times[name].append(time.perf_counter() - start)
-                    peaks[name] = torch.cuda.max_memory_allocated() / (1 << 30)
-                prove_scans(name, recurrent, before, scans(comm, shape["head"]))
+                    step(count)
+                    where[name].append((time.perf_counter() - start) / count)
+                    if single:
+                        peaks[name] = torch.cuda.max_memory_allocated() / (1 << 30)
+                prove_scans(name, recurrent * count, before, scans(comm, shape["head"]))
                 if turn < 2 and comm.rank == 0:
                     print(f"  {name}: step {turn}, {times[name][-1]:.2f} s", file=sys.stderr, flush=True)
         for name in names:
@@ -404,9 +415,10 @@ def measure(group, hybrid, names, T, shape, steps) -> dict:
             proofs[name] = ran(name, collections.Counter(one.name for one in found), *wanted[name])
             profiles[name] = found
         parameters = sum(p.numel() for p in model.parameters())
+        medians = {name: (statistics.median(times[name][2:]), statistics.median(in_a_row[name])) for name in names}
         return {
-            name: (statistics.median(times[name][2:]), peaks[name], parameters, proofs[name], profiles[name])
-            for name in names
+            name: (single, peaks[name], parameters, proofs[name], profiles[name], row)
+            for name, (single, row) in medians.items()
         }
 
 
@@ -537,7 +549,11 @@ def run(ranks, hybrid, names, count: int, arguments, table) -> None:
     print(f"checked: {time.monotonic() - begin:.1f} s", file=sys.stderr, flush=True)
     for T in arguments.tokens:
         answers = ranks.run(on_first, count, measure, hybrid, names, T, shape, arguments.steps, timeout=570.0)
+        in_a_row = {name: 1e3 * max(answer[name][5] for answer in answers) for name in answers[0]}
         for row in training_rows(answers, T):
+            row["in_a_row_ms"] = ms = in_a_row[row["method"]]
+            row["percent_in_a_row"] = 100 * in_a_row["data parallel"] / ms
+            print(f"{'':13} in a row: {ms:.1f} ms, {row['percent_in_a_row']:.1f} %", flush=True)
             rule = "All-Scan's" if row["method"].startswith("allscan") else one
             row |= dict(model=hybrid.name, rule=rule, chunk=hybrid.chunk, max_error=errors.get(row["method"], ""))
             table.write(row | dict(layers=arguments.layers, heads=arguments.heads))
