@@ -541,6 +541,7 @@ def test_the_record_of_gpu_tests(tmp_path):
             when = "setup" if outcome in ("skipped", "error") else "call"
             outcome = "failed" if outcome == "error" else outcome
             report = dict(nodeid=test, when=when, outcome=outcome, keywords={marks: 1}, duration=1.0)
+            report["longreprtext"] = f"why {test} did not pass"
             made.pytest_runtest_logreport(
                 types.SimpleNamespace(**report, failed=outcome == "failed", skipped=outcome == "skipped")
             )
@@ -568,6 +569,9 @@ def test_the_record_of_gpu_tests(tmp_path):
     assert json.loads((folder / "seconds.json").read_text()) == dict(a=1.0, b=1.0, e=1.0)
     of_each = {test: outcome for test, (outcome, _) in gpu_record.read(str(folder))[1].items()}
     assert of_each == dict(a="passed", b="passed", c="skipped", e="passed")
+    lines = [line for line in gpu_record.read_lines(str(folder)) if isinstance(line, list)]
+    why = {test: more for test, what, _, _, *more in lines if what == "failed"}
+    assert why == dict(b=["why b did not pass"])
     others = of | dict(sha256="others")
     session("not alone", dict(a="passed", b="failed"), exitstatus=2, of=others)
     assert session("alone", dict(e="passed"), of=others) == (["alone"], [1, 0, 0, 0], [])

@@ -2,8 +2,8 @@
 of complete parts.
 
 ``tests/gpu/results.jsonl``, not in git: first the setting (GPUs, versions, sources, tests), then [test, outcome, part,
-seconds], and [None, "whole", part, 0] for a part of the suite that has run completely. If a test ran again, its last
-outcome counts.
+seconds], with the traceback's end if it failed, and [None, "whole", part, 0] for a part of the suite that has run
+completely. If a test ran again, its last outcome counts.
 ``tests/gpu/last_run.json``, in git: the complete parts, the number of passed tests, the failed ones, and those that
 passed only in a second run with fewer tests at once.
 ``tests/gpu/seconds.json``, in git: the time of a case of each test function, for the order of the next run.
@@ -27,6 +27,7 @@ from .gpu_schedule import function_of
 
 PARTS = {"not alone", "alone"}  # parts of the suite in make test-gpu
 OUTCOMES = "passed", "failed", "error", "skipped"
+TRACEBACK = 8000  # characters of a failed test's traceback
 
 
 def what_runs(tests: str, gpus: int | None = None) -> dict:
@@ -99,19 +100,21 @@ class Record:
         with open(os.path.join(folder, "results.jsonl"), "w") as file:
             file.writelines(json.dumps(line) + "\n" for line in [of, *lines])
 
-    def add(self, test: str | None, what: str, part: str, seconds: float = 0.0) -> None:
+    def add(self, test: str | None, what: str, part: str, seconds: float = 0.0, why: str = "") -> None:
+        line = [test, what, part, round(seconds, 1), *([why[-TRACEBACK:]] if why else [])]
         with open(os.path.join(self._folder, "results.jsonl"), "a") as file:
-            file.write(json.dumps([test, what, part, round(seconds, 1)]) + "\n")
+            file.write(json.dumps(line) + "\n")
 
     def pytest_runtest_logreport(self, report) -> None:
         part = "alone" if "alone" in report.keywords else "not alone"
         seconds = self._setups.pop(report.nodeid, 0.0) + report.duration  # includes the start of ranks
+        why = report.longreprtext if report.failed else ""
         if report.when == "call" or report.skipped:
-            self.add(report.nodeid, report.outcome, part, seconds)
+            self.add(report.nodeid, report.outcome, part, seconds, why)
         elif report.when == "setup":
             self._setups[report.nodeid] = report.duration
         if report.failed and report.when != "call":
-            self.add(report.nodeid, "error", part, seconds)
+            self.add(report.nodeid, "error", part, seconds, why)
 
     def whole(self, ended: set[str]) -> None:
         """Write last_run.json after all tests of these parts have run."""
@@ -133,7 +136,7 @@ class Record:
         record["tests_that_passed_again"] = sorted(test for test in failed if outcomes[test] == "passed")
         self._write("last_run.json", record)
         spent = collections.defaultdict(list)
-        for test, what, _, seconds in results_of:
+        for test, what, _, seconds, *_ in results_of:
             if what == "passed":
                 spent[function_of(test)].append(seconds)
         self._write("seconds.json", {name: round(statistics.mean(spent[name]), 1) for name in sorted(spent)})
