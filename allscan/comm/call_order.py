@@ -37,7 +37,7 @@ from ..bindings.torch_compat import stops_recomputation
 from ..shmem_kernels import wait
 from ..shmem_kernels.channel import BACKWARDS, CALLS, STAMP, STAMPS, TAG_BACKWARDS, TAG_STEP
 from ..shmem_kernels.links import EPOCH_BITS
-from .compile_watch import end_all
+from .compile_watch import another_compiles, end_all
 from .host_exchange import GRACE_S, LOST, REJECTED, Excuse, StoreExchange, by_rank, differing
 
 E = TypeVar("E", bound=Exception)
@@ -150,14 +150,17 @@ class Order:
 
     def settle(self) -> None:
         """After a call that this rank has rejected: wait until every rank has rejected it. Raises AllScanOutOfStep if
-        they have not within SETTLE_S (or the timeout, if shorter)."""
+        they have not within SETTLE_S (or the timeout, if shorter), in which no other process has compiled."""
         assert self.rejected is not None
         number, why = self.rejected
-        deadline = time.monotonic() + min(SETTLE_S, self._timeout)
+        limit = min(SETTLE_S, self._timeout)
+        deadline = time.monotonic() + limit
         while True:
             if self._rejected_by_all(number, self.store_exchange.posted_rejections()):
                 self.rejected = None
                 return
+            if another_compiles(self.store_exchange.store):
+                deadline = time.monotonic() + limit
             if time.monotonic() > deadline:
                 break
             time.sleep(2e-2)

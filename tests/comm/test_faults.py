@@ -935,6 +935,45 @@ def test_the_time_that_a_rank_compiles_does_not_count(fresh, way):
     assert all(fresh(3).run(compiles_late_case, way, 2 * TIMEOUT, 600.0, 1, timeout=120))
 
 
+def compiles_before_a_rejection_case():
+    """Rank 0 compiles for twice the timeout before a call that all ranks reject."""
+    with allscan.Communicator() as other:
+        comm = allscan.Communicator(timeout=TIMEOUT)
+        x = torch.ones(2, 4, 8, device=comm.device)
+        allscan.allscan(x, comm=comm)
+        other.barrier()
+        if comm.rank == 0:
+            compiles_by("triton", lambda: time.sleep(2 * TIMEOUT))
+        rejected = raised(allscan.allscan, x, decay="none", comm=comm)
+        last = raised(allscan.allscan, x, comm=comm)
+        other.barrier()
+        raised(comm.close)
+        return rejected, last
+
+
+def test_the_time_that_a_rank_compiles_before_a_rejection_does_not_count(fresh):
+    for rejected, last in fresh(2).run(compiles_before_a_rejection_case, timeout=120):
+        assert rejected and rejected[0] in ("TypeError", "ValueError"), rejected
+        assert last is None, last
+
+
+def compiles_with_pauses_case(limit):
+    """Rank 1 compiles one kernel after another, with pauses, for longer than an exchange may last."""
+    host_exchange.EXCHANGE_TIMEOUT_S = limit
+    with allscan.Communicator(timeout=TIMEOUT) as comm:
+        comm.barrier()
+        begin = time.monotonic()
+        while comm.rank and time.monotonic() - begin < 2 * limit:
+            compiles_by("triton", lambda: time.sleep(0.5))
+            time.sleep(0.2)
+        return raised(comm.barrier)
+
+
+def test_pauses_between_compilations_end_no_exchange(fresh):
+    """As triton.autotune has them, which times each configuration once it is compiled."""
+    assert fresh(2).run(compiles_with_pauses_case, 4.0, timeout=120) == [None, None]
+
+
 def failed_compilation(works):
     """Compile a kernel by Triton, whose compiler is replaced: it takes ``works`` seconds, or fails."""
 
