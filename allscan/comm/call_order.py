@@ -207,7 +207,8 @@ class Order:
 
     def excuse_after_fault(self, kind: str, times: float) -> Excuse:
         """The ``Excuse`` of an exchange that ranks enter after a fault, too. It ends the exchange with a decision that
-        begins with ``kind`` once this rank has known of a fault for ``times`` the timeout + GRACE_S."""
+        begins with ``kind`` once this rank has known of a fault for ``times`` the timeout + GRACE_S, in which no other
+        process has compiled."""
         known: float | None = None
         limit = times * self._timeout + GRACE_S
 
@@ -218,7 +219,7 @@ class Order:
                 number, why = self.rejected
                 if not self._rejected_by_all(number, self.store_exchange.posted_rejections()):
                     fault = f"rank {self.store_exchange.rank} has rejected its call {number}: {why}"
-            if fault is None:
+            if fault is None or another_compiles(self.store_exchange.store):
                 known = None
                 return None
             known = time.monotonic() if known is None else known

@@ -26,7 +26,8 @@ from ..shmem_kernels import wait
 from .bounded_store import BoundedStore, bounded
 
 LIMIT_S = 600.0  # limit for one compilation: a process may have died while it compiled
-_KEY = "allscan/compiling"  # store key: number of processes of the job that compile
+_KEY = "allscan/compiling"  # store key: number of processes of the job that compile, plus CHANGE for each change of it
+CHANGE = 1 << 20
 _EXTRA = wait.RECORD_EXTRA.value
 
 _lock = threading.Lock()
@@ -34,7 +35,7 @@ _depth = 0  # nested compilations under way in this process
 # (thread, kernel) of compilations by Triton that were not told to have ended; thread 0: of a pool
 kernels_under_way: list[tuple[int, object]] = []
 _counted_in: Any = None  # the store that counts this process
-_seen = 0, 0.0  # (last count read, time at which it last changed)
+_seen = 0, 0.0  # (last value of the key, time at which it was first read)
 _watched: weakref.WeakSet[Any] = weakref.WeakSet()  # communicators
 _stop = threading.Event()
 _thread: threading.Thread | None = None
@@ -57,7 +58,7 @@ def begin(*_: object, of_kernel: tuple[int, object] | None = None) -> None:
             kernels_under_way.append(of_kernel)
         if _depth == 1 and _watched and (store := _store()) is not None:
             with contextlib.suppress(dist.DistError, RuntimeError):
-                store.add(_KEY, 1)
+                store.add(_KEY, CHANGE + 1)
                 _counted_in = store
 
 
@@ -119,18 +120,19 @@ def _count_out() -> None:
     store, _counted_in = _counted_in, None
     if store is not None:
         with contextlib.suppress(dist.DistError, RuntimeError):
-            store.add(_KEY, -1)
+            store.add(_KEY, CHANGE - 1)
 
 
 def another_compiles(store: Any) -> bool:
     """Whether another process of the job compiles; False once LIMIT_S has passed without a change."""
     global _seen
     try:
-        count = store.add(_KEY, 0) - (_counted_in is not None) if store.check([_KEY]) else 0
+        value = store.add(_KEY, 0) if store.check([_KEY]) else 0
     except (dist.DistError, RuntimeError):
         return False
-    if count != _seen[0]:
-        _seen = count, time.monotonic()
+    if value != _seen[0]:
+        _seen = value, time.monotonic()
+    count = value % CHANGE - (_counted_in is not None)
     return count > 0 and time.monotonic() - _seen[1] < LIMIT_S
 
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from ..base.errors import AllScanHostTimeout, AllScanOutOfStep, AllScanRejected
 from ..bindings.torch_compat import default_store
 from .bounded_store import StoreGone, bounded
-from .compile_watch import another_compiles
+from .compile_watch import another_compiles, end_failed, kernels_under_way
 
 EXCHANGE_TIMEOUT_S = 120.0  # minimum of an exchange's time limit
 ABSENT_TIMEOUT_S = 10.0  # maximum of the limit if one of the ranks missed the last exchange
@@ -133,6 +133,8 @@ class StoreExchange:
         if self.size == 1:
             return [value]
         store = self.store
+        if kernels_under_way:  # this thread's have failed, since it makes an exchange
+            end_failed()
         try:
             base = f"{self._prefix}{last or self._next_topic(store)}/"
             try:
@@ -212,10 +214,9 @@ class StoreExchange:
             waited = time.monotonic() - begun
             if not told and waited > TELL_S:
                 told = True
+                _told.append(f"{_WAITS}{self.ranks[self.rank]}")
                 store.set(f"{_WAITS}{self.ranks[self.rank]}", json.dumps((self.name, what)))
             time.sleep(min(max(SHORTEST_S * many, waited / 8), LONGEST_S * many))
-        if told:
-            _told.append(f"{_WAITS}{self.ranks[self.rank]}")
         if decision.startswith(_DONE):
             _absent.difference_update(self.ranks)
             if _told:

@@ -282,6 +282,26 @@ def test_a_store_that_does_not_answer(monkeypatch):
 
 
 @pytest.mark.quick
+def test_an_interrupted_wait_is_forgotten(monkeypatch):
+    """Later messages say nothing of a wait that Ctrl-C has ended."""
+
+    def interrupt(missing):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(host_exchange, "TELL_S", 0.05)
+    store = Store()
+    ranks, answers = [ThreadRank(rank, 2, store) for rank in range(2)], []
+    with pytest.raises(KeyboardInterrupt):
+        ranks[0].exchange(0, "what", interrupt)
+    assert store.check([f"{host_exchange._WAITS}0"])
+    other = threading.Thread(target=lambda: answers.append(ranks[1].exchange(1, "what")))
+    other.start()
+    answers.append(ranks[0].exchange(0, "what"))
+    other.join()
+    assert answers == [[0, 1]] * 2 and not store.check([f"{host_exchange._WAITS}0"])
+
+
+@pytest.mark.quick
 @pytest.mark.parametrize("after", [0.02, 0.15, 0.25, 0.35])
 def test_interrupted_at_one_of_the_requests(monkeypatch, after):
     """Ctrl-C during a request that the store's thread completes: later exchanges are right, and no key is left."""
