@@ -16,6 +16,7 @@ from torch import Tensor
 from ..bindings.torch_compat import coalesced
 from ..comm.communicator import Communicator
 from ..comm.process_groups import check_group, collective
+from ..launch.compiled_kernel import dynamo_disabled
 from ..ops.halo import halo
 from ..tokens.packing import Tables, TensorKey, document_places
 from ..tokens.partition import cached_table
@@ -77,6 +78,7 @@ class Gather:
     and in backward. The sum has the tensors' dtype; with 8 ranks or more it has float32.
     """
 
+    @dynamo_disabled
     def __init__(self, comm: Communicator, tokens: Sequence[int], zigzag: bool, *tensors: Tensor) -> None:
         self.comm, self.halves, size = comm, 1 + zigzag, comm.size
         self.length = max(tokens) // self.halves
@@ -92,6 +94,7 @@ class Gather:
         size = self.comm.size
         return [*range(size)] if self.halves == 1 else [*range(size, 2 * size), *reversed(range(size))]
 
+    @dynamo_disabled
     def read(self, slots: Any) -> tuple[torch.Tensor, ...]:
         """Wait, and return the tokens of ``slots``, concatenated, of each tensor [B, tokens, ...].
 
@@ -111,6 +114,7 @@ class Gather:
             self._arrived.append(slots)
         self._work = _together("all_gather", pairs, self.comm.group)
 
+    @dynamo_disabled
     def finish(self, slots: Any) -> tuple[torch.Tensor, ...]:
         with collective(self.comm.group):
             self._work.wait()

@@ -71,9 +71,10 @@ def _convolution(
     **_,
 ) -> torch.Tensor:
     """Short convolution over x [B, channels, tokens]; the last tokens are this rank's."""
-    n, x = weight.shape[-1] - 1, x if x.shape[2] == sequence.own else x[:, :, x.shape[2] - sequence.own :]
+    n = weight.shape[-1] - 1
     if not n:
-        return original(x, weight, bias, activation=activation)
+        return original(x, weight, bias, activation=activation)  # with the padding token
+    x = x if x.shape[2] == sequence.own else x[:, :, x.shape[2] - sequence.own :]
 
     def conv(x: Tensor) -> torch.Tensor:
         return original(x.mT, weight, bias, activation=activation).mT

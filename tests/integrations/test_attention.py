@@ -218,6 +218,34 @@ def test_sums_in_float32(run, size=8):
         assert found < 1.01 * rounded
 
 
+def compiled_case(group):
+    """Return names of functions in the graphs of a compiled gather, and its error."""
+    called: list[str] = []
+
+    def backend(graph, inputs):
+        called.extend(str(node.target) for node in graph.graph.nodes)
+        return graph.forward
+
+    @torch.compile(backend=backend)
+    def gathered(x):
+        gather = softmax.Gather(comm, [2] * comm.size, True, 2 * x)
+        return 3 * gather.read(gather.in_order())[0]
+
+    with allscan.Communicator(group) as comm:
+        whole = torch.randn(1, 2 * comm.size, 8, generator=torch.Generator().manual_seed(0))
+        x = whole[:, place(comm, [2] * comm.size, True)].requires_grad_()
+        y = gathered(x)
+        y.sum().backward()
+        return called, relative(y, 6 * whole) + relative(x.grad, torch.full_like(x, 6.0 * comm.size))
+
+
+def test_torch_compile_traces_no_gather(run, size=2):
+    """Dynamo's collectives are not those of one group call; a rank that compiles would meet others that do not."""
+    for called, error in run(size, compiled_case):
+        assert not any("gather" in name for name in called) and "mul" in str(called), called
+        assert error < 1e-6
+
+
 @pytest.mark.parametrize("name", ["cudnn", "flash"])
 def test_what_the_operators_take(name):
     """The arguments of our calls are those of this PyTorch's operators."""

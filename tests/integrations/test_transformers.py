@@ -281,12 +281,12 @@ FEW = [
 ]
 
 
-def few_case(group, family, inner, batches, layout):
-    """Return errors of logits, loss and all gradients together for several batches."""
+def few_case(group, family, inner, batches, layout, more=()):
+    """Return errors of logits, loss and all gradients together for several batches. more: options of the config."""
     from allscan.integrations.transformers import sequence_parallel
 
     with allscan.Communicator(group, timeout=60) as comm:
-        model, found = made(family, inner), []
+        model, found = made(family, inner, **dict(more)), []
         for tokens, packed in batches:
             total = sum(tokens)
             whole = torch.randint(1, VOCABULARY, (1 if packed else 2, total))
@@ -337,6 +337,12 @@ def few_case(group, family, inner, batches, layout):
 def test_few_tokens(run, family, inner, layout, size=3):
     batches = FEW if layout == "contiguous" else [((n,) * 3, None) for n in (8, 2, 0, 4)]
     for errors in run(size, few_case, family, inner, batches, layout):
+        assert max(errors) < 2e-5, errors
+
+
+@pytest.mark.parametrize("family, kernel", [("qwen3_next", "linear_conv_kernel_dim"), ("nemotron_h", "conv_kernel")])
+def test_few_tokens_with_a_kernel_of_one_token(run, family, kernel, size=2):
+    for errors in run(size, few_case, family, "sdpa", [((0, 7), None), ((7, 0), None)], "contiguous", {kernel: 1}):
         assert max(errors) < 2e-5, errors
 
 
