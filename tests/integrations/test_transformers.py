@@ -342,7 +342,8 @@ def test_few_tokens(run, family, inner, layout, size=3):
 
 @pytest.mark.parametrize("family, kernel", [("qwen3_next", "linear_conv_kernel_dim"), ("nemotron_h", "conv_kernel")])
 def test_few_tokens_with_a_kernel_of_one_token(run, family, kernel, size=2):
-    for errors in run(size, few_case, family, "sdpa", [((0, 7), None), ((7, 0), None)], "contiguous", {kernel: 1}):
+    batches, more = [((0, 7), None), ((7, 0), None)], {kernel: 1}
+    for errors in run(size, few_case, family, "sdpa", batches, layout="contiguous", more=more):
         assert max(errors) < 2e-5, errors
 
 
