@@ -308,8 +308,8 @@ class Communicator(Calls):
         self.order.steps += 1
         self.order.missed_steps += 1  # if check() raises, the device does not count: see _steps
         self.check()
-        self.order.missed_steps -= 1
         self.streams.follow()
+        self.order.missed_steps -= 1
         self.memory.steps.add_(1)
 
     def resync(self) -> None:
@@ -324,8 +324,8 @@ class Communicator(Calls):
         Raises:
             AllScanHostTimeout: if a rank does not come. After a fault that this rank knows of, it waits for twice
                 ``timeout`` + 5 s, in which the others learn of the fault.
-            AllScanOutOfStep: on every rank if they have called ``step`` different numbers of times since the last
-                ``resync``: close the communicator and make a new one on all ranks, and begin with the same batch.
+            AllScanOutOfStep: on every rank if they have called ``step`` different numbers of times: close the
+                communicator and make a new one on all ranks, and begin with the same batch.
             RuntimeError: if the ranks do not have the same AllScans, or if the communicator is closed.
 
         Example:
@@ -350,8 +350,9 @@ class Communicator(Calls):
                 f"the ranks call resync() in different steps (calls of step(): {by_rank(steps)}) and would go on with "
                 "different batches. All ranks: close() this communicator, make a new one and begin with the same batch."
             )
-        self.order.missed_steps = 0
-        self.memory.reset_steps()  # before anything that may fail: resync() is called again then
+        # before anything that may fail or be interrupted on one rank: the ranks then call resync() again
+        missed, self.order.missed_steps = self.order.missed_steps, 0
+        self.memory.steps.add_(missed)
         if any(spec != specs[0] for spec in specs):
             raise RuntimeError("the ranks do not have the same AllScans: close this communicator and make a new one")
         if any(failed):
@@ -368,7 +369,7 @@ class Communicator(Calls):
         store_exchange.exchange(None, "the end of Communicator.resync", self.order.excuse_after_fault(FAILED, 1))
 
     def _steps(self) -> int:
-        """Number of calls of ``step`` since the last ``resync``, including replays of CUDA graphs. Waits."""
+        """Number of calls of ``step``, including replays of CUDA graphs. Waits."""
         return int(self.memory.step[0]) + self.order.missed_steps
 
     def barrier(self) -> None:

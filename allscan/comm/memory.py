@@ -28,9 +28,8 @@ class Memory:
         self.heap, self.device = cast(SymmetricHeap, heap), device  # None for one rank, which does not use it
         self.record = torch.zeros(wait.RECORD_WORDS, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
         self.fault = torch.zeros(1, dtype=torch.int64, device=device)
-        self._first_steps = torch.arange(0, STAMPS.value * STAMP.value, STAMP.value, device="cpu")
-        self._first_steps = self._first_steps.repeat_interleave(2).view(-1, 2)
-        self.steps = self._first_steps.to(device, copy=True)
+        stamps = torch.arange(0, STAMPS.value * STAMP.value, STAMP.value, device="cpu")
+        self.steps = stamps.repeat_interleave(2).view(-1, 2).to(device)
         self.step = self.steps[0]
         self._steps = {0: self.step}
         self._offsets: set[int] = set()
@@ -49,10 +48,6 @@ class Memory:
         """Clear the fault record and the fault word, not ``steps``. Only while no kernel runs."""
         for words in (self.record, self.fault):
             words.zero_()
-
-    def reset_steps(self) -> None:
-        """Reset ``steps`` to its initial values. Only while no kernel runs. Needs no GPU memory: none may be left."""
-        self.steps.copy_(self._first_steps)
 
     def alloc(self, nbytes: int) -> int:
         """Allocate a block of this rank's arena. Returns its offset in bytes, valid until ``free``."""

@@ -930,7 +930,7 @@ def stamps_case(group):
 
 def test_the_words_of_stamps(run):
     for alike, words, last in run(2, stamps_case):
-        assert all(alike) and words == [0, 8, 56, 1, 9, 57] and last == 56
+        assert all(alike) and words == [0, 8, 56, 1, 9, 57] and last == 57
 
 
 @pytest.mark.quick
@@ -963,6 +963,37 @@ def test_resync_again_after_one_that_failed_on_one_rank(run):
     (of_0, *rest_of_0), (of_1, *rest_of_1) = run(2, failed_resync_case)
     assert of_0 == "AllScanOutOfStep" and of_1 == "OutOfMemoryError"
     assert rest_of_0 == rest_of_1 == [None, True]
+
+
+def interrupted_resync_case(group):
+    """Rank 1 gets Ctrl-C once the others go on in resync(), twice; it calls step() between the attempts."""
+    with allscan.Communicator(group, timeout=2) as comm:
+        x, exchange = torch.ones(2, 16, 16, device=comm.device), comm.order.store_exchange.exchange
+
+        def interrupted(value, what, *rest):
+            exchange(value, what, *rest)
+            raise KeyboardInterrupt
+
+        found = []
+        for attempt in range(2):
+            comm.step()
+            allscan.allscan(x, comm=comm)
+            if comm.rank == 1:
+                with mock.patch.object(comm.order.store_exchange, "exchange", interrupted):
+                    with pytest.raises(KeyboardInterrupt):
+                        comm.resync()
+            else:
+                found.append(raised(comm.resync)[0])
+            if attempt:
+                comm.order.missed_steps += 1  # as a step() that raises
+            found.append(raised(comm.resync))
+        return found, comm._steps(), allscan.allscan(x, comm=comm)[0, 0, 0].item() == comm.rank
+
+
+def test_resync_again_after_ctrl_c_in_it(run):
+    for rank, answer in enumerate(run(2, interrupted_resync_case)):
+        of_others = [] if rank else ["AllScanOutOfStep"]
+        assert answer == ([*of_others, None] * 2, 3, True), answer
 
 
 def replayed_steps_case(group):
