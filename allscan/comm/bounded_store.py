@@ -43,6 +43,8 @@ class BoundedStore:
             setattr(self, name, functools.partial(self._request, getattr(store, name)))
         # one request for several keys, since each request wakes the thread and the caller
         self.delete_keys: Callable[[list[str]], None] = functools.partial(self._request, _delete, store.delete_key)
+        # a request without an answer, which waits for none
+        self.compare_set_later: Callable[..., object] = functools.partial(self._put, store.compare_set)
         threading.Thread(target=self._run, name="allscan-store", daemon=True).start()
 
     def _request(self, method: Callable[..., Any], *arguments: Any) -> Any:
@@ -50,10 +52,7 @@ class BoundedStore:
             raise StoreGone("torch.distributed was ended, or restarted, since this communicator was made")
         answer: list[Any] = []
         if self._late is None or self._late:
-            # a lock, no Event: an interrupt of its wait may leave it locked, and the thread would wait for ever
-            unanswered = threading.Lock()
-            unanswered.acquire()
-            self._requests.put((method, arguments, answer, unanswered))
+            answer, unanswered = self._put(method, *arguments)
             self._late = None if unanswered.acquire(timeout=LIMIT_S) else answer
         if self._late is not None:
             raise StoreGone(
@@ -64,6 +63,14 @@ class BoundedStore:
         if error is not None:
             raise error
         return value
+
+    def _put(self, method: Callable[..., Any], *arguments: Any) -> tuple[list[Any], threading.Lock]:
+        answer: list[Any] = []
+        # a lock, no Event: an interrupt of its wait may leave it locked, and the thread would wait for ever
+        unanswered = threading.Lock()
+        unanswered.acquire()
+        self._requests.put((method, arguments, answer, unanswered))
+        return answer, unanswered
 
     def _run(self) -> None:
         while True:

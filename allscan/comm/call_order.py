@@ -237,8 +237,7 @@ class Order:
         AllScanTimeout."""
         try:
             mine = value, tuple(self.call_counts), self.rejected, self.reverse if self.inside else None, self.moves
-            within = self._patience if self.inside else None
-            answers = self.store_exchange.exchange(mine, what, self._excuse, within=within)
+            answers = self._exchange(mine, what)
         except AllScanRejected:
             raise  # this rank rejects the call, too
         except AllScanOutOfStep as problem:  # ranks are at different calls: this rank must not continue
@@ -274,6 +273,12 @@ class Order:
             )
         return list(values)
 
+    def _exchange(self, value: Any, what: str) -> list[Any]:
+        if self.inside is None:
+            return self.store_exchange.exchange(value, what, self._excuse)
+        # a rank that is interrupted in a call rejects it, and so do the others
+        return self.store_exchange.exchange(value, what, self._excuse, within=self._patience, if_interrupted=REJECTED)
+
     def agree(
         self, fields: tuple[tuple[str, object], ...] | None, deferred: DeferredError | None, what: str, more: Any = None
     ) -> list[Any]:
@@ -296,20 +301,19 @@ class Order:
 
     def compare_launch(self, what: str) -> None:
         """Debug mode: raise RuntimeError on every rank unless all ranks are about to launch ``what``."""
-        self.launches += 1
+        number = self.launches + 1
         what = f"{what}, in step {self.steps}" if self.steps else what
         try:
-            within = self._patience if self.inside else None
-            answers = self.store_exchange.exchange(what, f"launch {self.launches}", self._excuse, within=within)
+            answers = self._exchange(what, f"launch {number}")
         except AllScanRejected:
-            self.launches -= 1  # this rank rejects the call, too
-            raise
+            raise  # this rank rejects the call, too
         except AllScanOutOfStep as problem:  # another rank is about to do something other than a launch
             why = self._explained(f"{problem}; this rank launches {what}")
             raise self.raised_everywhere(self.desynchronized(why)) from None
         except RuntimeError as error:
             kind = AllScanHostTimeout if isinstance(error, AllScanHostTimeout) else RuntimeError
             raise self.raised_everywhere(kind(f"{error}; this rank launches {what}")) from error
+        self.launches = number
         if len(set(answers)) > 1:
             raise self.raised_everywhere(
                 RuntimeError(f"the ranks differ in launch {self.launches}: {by_rank(answers)}")

@@ -448,13 +448,15 @@ class Communicator(Calls):
             return () if broken else (order.describe_call_counts(),)
         if broken:
             order.report("has closed its communicator alone, after an error")
-            order.store_exchange.abandon("close", "is broken")
+            order.store_exchange.abandon("is broken")
             return ()
         why = f", rejected {order.rejected[0]}" if order.rejected else ""
         try:
             excuse = order.excuse_after_fault(LOST, 1)
             return tuple(
-                order.store_exchange.exchange(order.describe_call_counts() + why, "Communicator.close", excuse, "close")
+                order.store_exchange.exchange(
+                    order.describe_call_counts() + why, "Communicator.close", excuse, last=True
+                )
             )
         except Abandoned:
             return ()

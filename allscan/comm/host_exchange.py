@@ -88,6 +88,7 @@ class StoreExchange:
         self.size = len(self.ranks)
         self.name = name or hashlib.sha256(str(self.ranks).encode()).hexdigest()[:16]
         self._prefix = f"allscan/{self.name}/"
+        self._last_decision = ""  # that of the last exchange, once this rank knows it
         self.rank = 0
         self.store: Any = None
         if self.size > 1:
@@ -107,27 +108,36 @@ class StoreExchange:
         other.timeout = self.timeout
         return other
 
-    def _next_topic(self, store: dist.Store) -> str:
-        """The number of the next exchange, as text. Skips exchanges that have failed without this rank. A rank that is
+    def _next(self, store: dist.Store, last: bool) -> str:
+        """The prefix of the next exchange's keys. Skips exchanges that have failed without this rank. A rank that is
         interrupted here has not begun the exchange, and comes to the same one next."""
+        name = f"{self.name}/last" if last else self.name
         while True:
-            number = self._counts.get(self.name, 0) + 1
-            base = f"{self._prefix}{number}/"
-            failed = store.check([f"{base}decision"]) and not store.get(f"{base}decision").decode().startswith(_DONE)
-            self._counts[self.name] = number
-            if not failed:
-                return str(number)
+            number = self._counts.get(name, 0) + 1
+            base = f"allscan/{name}/{number}/"
+            decision = store.get(f"{base}decision").decode() if store.check([f"{base}decision"]) else _DONE
+            self._counts[name] = number
+            if decision.startswith(_DONE) or last and not decision.startswith(FAILED):
+                return base
             self._read(store, base)
 
     def exchange(
-        self, value: Any, what: str, excuse: Excuse | None = None, last: str = "", within: float | None = None
+        self,
+        value: Any,
+        what: str,
+        excuse: Excuse | None = None,
+        last: bool = False,
+        within: float | None = None,
+        if_interrupted: str = FAILED,
     ) -> list[Any]:
         """Return every rank's ``value``, in rank order. Raises AllScanOutOfStep unless ``what`` is equal on all ranks.
 
         ``excuse``: polled while this rank waits; its result is a decision that ends the exchange on all ranks. They
-        raise AllScanRejected if it begins with REJECTED, AllScanOutOfStep if it begins with LOST. last: name of the
-        last exchange of this StoreExchange, after which processes may end. within: time limit in seconds; default
-        max(EXCHANGE_TIMEOUT_S, timeout).
+        raise AllScanRejected if it begins with REJECTED, AllScanOutOfStep if it begins with LOST. last: whether this is
+        the last exchange of this StoreExchange, after which processes may end; it is repeated while it fails by
+        AllScanHostTimeout, else it has the same result again. within: time limit in seconds; default
+        max(EXCHANGE_TIMEOUT_S, timeout). if_interrupted: how the decision begins if this rank is interrupted,
+        other than by a RuntimeError.
         Raises AllScanHostTimeout, on all ranks, if a rank does not come within this limit, which is extended while a
         rank compiles, or if a rank is interrupted; Abandoned if a rank has called ``abandon``."""
         if self.size == 1:
@@ -135,24 +145,26 @@ class StoreExchange:
         store = self.store
         if kernels_under_way:  # this thread's have failed, since it makes an exchange
             end_failed()
-        try:
-            base = f"{self._prefix}{last or self._next_topic(store)}/"
+        word = json.dumps((what, value))
+        decision = self._last_decision if last else ""
+        if not decision:
             try:
-                word = json.dumps((what, value))
-                store.set(f"{base}{self.rank}", word)
-                decision = self._decision(store, base, what, excuse, within)
-            except BaseException as error:
-                why = f"was interrupted by {type(error).__name__}"
-                self._decide(store, base, f"{FAILED}rank {self.ranks[self.rank]} (global) {why}")
-                self._read(store, base, bool(last))
-                raise
-        except dist.DistError as error:
-            raise StoreGone(
-                f"{what}: the store of torch.distributed does not answer; the process that has it may have ended"
-            ) from error
-        # rank 0 of the job usually hosts the store, and its process may end next
-        keeps_store = decision.startswith(_DONE) and (bool(last) or self.ranks[self.rank] == 0)
-        self._read(store, base, bool(last), until_all=keeps_store)
+                base = self._next(store, last)
+                try:
+                    store.set(f"{base}{self.rank}", word)
+                    decision = self._decision(store, base, what, excuse, within)
+                except BaseException as error:
+                    kind = FAILED if isinstance(error, RuntimeError) else if_interrupted
+                    own = f"{kind}rank {self.ranks[self.rank]} (global) was interrupted by {type(error).__name__}"
+                    self._read(store, base, self._decide(store, base, own), last)
+                    raise
+            except dist.DistError as error:
+                raise StoreGone(
+                    f"{what}: the store of torch.distributed does not answer; the process that has it may have ended"
+                ) from error
+            # rank 0 of the job usually hosts the store, and its process may end next
+            keeps_store = decision.startswith(_DONE) and (last or self.ranks[self.rank] == 0)
+            self._read(store, base, decision, last, until_all=keeps_store)
         for prefix, error_of in ((ABANDONED, Abandoned), (REJECTED, AllScanRejected), (LOST, AllScanOutOfStep)):
             if decision.startswith(prefix):
                 raise error_of(f"{what}: {decision.removeprefix(prefix)}")
@@ -168,12 +180,13 @@ class StoreExchange:
             raise AllScanOutOfStep("the ranks are at different calls: " + by_rank(names))
         return list(values)
 
-    def abandon(self, topic: str, why: str) -> None:
+    def abandon(self, why: str) -> None:
         """End the last exchange on all ranks, without a wait. Called in place of ``exchange``."""
         with contextlib.suppress(dist.DistError, RuntimeError):
-            store, base = self.store, f"{self._prefix}{topic}/"
-            self._decide(store, base, f"{ABANDONED}rank {self.ranks[self.rank]} (global) {why}")
-            self._read(store, base, last=True)
+            if not self._last_decision:
+                base = self._next(self.store, last=True)
+                why = f"{ABANDONED}rank {self.ranks[self.rank]} (global) {why}"
+                self._read(self.store, base, self._decide(self.store, base, why), last=True)
 
     def _decision(self, store: dist.Store, base: str, what: str, excuse: Excuse | None, within: float | None) -> str:
         """Wait for the decision and return it. O(1) requests to the store per rank and poll; O(size) to find a missing
@@ -231,14 +244,21 @@ class StoreExchange:
         return f", it waited in: {what}" + (", of another communicator or group" if name != self.name else "")
 
     @staticmethod
-    def _decide(store: dist.Store, base: str, decision: str) -> None:
-        """Set the decision, unless a rank has set it before."""
-        with contextlib.suppress(dist.DistError, StoreGone):
-            store.compare_set(f"{base}decision", "", decision)
+    def _decide(store: Any, base: str, decision: str) -> str:
+        """Set the decision, unless a rank has set it before. Returns the one that holds."""
+        with contextlib.suppress(dist.DistError):
+            try:
+                return str(store.compare_set(f"{base}decision", "", decision).decode())
+            except StoreGone:  # others may wait: as soon as it answers
+                store.compare_set_later(f"{base}decision", "", decision)
+        return decision
 
-    def _read(self, store: Any, base: str, last: bool = False, until_all: bool = False) -> None:
-        """Record that this rank has read the decision. The last rank to do so deletes the exchange's keys; after the
-        last exchange also the fault. until_all: return when all ranks have read it, after GRACE_S at the latest."""
+    def _read(self, store: Any, base: str, decision: str = FAILED, last: bool = False, until_all: bool = False) -> None:
+        """Record that this rank has read the decision. The last rank to do so deletes the exchange's keys; if no
+        exchange follows also the fault. until_all: return when all ranks have read it, after GRACE_S at the latest."""
+        last = last and not decision.startswith(FAILED)
+        if last:
+            self._last_decision = decision
         with contextlib.suppress(dist.DistError, StoreGone):
             if store.add(f"{base}read", 1) == self.size:
                 if last:

@@ -519,6 +519,35 @@ def interrupted_case(group):
         return again, len(comm.agreed.arguments)
 
 
+def interrupted_first_call_case(group):
+    """Rank 1 gets Ctrl-C in a first call before rank 2 comes to it. Return what the call and the next one raise."""
+    store = dist.distributed_c10d._get_default_store()
+    with allscan.Communicator(group, timeout=5.0, debug=True) as comm:
+        x = torch.ones(2, 16, device=comm.device)
+
+        def interrupt(_):
+            raise KeyboardInterrupt
+
+        if comm.rank == 1:
+            with mock.patch.object(comm.order, "_excuse", interrupt), pytest.raises(KeyboardInterrupt):
+                allscan.allscan(x, comm=comm)
+            first = "KeyboardInterrupt"
+            store.set("interrupted", "")
+        else:
+            if comm.rank == 2:
+                store.wait(["interrupted"], timedelta(seconds=60))
+            first = raised(allscan.allscan, x, comm=comm)[0]
+        again = raised(allscan.allscan, x, comm=comm)
+        return first, again, allscan.allscan(x, comm=comm)[0, 0].item() == comm.rank, raised(comm.barrier)
+
+
+@pytest.mark.cpu
+def test_ctrl_c_in_a_first_call(run):
+    """All ranks reject that call, and the next one is right."""
+    first = "AllScanRejected", "KeyboardInterrupt", "AllScanRejected"
+    assert run(3, interrupted_first_call_case) == [(name, None, True, None) for name in first]
+
+
 def test_resync_forgets_what_one_rank_alone_has_noted(run):
     assert run(2, interrupted_case) == [([None] * 4, 2)] * 2
 

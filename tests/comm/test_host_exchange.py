@@ -81,7 +81,7 @@ class ThreadRank(StoreExchange):
     def __init__(self, rank, size, store):
         self.rank, self.size, self.ranks = rank, size, tuple(range(size))
         self.name, self.store, self._counts = "name", store, {}
-        self._prefix = "allscan/name/"
+        self._prefix, self._last_decision = "allscan/name/", ""
 
 
 def together(ranks, *functions):
@@ -261,9 +261,10 @@ def test_a_store_that_does_not_answer(monkeypatch):
     store = bounded_store.BoundedStore(Frozen())
     store.set("key", "1")
     assert store.check(["key"]) and store.get("key") == b"1"
-    stopped.clear()
     exchange, start = ThreadRank(0, 2, store), time.monotonic()
-    for _ in range(3):
+    with pytest.raises(StoreGone, match="has not answered within 0.3 s"):
+        exchange.exchange(0, "what", lambda _: stopped.clear())
+    for _ in range(2):
         with pytest.raises(StoreGone, match="has not answered within 0.3 s"):
             store.check(["key"])
     assert exchange.fault() is None and exchange.posted_rejections() == {}
@@ -275,6 +276,8 @@ def test_a_store_that_does_not_answer(monkeypatch):
     while raised(store.get, "key") is not None:
         assert time.monotonic() < deadline
         time.sleep(0.01)
+    other = ThreadRank(1, 2, store)
+    assert other._next(store, last=False) == "allscan/name/2/"  # 1 has failed
     assert store.check(["key"])
     monkeypatch.setattr(dist, "is_initialized", lambda: False)
     with pytest.raises(StoreGone, match="was ended"):
@@ -299,6 +302,44 @@ def test_an_interrupted_wait_is_forgotten(monkeypatch):
     answers.append(ranks[0].exchange(0, "what"))
     other.join()
     assert answers == [[0, 1]] * 2 and not store.check([f"{host_exchange._WAITS}0"])
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("then", ["again", "abandon", "absent", "decided"])
+def test_the_last_exchange_after_one_that_failed(monkeypatch, then):
+    """Rank 0 gets Ctrl-C in the last exchange, before or after its decision, or rank 1 is absent; then it repeats or
+    abandons it. Rank 1 comes later. The fault is reported until the exchange has succeeded."""
+    monkeypatch.setattr(host_exchange, "EXCHANGE_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(host_exchange, "_absent", set())
+    store = Store()
+    ranks, answers = [ThreadRank(rank, 2, store) for rank in range(2)], []
+    ranks[1].tell_fault("a fault")
+    other = threading.Thread(target=lambda: answers.append(raised(ranks[1].exchange, 1, "what", last=True)))
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    if then == "absent":
+        with pytest.raises(allscan.AllScanHostTimeout, match="did not come"):
+            ranks[0].exchange(0, "what", last=True)
+    elif then == "decided":
+        other.start()
+        store.compare_set = lambda *a: (vars(store).pop("compare_set"), store.compare_set(*a), interrupt())
+        with pytest.raises(KeyboardInterrupt):
+            ranks[0].exchange(0, "what", last=True)
+    else:
+        with pytest.raises(KeyboardInterrupt):
+            ranks[0].exchange(0, "what", interrupt, last=True)
+    if then != "decided":
+        assert ranks[0].fault() == "rank 1 a fault"
+        other.start()
+    if then == "abandon":
+        ranks[0].abandon("is broken")
+    else:
+        assert ranks[0].exchange(0, "what", last=True) == [0, 1]
+    other.join(60)
+    told = answers[0] and answers[0][0]
+    assert told == ("Abandoned" if then == "abandon" else None) and not store.words, (answers, store.words)
 
 
 @pytest.mark.quick
