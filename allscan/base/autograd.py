@@ -129,7 +129,7 @@ def watched(inputs: Iterable[object]) -> bool:
 #   budget.
 #
 # Torch's caches on disk identify an operator by its name alone.
-REVISION = 8  # suffix of the names: raise it with every change of an operator's arguments, results, fake or effect
+REVISION = 9  # suffix of the names: raise it with every change of an operator's arguments, results, fake or effect
 
 
 def _record(mode: Any, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

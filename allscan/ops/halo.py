@@ -214,6 +214,8 @@ def _check_halo(xs: Sequence[Tensor], comm: Communicator, options: Options) -> t
         n = integer("n", n)
         if not xs or min(x.ndim for x in xs) < 2:
             raise ValueError(f"x must be [B, T, ...], got {_shapes(xs)}")
+        if any(0 in (x.shape[0], *x.shape[2:]) for x in xs):
+            raise ValueError(f"x must have no empty dimension but T, got {_shapes(xs)}")
         if cu_seqlens is not None:
             cu_seqlens = own_boundaries(cu_seqlens)
         first_token = checked_first_token(first_token, cu_seqlens)
@@ -335,7 +337,7 @@ def _edges(xs: Sequence[Tensor], n: int, halves: int, reverse: bool) -> list[Ten
     edges = [x.unflatten(1, (halves, half)) for x in xs]
     if half > n:  # a slice of all tokens would cost a copy in backward
         edges = [x[:, :, :n] if reverse else x[:, :, half - n :] for x in edges]
-    if len(xs) > 1 or xs[0].ndim > 3 or xs[0].dtype != torch.float32:
+    if len(xs) > 1 or xs[0].ndim != 3 or xs[0].dtype != torch.float32:
         words = [_to_words(x.reshape(*x.shape[:3], math.prod(x.shape[3:]))) for x in edges]
         edges = [torch.cat(words, -1) if len(words) > 1 else words[0]]
     return [*edges[0].unbind(1)]

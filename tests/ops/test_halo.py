@@ -146,6 +146,43 @@ def test_several_tensors(run, size):
     run(size, several_case, TOKENS[size])
 
 
+def no_width_case(group, B, tokens, n, options):
+    """Return whether halo() of floats [B, T], a gradient of it, and one of its second use equal those of [B, T, 1]."""
+    with allscan.Communicator(group, timeout=5) as comm:
+        T = tokens[comm.rank]
+        x = 1.0 + comm.rank + torch.arange(B * T, dtype=torch.float32, device=comm.device).view(B, T)
+        found = []
+        for shape in ((B, T), (B, T, 1)):
+            own = x.reshape(shape).clone().requires_grad_()
+            o = allscan.halo(own, n, comm=comm, **options)
+            weights = torch.arange(1.0, o.numel() + 1, device=comm.device).view(o.shape)
+            (grad,) = torch.autograd.grad((weights * o).sum(), own)
+            assert o.shape == (B, o.shape[1], *shape[2:])
+            found.append((o.detach().flatten(), grad.flatten()))
+        return all(torch.equal(a, b) for a, b in zip(*found)), found[0][0].any().item()
+
+
+@pytest.mark.parametrize(
+    "B, tokens, n, options",
+    [
+        (2, [2, 2], 3, {}),
+        (2, [2, 2, 2], 3, {}),
+        (2, [2, 2, 2], 3, dict(reverse=True)),
+        (1, [6, 1, 6], 3, {}),
+        (2, [6, 0, 6], 2, {}),
+        (1, [6, 6], 2, dict(cu_seqlens=[0, 5, 12])),
+        (1, [2, 2], 2, dict(layout="zigzag")),
+        (2, [4, 4], 3, dict(layout="zigzag")),
+        (1, [12, 12], 2, dict(layout="zigzag", cu_seqlens=[0, 9, 24])),
+        (1, [6, 6], 1, dict(layout="zigzag", cu_seqlens=[0, 4, 4, 12], per_document=True)),
+        (1, [6, 6], 2, dict(layout="zigzag", cu_seqlens=[0, 4, 12], per_document=True, reverse=True)),
+    ],
+)
+def test_tokens_without_a_width(run, B, tokens, n, options):
+    equal, arrived = zip(*run(len(tokens), no_width_case, B, tokens, n, options))
+    assert all(equal) and any(arrived), (equal, arrived)
+
+
 def straggler_case(group, key):
     """The first rank launches after the last one has its halo: a rank waits for its neighbour only."""
     store = dist.distributed_c10d._get_default_store()
@@ -192,6 +229,8 @@ def wrong_case(group):
         for n in (True, 1.0, "1"):  # also after a call with such tensors and n=1
             with pytest.raises(TypeError, match="n must be an integer"):
                 allscan.halo(x, n, comm=comm)
+        with pytest.raises(ValueError, match="x must have no empty dimension but T"):
+            allscan.halo(x[..., :0], 1, comm=comm)
         with pytest.raises(ValueError, match="layout must be"):
             allscan.halo(x, 1, comm=comm, layout=["zigzag"])
         assert torch.equal(allscan.halo(x, torch.tensor(1), comm=comm), x[:, :1])
