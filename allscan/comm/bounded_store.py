@@ -89,19 +89,22 @@ def _delete(delete_key: Callable[[str], bool], keys: list[str]) -> None:
 
 
 _last: tuple[dist.Store, BoundedStore] | None = None
+_inherited: dist.Store | None = None  # the store of the process from which this one was forked
 
 
 def bounded(store: dist.Store) -> BoundedStore:
     """The BoundedStore of ``store``, one object as long as no other store is asked for."""
     global _last
+    if store is _inherited:
+        raise StoreGone("this process was forked from a rank of torch.distributed, and is none itself")
     if _last is None or _last[0] is not store:
         _last = store, BoundedStore(store)
     return _last[1]
 
 
 def _forked() -> None:
-    global _last
-    _last = None  # its thread is the parent's
+    global _last, _inherited
+    _last, _inherited = None, _last[0] if _last else _inherited  # its thread is the parent's
 
 
 os.register_at_fork(after_in_child=_forked)

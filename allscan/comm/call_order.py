@@ -35,10 +35,10 @@ from ..base.errors import (
 )
 from ..bindings.torch_compat import stops_recomputation
 from ..shmem_kernels import wait
-from ..shmem_kernels.channel import BACKWARDS, CALLS, STAMP, STAMPS, TAG_BACKWARDS, TAG_STEP
+from ..shmem_kernels.channel import BACKWARDS, EPOCHS, STAMPS, STEPS_A_STAMP, TAG_BACKWARDS, TAG_STEP
 from ..shmem_kernels.links import EPOCH_BITS
 from .compile_watch import another_compiles, end_all
-from .host_exchange import GRACE_S, LOST, REJECTED, Excuse, StoreExchange, by_rank, differing
+from .host_exchange import FAILED, GRACE_S, LOST, REJECTED, Excuse, StoreExchange, by_rank, differing
 
 E = TypeVar("E", bound=Exception)
 
@@ -69,6 +69,7 @@ class Order:
         self.steps = 0  # calls of Communicator.step(); replays of CUDA graphs are counted on the device only
         self.missed_steps = 0  # calls of step() that raised: the device has not counted them
         self.launches = 0  # counted in debug mode only
+        self._launched = -1  # number of the last call in which this rank has launched a kernel, in debug mode
         self.inside: FrameType | None = None  # frame of the running call, or None; nested calls are part of it
         self.reverse = False  # direction of the current call
         self.everywhere = False  # whether all ranks raise the error that ends the current call
@@ -138,6 +139,7 @@ class Order:
         end_all()  # compilations
         if self.everywhere:
             self.call_counts[reverse] -= 1
+            self._launched = -1  # the next call has the same number
         elif stops_recomputation(error):
             pass  # activation checkpointing stopped its recomputation early; the call was made
         elif self.store_exchange.size > 1 and not self._record[_SET]:
@@ -196,8 +198,8 @@ class Order:
     def _excuse(self, _: Callable[[], int]) -> str | None:
         """The ``Excuse`` of exchanges that are calls or parts of calls: no rank comes to them after a fault."""
         if self.inside and (reason := self._rejected_by_another()):
-            return REJECTED + reason
-        fault = self.fault()
+            return (LOST if self._has_launched() else REJECTED) + reason
+        fault = self.fault() or self.store_exchange.leaving()
         return fault and LOST + fault
 
     def _explained(self, problem: object) -> str:
@@ -241,8 +243,7 @@ class Order:
         except AllScanRejected:
             raise  # this rank rejects the call, too
         except AllScanOutOfStep as problem:  # ranks are at different calls: this rank must not continue
-            error = self.raised_everywhere(self.desynchronized(self.desync_reason or self._explained(problem)))
-            raise (self.error_of_record() if self._record[_SET] else error) from None  # it says more
+            raise self._lost(problem) from None
         except RuntimeError:
             self.everywhere = True  # no rank has launched anything
             raise
@@ -258,12 +259,13 @@ class Order:
                 directions = differing([[("reverse", d)] for d in reverse])
                 raise self.raised_everywhere(ValueError(f"ranks call with different arguments: {directions}"))
             counts = by_rank(f"{forward} forward, {reverse} reverse" for forward, reverse in call_counts)
-            raise self.raised_everywhere(
-                self.desynchronized(
-                    f"The ranks have made different numbers of calls: {counts}. Since one of them missed a call, "
-                    f"results may be those of other calls. {REMEDY}."
-                )
+            why = (
+                "The ranks have made calls with different reverse"
+                if len(set(map(sum, call_counts))) == 1
+                else "One of the ranks missed a call: they have made different numbers of calls"
             )
+            why = f"{why}: {counts}. Results may be those of other calls. {REMEDY}."
+            raise self.raised_everywhere(self.desynchronized(why))
         if len(set(moves)) > 1:
             raise self.raised_everywhere(
                 self.desynchronized(
@@ -273,11 +275,21 @@ class Order:
             )
         return list(values)
 
+    def _lost(self, problem: AllScanOutOfStep) -> Exception:
+        error = self.raised_everywhere(self.desynchronized(self.desync_reason or self._explained(problem)))
+        return self.error_of_record() if self._record[_SET] else error  # it says more
+
     def _exchange(self, value: Any, what: str) -> list[Any]:
         if self.inside is None:
             return self.store_exchange.exchange(value, what, self._excuse)
         # a rank that is interrupted in a call rejects it, and so do the others
-        return self.store_exchange.exchange(value, what, self._excuse, within=self._patience, if_interrupted=REJECTED)
+        kind = FAILED if self._has_launched() else REJECTED
+        return self.store_exchange.exchange(value, what, self._excuse, within=self._patience, if_interrupted=kind)
+
+    def _has_launched(self) -> bool:
+        """Whether this rank has launched a kernel in the current call, in debug mode: no rank can reject it any more.
+        Otherwise no exchange follows a launch."""
+        return self._launched == sum(self.call_counts)
 
     def agree(
         self, fields: tuple[tuple[str, object], ...] | None, deferred: DeferredError | None, what: str, more: Any = None
@@ -294,17 +306,17 @@ class Order:
         if deferred is not None:
             raise self.raised_everywhere(deferred.take())
         if any(answer[:2] != (fields, None) for answer in answers):
-            wrong = [f"rank {rank}: {text}" for rank, (_, text, _) in enumerate(answers) if text]
-            different = "; ".join(wrong) or differing([of_rank or () for of_rank, *_ in answers])
-            raise self.raised_everywhere(ValueError(f"ranks call with different arguments: {different}"))
+            wrong = [f"rank {rank} has rejected this call: {text}" for rank, (_, text, _) in enumerate(answers) if text]
+            different = differing([of_rank or () for of_rank, *_ in answers])
+            problem = "; ".join(wrong) or f"ranks call with different arguments: {different}"
+            raise self.raised_everywhere(ValueError(problem))
         return [more for *_, more in answers]
 
     def compare_launch(self, what: str) -> None:
-        """Debug mode: raise RuntimeError on every rank unless all ranks are about to launch ``what``."""
+        """Debug mode: raise AllScanOutOfStep on every rank unless all ranks are about to launch ``what``."""
         number = self.launches + 1
-        what = f"{what}, in step {self.steps}" if self.steps else what
         try:
-            answers = self._exchange(what, f"launch {number}")
+            answers = self._exchange((what, self.steps), f"launch {number}")
         except AllScanRejected:
             raise  # this rank rejects the call, too
         except AllScanOutOfStep as problem:  # another rank is about to do something other than a launch
@@ -314,10 +326,11 @@ class Order:
             kind = AllScanHostTimeout if isinstance(error, AllScanHostTimeout) else RuntimeError
             raise self.raised_everywhere(kind(f"{error}; this rank launches {what}")) from error
         self.launches = number
-        if len(set(answers)) > 1:
-            raise self.raised_everywhere(
-                RuntimeError(f"the ranks differ in launch {self.launches}: {by_rank(answers)}")
-            )
+        if len(set(answers)) == 1:
+            self._launched = sum(self.call_counts)
+        else:
+            launches = by_rank(f"{launch}, in step {step}" for launch, step in answers)
+            raise self.raised_everywhere(AllScanOutOfStep(f"the ranks differ in launch {number}: {launches}"))
 
     def compare_results(self, what: str, nan: list[str]) -> None:
         """Debug mode: raise RuntimeError on every rank if a rank has found NaN in results of the call ``what``.
@@ -360,17 +373,18 @@ def different_tags(
     """The error for the expected and the received arrival word of one epoch (shmem_kernels/links.py) if tags differ."""
     wanted, came = _fields(expected), _fields(seen)
     own, other = names_of((rank, neighbour), job_ranks)
-    steps = [fields[0] % STAMP.value for fields in (wanted, came)]
+    most = STEPS_A_STAMP.value
+    steps = [fields[0] % most for fields in (wanted, came)]
     if steps[0] != steps[1]:
         why = (
-            f"here it is step {steps[0]}, there it was step {steps[1]} (Communicator.step(), modulo {STAMP.value}): "
+            f"here it is step {steps[0]}, there it was step {steps[1]} (Communicator.step(), modulo {most}): "
             "one of the two has skipped a call"
         )
     elif wanted[0] != came[0]:
         why = (
-            "both scan a state of this shape, in calls whose cu_seqlens, layout, scale, other options or operator "
-            f"differ, after earlier calls with different reverse, or a multiple of {STAMP.value} steps apart "
-            "(Communicator.step())"
+            "possible causes are different cu_seqlens, layout, scale, another option or operator; an earlier call with "
+            f"a different reverse; a difference of {most}, {2 * most}, ... calls of Communicator.step(). "
+            "ALLSCAN_DEBUG=1 names the argument"
         )
     elif wanted[1] != came[1]:
         why = (
@@ -381,11 +395,11 @@ def different_tags(
     else:
         why = (
             f"here it belongs to the backward of forward call {wanted[2] or 'none'}, there to that of "
-            f"{came[2] or 'none'} (modulo {CALLS.value}, the first is 2)"
+            f"{came[2] or 'none'} (modulo {EPOCHS.value}, the first is 2)"
         )
     return AllScanOutOfStep(
-        f"{own} and {other} are in different calls, found by {own} in its call "
-        f"{expected & EPOCH_BITS.value} of a shape and direction, tile {tile}: {why}. {others}{REMEDY}."
+        f"{own} and {other} are in different calls, found by {own} in scan {expected & EPOCH_BITS.value} of this shape "
+        f"and direction, tile {tile}: {why}. {others}{REMEDY}."
     )
 
 

@@ -62,9 +62,9 @@ class _Call(tuple[Any, ...]):
             end_failed()
         if comm._closed or comm.host_record[_SET] or order.desync_reason is not None:
             comm.check()
-        if order.inside is not None:  # Ctrl-C at the first instruction of __exit__
-            order.inside, order.everywhere = None, False
+        if order.inside is not None:  # Ctrl-C in __exit__
             order.failed(order.reverse, KeyboardInterrupt("at the end of the call"))
+            order.inside = None
         if order.rejected is not None:
             order.settle()
         try:
@@ -87,9 +87,9 @@ class _Call(tuple[Any, ...]):
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         comm = self[0]
-        comm.order.inside = None
         if error is not None:
             comm.order.failed(self[1], error)
+        comm.order.inside = None  # last: after Ctrl-C above the next call finds that this one has not ended
 
 
 _INSIDE = contextlib.nullcontext()  # context manager of a nested call

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import os
 import uuid
@@ -28,7 +29,7 @@ from .call_order import Order
 from .calls import Calls
 from .compile_watch import watch
 from .heap import init, outside_inference_mode, record_ended_alone, resolve_transport, symmetric_heap
-from .host_exchange import FAILED, LOST, Abandoned, StoreExchange, by_rank, differing
+from .host_exchange import CLOSE, FAILED, LOST, Abandoned, StoreExchange, by_rank, differing
 from .memory import Line, Memory
 from .process_groups import is_desynchronized, mark_desynchronized
 from .topology import Topology, check_algorithm, reach
@@ -86,9 +87,9 @@ class Communicator(Calls):
             waits as long, and at least 120 s, in ``barrier``, ``close`` and first calls (timeout + 5 s in first calls
             after ``resync``).
         debug: compare every launch with the other ranks' launches on the host, before it is made. This is slow, but
-            every rank names the first call that differs in type, shape, direction or ``step`` (RuntimeError). Also
-            compares the arguments of every call, checks its gates, and checks its results for NaN. Default: whether
-            the environment has ALLSCAN_DEBUG=1. The same on every rank.
+            every rank names the first launch that differs in kernel, shape, direction or ``step`` (AllScanOutOfStep).
+            Also compares the arguments of every call (ValueError), checks its gates, and checks its results for NaN
+            (RuntimeError). Default: whether the environment has ALLSCAN_DEBUG=1. The same on every rank.
         max_ctas: maximum number of programs (thread blocks) of a kernel that waits for other ranks, as in NCCL.
             The smallest value of all ranks is used. Default: half the GPU's multiprocessors, so that kernels of other
             streams, NCCL's above all, can run on the other half, however long a rank is delayed. With all of them the
@@ -336,6 +337,7 @@ class Communicator(Calls):
             self.check()
         self._drain()
         excuse = self.order.excuse_after_fault(FAILED, 2)
+        gc.collect()  # AllScans that only an exception's frames hold, on some ranks
         scans = sorted(self.collectives, key=lambda scan: scan.number)
         store_exchange = self.order.store_exchange
         while True:
@@ -392,8 +394,9 @@ class Communicator(Calls):
     def close(self) -> None:
         """Free the workspaces. Collective, unless the communicator is broken: then it returns at once.
 
-        If the communicator is broken on any rank, no rank frees its memory, because a straggler may still write to it.
-        The same holds, with a warning, if torch.distributed was destroyed and the ranks cannot communicate any more.
+        If the communicator is broken on any rank, or an exception ends the ``with`` block of any rank, no rank frees
+        its memory, because a straggler may still write to it; the other ranks get a warning with the reason. The same
+        holds if torch.distributed was destroyed and the ranks cannot communicate any more.
         After a fault that this rank knows of, it waits at most ``timeout`` + 5 s for the others.
 
         Raises:
@@ -418,10 +421,10 @@ class Communicator(Calls):
         counts: tuple[str, ...] = ()
         desynchronized: str | None = None
         try:
-            counts = self._leave(self.broken)
+            counts = self._leave("has closed its communicator alone, after a time-out" if self.broken else "")
         except AllScanOutOfStep as error:
             desynchronized = str(error)
-        except StoreGone as error:
+        except (Abandoned, StoreGone) as error:
             warnings.warn(f"{self!r} is closed without the other ranks: {error}. Its memory stays taken", stacklevel=2)
         if not counts:
             record_ended_alone()
@@ -440,35 +443,29 @@ class Communicator(Calls):
         if desynchronized is not None and self.order.desync_reason is None:
             raise AllScanOutOfStep(desynchronized)
 
-    def _leave(self, broken: bool) -> tuple[str, ...]:
-        """Tell the other ranks that this one leaves, and wait for them unless ``broken``. Returns each rank's call
-        counts; () if any rank is broken. Raises AllScanOutOfStep if a rank does not come after a fault; StoreGone."""
+    def _leave(self, alone: str) -> tuple[str, ...]:
+        """Tell the other ranks that this one leaves, and wait for them unless ``alone``, the reason not to. Returns
+        each rank's call counts; () if this one leaves alone. Raises Abandoned if another one does, AllScanOutOfStep if
+        one does not come after a fault; StoreGone."""
         order = self.order
         if self.size == 1:
-            return () if broken else (order.describe_call_counts(),)
-        if broken:
-            order.report("has closed its communicator alone, after an error")
-            order.store_exchange.abandon("is broken")
+            return () if alone else (order.describe_call_counts(),)
+        if alone:
+            order.report(alone)
+            order.store_exchange.abandon(alone)
             return ()
         why = f", rejected {order.rejected[0]}" if order.rejected else ""
-        try:
-            excuse = order.excuse_after_fault(LOST, 1)
-            return tuple(
-                order.store_exchange.exchange(
-                    order.describe_call_counts() + why, "Communicator.close", excuse, last=True
-                )
-            )
-        except Abandoned:
-            return ()
+        excuse = order.excuse_after_fault(LOST, 1)
+        return tuple(order.store_exchange.exchange(order.describe_call_counts() + why, CLOSE, excuse, last=True))
 
     def __enter__(self) -> Communicator:
         return self
 
-    def __exit__(self, error: object, *_: object) -> None:
-        if error is None:
+    def __exit__(self, kind: type[BaseException] | None, error: object, _: object) -> None:
+        if kind is None:
             self.close()
         elif not self._closed:  # the other ranks may never come to close(), and kernels may still wait for them
-            self._leave(broken=True)
+            self._leave(f"has left its communicator's block by {kind.__name__}: {error}")
             record_ended_alone()
             self.memory.abandon()
             self.graphs.close()

@@ -86,6 +86,7 @@ def init(heap_bytes: int | None = None, *, transport: str = "auto") -> None:
             raise AllScanRejected(f"allscan.init: {by_rank(text or 'ok' for text in problems)}")
         return list(values)
 
+    _job = dist.group.WORLD
     try:
         transport = resolve_transport(transport)
         left = transport == "nvshmem" and nvshmem_host.left_behind
@@ -111,7 +112,6 @@ def init(heap_bytes: int | None = None, *, transport: str = "auto") -> None:
         with contextlib.suppress(RuntimeError):
             exchange(None, f"{type(error).__name__}: {error}")
         raise
-    _job = dist.group.WORLD
 
 
 def finalize() -> None:
@@ -124,7 +124,7 @@ def finalize() -> None:
     over NVSHMEM needs a new process.
 
     Raises:
-        RuntimeError: if another Communicator is open; nothing is freed then.
+        RuntimeError: if a Communicator of several ranks is open; nothing is freed then.
 
     Example:
         >>> with allscan.Communicator() as comm:

@@ -31,6 +31,8 @@ EXCUSE_S = 0.2  # interval at which a waiting rank checks whether another rank h
 # Prefixes of decisions. REJECTED: a rank has rejected the call of the exchange. LOST: the order of calls is lost
 _DONE, FAILED, REJECTED, LOST, ABANDONED = "done ", "failed ", "rejected ", "lost ", "abandoned "
 
+CLOSE = "Communicator.close"  # name of the last exchange of a communicator
+
 _WAITS = "allscan/waits/"  # with a global rank, the key of (name of the StoreExchange, name of the call) of its wait
 
 # excuse(missing): a decision that ends the exchange, or None to wait on. missing(): a rank that has not come
@@ -108,18 +110,27 @@ class StoreExchange:
         other.timeout = self.timeout
         return other
 
-    def _next(self, store: dist.Store, last: bool) -> str:
-        """The prefix of the next exchange's keys. Skips exchanges that have failed without this rank. A rank that is
-        interrupted here has not begun the exchange, and comes to the same one next."""
+    def _next(self, store: dist.Store, last: bool) -> tuple[str, int, str]:
+        """(namespace, number, decision or "") of the next exchange. Skips exchanges that have failed without this rank.
+        A rank that is interrupted here has not begun the exchange, and comes to the same one next."""
         name = f"{self.name}/last" if last else self.name
         while True:
             number = self._counts.get(name, 0) + 1
-            base = f"allscan/{name}/{number}/"
-            decision = store.get(f"{base}decision").decode() if store.check([f"{base}decision"]) else _DONE
-            self._counts[name] = number
-            if decision.startswith(_DONE) or last and not decision.startswith(FAILED):
-                return base
-            self._read(store, base)
+            key = f"allscan/{name}/{number}/decision"
+            decision = store.get(key).decode() if store.check([key]) else ""
+            if not decision or decision.startswith(_DONE) or (last and not decision.startswith(FAILED)):
+                return name, number, decision
+            self._end(store, name, number)
+
+    def leaving(self) -> str | None:
+        """A text that names another rank if one waits in the last exchange; else None. Does not wait."""
+        if self.size > 1:
+            with contextlib.suppress(dist.DistError, StoreGone):
+                name, number, decision = self._next(self.store, last=True)
+                key = f"allscan/{name}/{number}/came"
+                if not decision and self.store.check([key]):
+                    return f"rank {self.store.get(key).decode()} waits in {CLOSE}"
+        return None
 
     def exchange(
         self,
@@ -149,14 +160,19 @@ class StoreExchange:
         decision = self._last_decision if last else ""
         if not decision:
             try:
-                base = self._next(store, last)
+                name, number, _ = self._next(store, last)
+                base = f"allscan/{name}/{number}/"
                 try:
+                    if not last:
+                        self._counts[name] = number
+                    else:
+                        store.set(f"{base}came", str(self.rank))
                     store.set(f"{base}{self.rank}", word)
                     decision = self._decision(store, base, what, excuse, within)
                 except BaseException as error:
                     kind = FAILED if isinstance(error, RuntimeError) else if_interrupted
                     own = f"{kind}rank {self.ranks[self.rank]} (global) was interrupted by {type(error).__name__}"
-                    self._read(store, base, self._decide(store, base, own), last)
+                    self._end(store, name, number, self._decide(store, base, own), last)
                     raise
             except dist.DistError as error:
                 raise StoreGone(
@@ -164,7 +180,7 @@ class StoreExchange:
                 ) from error
             # rank 0 of the job usually hosts the store, and its process may end next
             keeps_store = decision.startswith(_DONE) and (last or self.ranks[self.rank] == 0)
-            self._read(store, base, decision, last, until_all=keeps_store)
+            self._end(store, name, number, decision, last, until_all=keeps_store)
         for prefix, error_of in ((ABANDONED, Abandoned), (REJECTED, AllScanRejected), (LOST, AllScanOutOfStep)):
             if decision.startswith(prefix):
                 raise error_of(f"{what}: {decision.removeprefix(prefix)}")
@@ -184,9 +200,10 @@ class StoreExchange:
         """End the last exchange on all ranks, without a wait. Called in place of ``exchange``."""
         with contextlib.suppress(dist.DistError, RuntimeError):
             if not self._last_decision:
-                base = self._next(self.store, last=True)
+                name, number, _ = self._next(self.store, last=True)
                 why = f"{ABANDONED}rank {self.ranks[self.rank]} (global) {why}"
-                self._read(self.store, base, self._decide(self.store, base, why), last=True)
+                decision = self._decide(self.store, f"allscan/{name}/{number}/", why)
+                self._end(self.store, name, number, decision, last=True)
 
     def _decision(self, store: dist.Store, base: str, what: str, excuse: Excuse | None, within: float | None) -> str:
         """Wait for the decision and return it. O(1) requests to the store per rank and poll; O(size) to find a missing
@@ -253,17 +270,26 @@ class StoreExchange:
                 store.compare_set_later(f"{base}decision", "", decision)
         return decision
 
-    def _read(self, store: Any, base: str, decision: str = FAILED, last: bool = False, until_all: bool = False) -> None:
-        """Record that this rank has read the decision. The last rank to do so deletes the exchange's keys; if no
-        exchange follows also the fault. until_all: return when all ranks have read it, after GRACE_S at the latest."""
-        last = last and not decision.startswith(FAILED)
-        if last:
+    def _end(
+        self, store: Any, name: str, number: int, decision: str = FAILED, last: bool = False, until_all: bool = False
+    ) -> None:
+        """Count the exchange, and record that this rank has read its decision. The last rank to do so deletes its keys;
+        if no exchange follows also the fault, the rejections, and the exchange that other ranks may have left alone.
+        until_all: return when all ranks have read the decision, after GRACE_S at the latest."""
+        base, ended = f"allscan/{name}/{number}/", last and not decision.startswith(FAILED)
+        if ended:
             self._last_decision = decision
+        else:
+            self._counts[name] = number
         with contextlib.suppress(dist.DistError, StoreGone):
             if store.add(f"{base}read", 1) == self.size:
-                if last:
-                    self.forget_fault()
-                keys = [f"{base}{key}" for key in (*range(self.size), "read", "decision")]
+                names = [*map(str, range(self.size)), "read", "came", "decision"]
+                keys = [f"{base}{key}" for key in names]
+                if ended:
+                    count = self._counts.get(self.name, 0)
+                    keys += [f"{self._prefix}{n}/{key}" for n in (count, count + 1) for key in names]
+                    keys += [f"{self._prefix}rejected/{key}" for key in (*range(self.size), "any")]
+                    keys.append(f"{self._prefix}fault")
                 for first in range(0, len(keys), 64):  # a request has a limit of seconds
                     store.delete_keys(keys[first : first + 64])
                 return

@@ -10,7 +10,7 @@ import torch
 from ..bindings.torch_compat import without_dispatch_modes
 from ..bindings.transport import SymmetricHeap
 from ..shmem_kernels import wait
-from ..shmem_kernels.channel import STAMP, STAMPS
+from ..shmem_kernels.channel import STAMPS, STEPS_A_STAMP
 
 _abandoned: list[object] = []  # buffers of unclosed communicators: their kernels may still write to them
 
@@ -28,7 +28,7 @@ class Memory:
         self.heap, self.device = cast(SymmetricHeap, heap), device  # None for one rank, which does not use it
         self.record = torch.zeros(wait.RECORD_WORDS, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
         self.fault = torch.zeros(1, dtype=torch.int64, device=device)
-        stamps = torch.arange(0, STAMPS.value * STAMP.value, STAMP.value, device="cpu")
+        stamps = torch.arange(0, STAMPS.value * STEPS_A_STAMP.value, STEPS_A_STAMP.value, device="cpu")
         self.steps = stamps.repeat_interleave(2).view(-1, 2).to(device)
         self.step = self.steps[0]
         self._steps = {0: self.step}

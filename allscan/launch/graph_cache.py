@@ -93,8 +93,11 @@ class Graphs:
             return launches(context, *args)
         try:
             cached.graph.launch(current_stream_of(device))
-        except RuntimeError as error:  # out of memory, for example: nothing was launched
+        except BaseException as error:
             self._gone(cached)
+            if not isinstance(error, RuntimeError):
+                raise  # Ctrl-C
+            # out of memory, for example: nothing was launched
             self._rejected(plan, error)
             return launches(context, *args)
         if not cached.used:

@@ -56,7 +56,7 @@ def get_or_create_scan(
             )
         call, *pairs = agree or (None,)
         shapes = ("the state's shape", shape), *variant._asdict().items()
-        comm.order.agree((("call", call), *pairs, *shapes), deferred, "the first call for a shape")
+        comm.order.agree((("call", call), *shapes, *pairs), deferred, "the first call for a shape")
         if key not in scans:
             scans[key] = AllScan(comm, shape, **variant._asdict())
         if first:

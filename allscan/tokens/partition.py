@@ -169,10 +169,11 @@ def _check_place(comm: Communicator, lengths: tuple[int, ...], begin: int, end: 
     inside = 0 <= begin <= end <= lengths[-1] / halves
     first, last = comm.rank == 0, comm.rank == comm.size - 1
     if not inside or (first and begin != 0) or (last and end != lengths[-1] / halves):
-        raise ValueError(
-            f"first_token and T must be those of rank {comm.rank} of {comm.size} in {lengths[-1]} tokens, got {begin} "
-            f"and {halves * (end - begin)}"
-        )
+        bounds = f"{'0 =' if first else '0 <='} first_token, first_token + T{' / 2' * (halves - 1)} "
+        bounds += f"{'=' if last else '<='} {lengths[-1] // halves}"
+        place = f"those of rank {comm.rank} of {comm.size} in {lengths[-1]} tokens"
+        got = f"{begin} and {halves * (end - begin)}"
+        raise ValueError(f"first_token and T must be {place}: {bounds}; got {got}")
 
 
 class OwnTokens(NamedTuple):

@@ -11,6 +11,7 @@ import re
 import sys
 import time
 import uuid
+import warnings
 from datetime import timedelta
 from itertools import product
 from unittest import mock
@@ -23,8 +24,9 @@ import torch.distributed as dist
 import allscan
 from allscan.comm import calls, heap
 from allscan.comm.agreed import Agreement
-from allscan.comm.call_order import stamp
+from allscan.comm.call_order import Order, stamp
 from allscan.launch.compiled_kernel import channel_addresses
+from allscan.scan import launcher
 from allscan.shmem_kernels.channel import STAMPS
 from allscan.tools import ranks
 from support.call_order import (
@@ -843,7 +845,7 @@ def test_ranks_that_mix_what_they_know(answers, operator, what, size):
     found, end, _ = answers[-1]
     for one in found:  # no gradient is another call's, nor is a result on the last rank
         assert isinstance(one, str) or one[0] != one[0], answers
-    assert end[0] == "AllScanOutOfStep" and "in calls whose cu_seqlens" in end[1], end
+    assert end[0] == "AllScanOutOfStep" and "possible causes are different cu_seqlens" in end[1], end
     for others, _, _ in answers[:-1]:
         assert all(isinstance(one, str) or one[1] != one[1] for one in others), answers
 
@@ -878,20 +880,22 @@ def mixed_reverse_case(group, operator):
     return found, end, again
 
 
-def interrupted_entry_case(group):
-    """Ctrl-C on the last rank at each line of a call's entry and exit in turn. Return the lines, and those after which
-    a later call had another call's value, or none of the two ranks an error although their calls differ."""
-    comm = allscan.Communicator(group, timeout=TIMEOUT)
+def interrupted_call_case(group, functions, wrong_decay, debug):
+    """Ctrl-C on the last rank at each line of these functions in turn. Return the lines, and those after which a later
+    call had another call's value, or none of the two ranks an error although their calls differ."""
+    entry = calls._Call.__enter__ in functions
+    comm = allscan.Communicator(group, timeout=TIMEOUT if entry else 0.7, debug=debug)
     x = torch.full((1, 4, 4), comm.rank + 1.0, device=comm.device)
-    codes = [f.__code__ for f in (calls._Call.__enter__, calls._Call.__exit__)]
+    decay = torch.ones(1, 4, device=comm.device)
+    codes = [f.__code__ for f in functions]
     lines = [(code, line) for code in codes for *_, line in code.co_lines() if line and line > code.co_firstlineno]
     lines = list(dict.fromkeys(lines))
 
-    def attempt(value):
+    def attempt(value, decay=decay):
         try:
-            found = allscan.allscan(value * x, comm=comm)[0, 0, 0].item()
+            found = allscan.allscan(value * x, decay, comm=comm)[0, 0, 0].item()
             comm.check()
-        except RuntimeError as error:
+        except (RuntimeError, TypeError, ValueError) as error:
             return type(error).__name__
         return found
 
@@ -911,9 +915,10 @@ def interrupted_entry_case(group):
         if comm.rank == comm.size - 1:
             sys.settrace(trace)
         with contextlib.suppress(KeyboardInterrupt):
-            second = attempt(2.0)
+            second = attempt(2.0, decay.double() if wrong_decay and comm.rank == comm.size - 1 else decay)
         sys.settrace(None)
-        comm.step()
+        if entry:  # a call that a rank has not entered is found by the next step, others without it
+            comm.step()
         others = [attempt(3.0), attempt(4.0)]
         right = [value * comm.rank for value in (3.0, 4.0)]
         if first != comm.rank or any(not isinstance(a, str) and a != b for a, b in zip(others, right)):
@@ -927,8 +932,98 @@ def interrupted_entry_case(group):
 
 @pytest.mark.cpu
 def test_ctrl_c_where_a_call_begins_and_ends(run):
-    for count, wrong in run(2, interrupted_entry_case, timeout=100):
+    functions = calls._Call.__enter__, calls._Call.__exit__
+    for count, wrong in run(2, interrupted_call_case, functions, False, False, timeout=100):
         assert count > 15 and not wrong, wrong
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("debug", [False, True])
+def test_ctrl_c_where_a_call_fails(run, debug):
+    functions = calls._Call.__exit__, Order.failed, Order._reject
+    for count, wrong in run(2, interrupted_call_case, functions, True, debug, timeout=100):
+        assert count > 10 and not wrong, wrong
+
+
+def fails_before_its_launch_case(group):
+    """Rank 1 fails between a launch's comparison, in debug mode, and the launch. Return what three calls give, and
+    what barrier() raises."""
+    with allscan.Communicator(group, timeout=2, debug=True) as comm:
+        x = torch.ones(1, 4, 4, device=comm.device)
+        allscan.allscan(x, comm=comm)
+        launch = launcher.Launcher.before_launch
+
+        def failing(self, *arguments):
+            launch(self, *arguments)
+            if comm.rank == 1:
+                raise torch.OutOfMemoryError("no memory for the scan")
+
+        found = []
+        for value in (1.0, 10.0, 20.0):
+            with mock.patch.object(launcher.Launcher, "before_launch", failing if value == 1.0 else launch):
+                try:
+                    found.append(allscan.allscan(value * x, comm=comm)[0, 0, 0].item())
+                except RuntimeError as error:
+                    found.append(type(error).__name__)
+        end = raised(comm.barrier)
+        comm.resync()
+        return found, end[0], allscan.allscan(x, comm=comm)[0, 0, 0].item() == comm.rank
+
+
+@pytest.mark.cpu
+def test_a_rank_that_fails_after_the_comparison_of_a_launch(run):
+    """The other rank has launched, so this is no call that all ranks reject: later calls raise on both."""
+    lost = "AllScanOutOfStep"
+    for (first, *others), end, right in run(2, fails_before_its_launch_case):
+        assert first in (lost, "OutOfMemoryError") and others == [lost, lost] and end == lost and right
+
+
+def failed_block_case(group):
+    """Rank 1 leaves the block of an AllScan by an exception; then all ranks call resync()."""
+    with allscan.Communicator(group, timeout=2) as comm:
+        x, found = torch.ones(1, 4, 4, device=comm.device), []
+        for _ in range(2):
+            with contextlib.suppress(ValueError, allscan.AllScanError), allscan.AllScan(comm, (1, 4, 4)) as scan:
+                scan.scan(x)
+                if comm.rank == 1:
+                    raise ValueError
+            del scan
+            found.append(raised(comm.resync))
+        return found
+
+
+def test_resync_after_a_block_that_failed_on_one_rank(run):
+    assert run(2, failed_block_case) == [[None, None]] * 2
+
+
+def closes_early_case(group, how):
+    """Rank 0 is in barrier() or a first call, or leaves its block by an exception, while rank 1 is in close()."""
+    comm = allscan.Communicator(group, timeout=1)
+    x, begun = torch.ones(1, 4, 4, device=comm.device), time.monotonic()
+    allscan.allscan(x, comm=comm)
+    if comm.rank == 1:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            error = raised(comm.close)
+        return error, [str(one.message) for one in caught], time.monotonic() - begun
+    if how == "block":
+        with pytest.raises(KeyError), comm:
+            raise KeyError("a batch")
+        return None, [], time.monotonic() - begun
+    error = raised(comm.barrier) if how == "barrier" else raised(allscan.allscan, x[:, :2], comm=comm)
+    raised(comm.close)
+    return error, [], time.monotonic() - begun
+
+
+@pytest.mark.parametrize("how", ["barrier", "first call", "block"])
+def test_a_rank_closes_while_another_one_goes_on(run, how):
+    (of_0, _, seconds), (of_1, told, others_seconds) = run(2, closes_early_case, how)
+    assert max(seconds, others_seconds) < 10
+    if how == "block":
+        assert of_0 is None and of_1 is None
+        assert any("rank 0 (global) has left its communicator's block by KeyError: 'a batch'" in text for text in told)
+    else:
+        assert of_0[0] == "AllScanOutOfStep" and "rank 1 waits in Communicator.close" in of_0[1], of_0
 
 
 @pytest.mark.parametrize("operator", ["AllScan.scan", "allscan", "allscan_segments", "halo"])
@@ -938,7 +1033,7 @@ def test_a_rank_that_goes_the_other_way(run, operator):
     assert all(end and end[0] == "AllScanOutOfStep" and again for _, end, again in answers[1:]), answers
     (first, *_), (last, end, _) = answers
     assert last[0] is not True and True not in last[1:], answers  # it waits for the first rank
-    assert "after earlier calls with different reverse" in end[1], end
+    assert "an earlier call with a different reverse" in end[1], end
 
 
 def stamps_case(group):

@@ -377,8 +377,11 @@ def order_case(group):
 
 def test_debug_names_the_first_launch_that_differs(run):
     for shapes, directions in run(2, order_case):
-        assert "launch 4: rank 0: scan over (1, 4, 8); rank 1: scan over (1, 4, 16)" in shapes
-        assert "launch 5: rank 0: scan over (1, 4, 8), reverse; rank 1: scan over (1, 4, 8)" in directions
+        assert "launch 4: rank 0: scan over (1, 4, 8), in step 0; rank 1: scan over (1, 4, 16), in step 0" in shapes
+        assert (
+            "launch 5: rank 0: scan over (1, 4, 8), reverse, in step 0; rank 1: scan over (1, 4, 8), in step 0"
+            in directions
+        )
 
 
 def one_rank_wrong_case(group):
@@ -1070,7 +1073,8 @@ def forked_case():
         if comm.rank == 0:
             read, write = os.pipe()
             if not os.fork():
-                os.write(write, str(raised(allscan.allscan, 100 * x, comm=comm)).encode())
+                errors = raised(allscan.allscan, 100 * x, comm=comm), raised(allscan.Communicator)
+                os.write(write, str(errors).encode())
                 os._exit(0)
             os.wait()
             answer = os.read(read, 1000)
@@ -1084,6 +1088,7 @@ def test_a_forked_process_makes_no_calls(fresh):
     (first, text), (second, _) = fresh(2).run(forked_case, timeout=120)
     assert first == [0.0, 0.0, 0.0] and second == [1.0, 10.0, 20.0]
     assert "RuntimeError" in text and "from which this one was forked" in text
+    assert "StoreGone" in text and "this process was forked from a rank" in text
 
 
 def interrupted_allscan_case():

@@ -277,7 +277,7 @@ def test_a_store_that_does_not_answer(monkeypatch):
         assert time.monotonic() < deadline
         time.sleep(0.01)
     other = ThreadRank(1, 2, store)
-    assert other._next(store, last=False) == "allscan/name/2/"  # 1 has failed
+    assert other._next(store, last=False)[1] == 2  # 1 has failed
     assert store.check(["key"])
     monkeypatch.setattr(dist, "is_initialized", lambda: False)
     with pytest.raises(StoreGone, match="was ended"):
@@ -305,10 +305,10 @@ def test_an_interrupted_wait_is_forgotten(monkeypatch):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("then", ["again", "abandon", "absent", "decided"])
+@pytest.mark.parametrize("then", ["again", "abandon", "absent", "decided", "answered"])
 def test_the_last_exchange_after_one_that_failed(monkeypatch, then):
-    """Rank 0 gets Ctrl-C in the last exchange, before or after its decision, or rank 1 is absent; then it repeats or
-    abandons it. Rank 1 comes later. The fault is reported until the exchange has succeeded."""
+    """Rank 0 gets Ctrl-C in the last exchange, before or after its decision or after the answer, or rank 1 is absent;
+    then it repeats or abandons it. Rank 1 comes later. The fault is reported until the exchange has succeeded."""
     monkeypatch.setattr(host_exchange, "EXCHANGE_TIMEOUT_S", 0.5)
     monkeypatch.setattr(host_exchange, "_absent", set())
     store = Store()
@@ -322,6 +322,11 @@ def test_the_last_exchange_after_one_that_failed(monkeypatch, then):
     if then == "absent":
         with pytest.raises(allscan.AllScanHostTimeout, match="did not come"):
             ranks[0].exchange(0, "what", last=True)
+    elif then == "answered":
+        other.start()
+        ranks[0]._end = lambda *a, **options: (vars(ranks[0]).pop("_end"), interrupt())
+        with pytest.raises(KeyboardInterrupt):
+            ranks[0].exchange(0, "what", last=True)
     elif then == "decided":
         other.start()
         store.compare_set = lambda *a: (vars(store).pop("compare_set"), store.compare_set(*a), interrupt())
@@ -330,7 +335,7 @@ def test_the_last_exchange_after_one_that_failed(monkeypatch, then):
     else:
         with pytest.raises(KeyboardInterrupt):
             ranks[0].exchange(0, "what", interrupt, last=True)
-    if then != "decided":
+    if then not in ("decided", "answered"):
         assert ranks[0].fault() == "rank 1 a fault"
         other.start()
     if then == "abandon":
@@ -508,7 +513,7 @@ def hosting_case(port, how):
     if rank:
         host_exchange.time = types.SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: time.sleep(2.0))
     if how == "leave" and rank == 0:
-        comm.__exit__(ValueError)
+        comm.__exit__(ValueError, ValueError(), None)
     elif how == "leave":
         with pytest.warns(UserWarning, match="is closed without the other ranks"):
             comm.close()

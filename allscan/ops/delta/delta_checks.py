@@ -130,7 +130,7 @@ def check_tensors(
             "there, makes garbage of products of bfloat16"
         )
     if g.dtype not in (torch.float32, q.dtype):
-        raise TypeError(f"g must be float32 or {q.dtype}, got {g.dtype}")
+        raise TypeError(f"g must be float32 or have the dtype of q, {q.dtype}, got {g.dtype}")
     empty = 0 in (*q.shape[:1], *q.shape[2:], *v.shape[2:])
     if v.ndim != 4 or q.shape != k.shape or q.shape[:2] != v.shape[:2] or empty:
         shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in dict(q=q, k=k, v=v).items())

@@ -313,7 +313,7 @@ def check_tensors(tensors: Sequence[Any], cu_seqlens: Tensor | None, comm: Commu
     if q.dtype not in (torch.bfloat16, torch.float16, torch.float32) or not q.dtype == k.dtype == v.dtype:
         raise TypeError(f"q, k, v must be bfloat16, float16 or float32 alike, got {q.dtype}, {k.dtype}, {v.dtype}")
     if g.dtype not in (torch.float32, q.dtype):
-        raise TypeError(f"g must be float32 or {q.dtype}, got {g.dtype}")
+        raise TypeError(f"g must be float32 or have the dtype of q, {q.dtype}, got {g.dtype}")
     if not q.shape == k.shape == g.shape or q.shape[:3] != v.shape[:3]:
         shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in names.items())
         raise ValueError(f"q, k, g must be [B, T, H, K] and v [B, T, H, V], got {shapes}")
