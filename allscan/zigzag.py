@@ -129,7 +129,7 @@ def zigzag_first_token(T: int, *, comm: Communicator) -> int:
 
     Example:
         >>> first = allscan.zigzag.zigzag_first_token(T, comm=comm)
-        >>> o, _ = allscan.zeco_gla(q, k, v, g, comm=comm, layout="zigzag", cu_seqlens=lengths, first_token=first)
+        >>> o, _ = allscan.zeco_gla(q, k, v, g, comm=comm, layout="zigzag", cu_seqlens=cu_seqlens, first_token=first)
     """
     check_communicator(comm)
     if T % 2 or T < 0:

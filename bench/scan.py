@@ -199,9 +199,10 @@ def main() -> int:
     arguments = parser.parse_args()
     gpus = torch.cuda.device_count()
     if gpus < 2:
-        print("No two GPUs here: a check of every method but NVSHMEM's put on 3 CPU ranks.")
+        methods = ["sentinel", "signal", "all_gather", "ring"]
+        print(f"No two GPUs here: a check of {', '.join(methods)} on 3 CPU ranks; options have no effect.")
         with Ranks(3, "cpu") as ranks:
-            rows = ranks.run(point, 3, 1 << 16, ["sentinel", "signal", "all_gather", "ring"], [])[2]
+            rows = ranks.run(point, 3, 1 << 16, methods, [])[2]
         for row in rows:
             print(f"{row['method']:12} max error {row['max_error']:.1e}")
         return 0

@@ -29,6 +29,7 @@ from allscan.launch.compiled_kernel import Launch
 from allscan.reference import allscan_reference, delta_reference
 from allscan.shmem_kernels.scan import scan_kernel
 from allscan.shmem_kernels.transition import transition_kernel
+from allscan.tools.ranks import Ranks
 from allscan.tools.virtual import VirtualRanks
 from bench import local, tuning
 from bench.harness import capture, checked, inputs, machine, quantiles, sample, step
@@ -222,6 +223,11 @@ def compare(paths: list[str]) -> None:
             print(" | ".join([f"{title:44}", *(f"{x:9.1f}" if x else "-" for x in times), *ratios]))
 
 
+def check(kind: str, shape: tuple[int, ...]) -> float:
+    """The largest error of a chain."""
+    return Chain(kind, shape).check()
+
+
 def main(arguments=None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--json", default="versions.json")
@@ -235,8 +241,9 @@ def main(arguments=None) -> int:
         return 0
     if not torch.cuda.is_available():
         print("No GPU here: the scans are checked, with smaller states.")
-        for kind, shape in (("scan", (2, 8, 16)), ("transitions", (1, 16, 32)), ("transitions", (1, 256, 16))):
-            print(f"{kind:12} max error {Chain(kind, shape).check():.1e}")
+        with Ranks(1, "cpu") as ranks:  # a process with Triton's interpreter
+            for kind, shape in (("scan", (2, 8, 16)), ("transitions", (1, 16, 32)), ("transitions", (1, 256, 16))):
+                print(f"{kind:12} max error {ranks.run(check, kind, shape)[0]:.1e}")
         return 0
     names = [name for name in options.cases if not (options.no_fla and by_fla(name))]
     compile_ahead(names)

@@ -6,7 +6,7 @@ number of its own, the *epoch*, which counts 1, 2, 3 ... in device memory: the h
 can replay a scan and ranks may run ahead of each other.
 
         prev                              me                               next
-        inbox[slot] <-- credits --  freed = epoch - 1
+        freed <----- credit ------  epoch - 1
         stores tile ------------->  inbox[slot]
         (tag, epoch) ------------>  arrived[slot]
                                     prev = inbox[slot]
@@ -23,12 +23,13 @@ once (``recv``, then ``send``; or ``allscan``; or ``shift``), and the program th
 every tile carries a tag with the sender's other counters. A tile whose tag differs from the receiver's own is a fault
 (AllScanOutOfStep), found in the first launch that pairs two different calls:
 
-    step        the number of calls of ``Communicator.step()``, counted in stream order, plus STAMP times the call's
-                stamp: a hash of the arguments that must be equal on all ranks; one word for each stamp (15 bits)
+    step        the number of calls of ``Communicator.step()``, counted in stream order, plus STEPS_A_STAMP times the
+                call's stamp, a hash of the arguments that must be equal on all ranks (15 bits). Device memory has one
+                such sum for each stamp: ``Channel.step`` is the address of the call's
     backwards   the number of adjoint launches of this tile, in both directions together (8 bits)
-    of          for an adjoint launch 1 + the epoch, modulo 255, of its forward launch; for any other launch 0
+    of          for an adjoint launch the epoch of its forward launch, modulo 255, plus 1; for any other launch 0
 
-A forward launch leaves its epoch in ``fwd_epoch``, and the adjoint launch finds it there.
+A forward launch stores its epoch in ``fwd_epoch``, where the adjoint launch reads it.
 
 **Zero-decay fast path.** If all decays of a tile are exactly 0, the sent tile does not depend on the received one. It
 is sent before any wait, and takes one hop for any number of ranks. A program with several tiles calls ``send_ahead``
@@ -69,8 +70,8 @@ BROKEN = tl.constexpr(-1)  # a tile's epoch after a fault
 # A tag is step * TAG_STEP + backwards * TAG_BACKWARDS + of, each modulo the number of its values
 STEPS = tl.constexpr(1 << 15)
 BACKWARDS = tl.constexpr(1 << 8)
-CALLS = tl.constexpr((1 << 8) - 1)  # of is 1 .. CALLS; 0 stands for none
-STAMP = tl.constexpr(1 << 3)  # steps that one of STAMPS stamps stands for
+EPOCHS = tl.constexpr((1 << 8) - 1)  # of is 1 .. EPOCHS; 0 stands for none
+STEPS_A_STAMP = tl.constexpr(1 << 3)
 STAMPS = tl.constexpr(1 << 12)
 TAG_STEP = tl.constexpr(1 << 16)
 TAG_BACKWARDS = tl.constexpr(1 << 8)
@@ -88,7 +89,7 @@ class Channel(NamedTuple):
     outbox: Any  # float32, like inbox, mine: source of PUT (unused by other links)
     arrived: Any  # [DEPTH, num_tiles], mine, written by prev: tag and epoch of each slot's tile
     next_arrived: Any  # next's arrived
-    freed: Any  # [DEPTH + 1], mine, written by next: every tile up to this epoch was consumed (links.py)
+    freed: Any  # [DEPTH + 1], mine, written by next: every tile up to this epoch was consumed; last: source of puts
     prev_freed: Any  # prev's freed
     epoch: Any  # [num_tiles], mine: the last epoch that each tile has completed here
     clock: Any  # [num_tiles], mine: shares the clock among the threads of a waiting tile
@@ -134,7 +135,7 @@ def _arrival_word(channel, tile, epoch):
     backwards = tl.load(channel.backwards + tile)
     tag = step % STEPS * TAG_STEP + backwards % BACKWARDS * TAG_BACKWARDS
     if channel.ADJOINT:
-        tag += tl.load(channel.fwd_epoch) % CALLS + 1
+        tag += tl.load(channel.fwd_epoch) % EPOCHS + 1
     return (tag << 32) | (epoch & EPOCH_BITS)
 
 
@@ -249,6 +250,7 @@ def allscan_begun(channel, tile, begun, b_state, b_decay, b_first):
 
 @triton.jit
 def _allscan_well(channel, tile, epoch, word, ok, b_state, b_decay, b_first):
+    """``allscan_begun`` where ``ok`` also says that the tile's epoch is not BROKEN."""
     b_prev = b_first
     if (channel.RECV == NONE) & (channel.SEND == NONE):
         b_inclusive = combine(b_state, b_decay, b_prev)

@@ -1,6 +1,6 @@
 """Gated linear attention, forward: the chunked form of S_t = diag(exp g_t) S_{t-1} + k_t^T v_t,  o_t = scale * q_t S_t.
 
-The tokens of this rank are cut into segments, and those into chunks of BT tokens. In the order the data moves:
+The tokens of this rank are cut into segments, and those into chunks of BT tokens. In the order of the data:
 
     operands_kernel   k_out: every key decayed to the end of its chunk; the sum of the chunk's gates
                       q_in: every query decayed from the beginning of its chunk;
@@ -32,12 +32,12 @@ the other chunks, those of strong decay.
 
 **Sequences.** A piece is this rank's part of one sequence; segments lie inside one piece, chunks inside one segment.
 The tables are int32, made by ``allscan/tokens/packing.py``: ``p_segments`` [NS, SEGMENT_WORDS], ``p_chunks`` [NC, 2]
-(first token, end), ``p_segments_of_states`` [B, 2]: the first segment and the end of each of the B states that are sent
-over the ranks (B is 1 for packed sequences; in the zigzag layout twice as many, those of the first halves first; with
-per_document=True their number is 2 * carried_states(...), see packing.py).
+(first token, end), ``p_segments_of_states`` [N, 2]: the first segment and the end of each of the N states that are sent
+over the ranks (N is the batch size; 1 for packed sequences; in the zigzag layout twice as many, those of the first
+halves first; with per_document=True their number is 2 * carried_states(...), see packing.py).
 
 Tensors: q, k, g, q_in, k_out [tokens, H, K], v, o [tokens, H, V], A [tokens, H, BT]; a segment's incoming state
-[NS, H, K, V] and its gates [NS, H, K], ``prev`` [B, H, K, V], the gates of a chunk [NC, H, K], all float32, the
+[NS, H, K, V] and its gates [NS, H, K], ``prev`` [N, H, K, V], the gates of a chunk [NC, H, K], all float32, the
 gates of chunks and segments as logarithms to base 2, g natural; ``p_strong`` [NC, H] int32; ``p_weights`` [3, BT, BT]
 bfloat16 (blocks.load_weights).
 PRECISION is that of the products' operands: "bf16" for bfloat16 inputs, with TF32 for A, and "tf32x3" for others
