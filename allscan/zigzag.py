@@ -276,7 +276,7 @@ def _backward(dx: Tensor, to: bool, handle: int) -> tuple[Tensor]:
         return (_moved(dx, comm, not to),)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
     _, *ctx.where = inputs
 
 
@@ -285,4 +285,4 @@ def _gradient(backward: Callable[..., Any], ctx: Any, dx: Tensor) -> tuple[Tenso
 
 
 _passes = Passes(_forward, _fake, _backward, _fake)
-_traced = CustomOperator("allscan::to_zigzag", _passes, _save, _gradient)
+_traced = CustomOperator("allscan::to_zigzag", _passes, _setup_context, _gradient)

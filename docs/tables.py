@@ -130,7 +130,8 @@ def headline() -> str:
             f"heads by all-to-all, 4 ranks: {_number(moved['percent_of_data_parallel'], 1)} %",
         ],
         [
-            "hybrid training (Kimi-Linear, Qwen3-Next), tokens/s, % of data parallel",
+            "hybrid training (Kimi-Linear, Qwen3-Next; 12 layers, 0.7 to 0.9 billion parameters), tokens/s, "
+            "% of data parallel",
             hybrid("allscan, zigzag", 2),
             hybrid("allscan, zigzag", 4),
             f"heads by all-to-all, 2 ranks: {hybrid('heads', 2)}; 4 ranks: {hybrid('heads', 4)}",

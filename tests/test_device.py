@@ -149,6 +149,7 @@ def misuse_case(group):
             *(raised(closed.channel, **given) for given in ({}, dict(adjoint_of=fwd_epoch))),
             raised(scan.scan, state, channel=scan.channel),
             raised(scan.scan, state, channel=of_closed),
+            raised(scan.launch, misuse_case, (4,), state, channel),
         ]
         launched = scan.epochs, other.epochs
         launch(lambda constants: (4,), channel=channel)
@@ -171,6 +172,7 @@ def test_wrong_grids_and_channels(run):
         *[("RuntimeError", "this AllScan is closed")] * 3,
         ("TypeError", "got the method itself: call it"),
         ("ValueError", "of this AllScan and of the direction"),
+        ("TypeError", "kernel must be a triton.jit function, got <function"),
     ]
     for found, launched in run(2, misuse_case):
         for (kind, words), answer in zip(expected, found, strict=True):

@@ -421,7 +421,9 @@ class Communicator(Calls):
         counts: tuple[str, ...] = ()
         desynchronized: str | None = None
         try:
-            counts = self._leave("has closed its communicator alone, after a time-out" if self.broken else "")
+            counts = self._leave(
+                "has closed its communicator alone, since a kernel has given up" if self.broken else ""
+            )
         except AllScanOutOfStep as error:
             desynchronized = str(error)
         except (Abandoned, StoreGone) as error:

@@ -52,7 +52,8 @@ def init(heap_bytes: int | None = None, *, transport: str = "auto") -> None:
             interpreter), or "auto": with CUDA "nvshmem", or "ipc" if ``ALLSCAN_TRANSPORT=ipc``; else "shm".
 
     Raises:
-        RuntimeError: if the transport is missing, or if ``finalize`` could not finalize NVSHMEM before.
+        RuntimeError: if torch.distributed is not initialised (one process alone needs no ``init``), if the transport is
+            missing, or if ``finalize`` could not finalize NVSHMEM before.
         ValueError: for a wrong size or name, or if ranks have different arguments or sources of this package.
         MemoryError: if the system does not have the memory.
         AllScanRejected: for an error of another rank.

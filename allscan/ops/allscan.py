@@ -443,7 +443,7 @@ def _fake_backward(dprev: Tensor, decay: Tensor, transition: Tensor, *rest: Any)
     return tuple(dprev.new_empty(shape if shape is not False else 0) for shape in shapes)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
     _, decay, transition, _, *ctx.where = inputs
     prev, fwd_epoch = output
     # without these gradients the caller may write to prev in place
@@ -458,7 +458,7 @@ def _gradient(backward: Callable[..., Any], ctx: Any, dprev: Tensor, _) -> tuple
 
 
 _passes = Passes(_forward, _fake, _backward, _fake_backward)
-_traced = CustomOperator("allscan::scan", _passes, _save, _gradient)
+_traced = CustomOperator("allscan::scan", _passes, _setup_context, _gradient)
 
 
 class Using(torch.autograd.Function):

@@ -438,7 +438,7 @@ def _fake_backward(dfound: Tensor, *_: Any) -> tuple[Tensor]:
     return (dfound.new_empty(dfound.shape),)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
     _, ctx.T, cu_seqlens, *ctx.where = inputs
     ctx.save_for_backward(output[1], cu_seqlens)
     ctx.mark_non_differentiable(output[1])
@@ -450,7 +450,7 @@ def _gradient(backward: Callable[..., Any], ctx: Any, dfound: Tensor, _) -> tupl
 
 
 _passes = Passes(_forward, _fake, _backward, _fake_backward)
-_traced = CustomOperator("allscan::hop", _passes, _save, _gradient)
+_traced = CustomOperator("allscan::hop", _passes, _setup_context, _gradient)
 
 
 def _words(dtype: torch.dtype) -> int:

@@ -317,7 +317,8 @@ class AllScan:
             **options: the kernel's constants, and Triton's launch options.
 
         Raises:
-            TypeError: for an invalid grid, and for an AllScan or its method ``channel`` in place of a channel.
+            TypeError: for a kernel that is no ``triton.jit`` function, for an invalid grid, and for an AllScan or its
+                method ``channel`` in place of a channel.
             ValueError: for an invalid grid, for channels of another AllScan, and unless ``algorithm`` is "chain".
             RuntimeError: if this AllScan, or the AllScan of a channel, is closed.
             AllScanError: as ``Communicator.check`` raises.
@@ -336,6 +337,8 @@ class AllScan:
         )
         options.setdefault("num_warps", max(1, min(4, math.prod(self.tile) // 128)))
         with self.comm.call(reverse, "AllScan.launch()", args):
+            if not hasattr(kernel, "__getitem__"):
+                raise TypeError(f"kernel must be a triton.jit function, got {kernel!r}")
             _check_grid(grid)
             for channel in channels:
                 _check_channel(channel)

@@ -356,17 +356,17 @@ def _run_backward(prepared: PreparedDelta | None, do: Tensor, dfinal: Tensor | N
         if prepared is None:
             own = isinstance(RULES[rule], OwnChunks) and sums.dtype == do.dtype  # the gates have q's dtype
             shapes = shapes_of(q, do, cu_seqlens, invariant)
-            saved = saved_specs(shapes, beta_dtype, do.dtype if own else torch.float32, rule, zigzag)
+            specs = saved_specs(shapes, beta_dtype, do.dtype if own else torch.float32, rule, zigzag)
         else:
-            saved = prepared.saved
+            specs = prepared.saved_specs
         names, operands = (
             "q k v beta sums scores solved transitions incoming fwd_epoch do",
             (q, k, v, beta, sums, *others, do),
         )
-        q, k, v, beta, sums, scores, solved, *saved_states, do = restored(TITLES[rule], names, operands, saved)
+        q, k, v, beta, sums, scores, solved, *saved_states, do = restored(TITLES[rule], names, operands, specs)
         if prepared is None:
             options = Options(rule, scale, fields, bound, first_token, zigzag, invariant)
-            prepared = PreparedDelta(comm, shapes, cu_seqlens, options, saved)
+            prepared = PreparedDelta(comm, shapes, cu_seqlens, options, specs)
         dinitial = q.new_zeros(prepared.state_shape, dtype=torch.float32) if initial else None
         outer = Outer(do, dfinal, dinitial)
         grads = prepared.backward(Inputs(q, k, v, sums, beta), Saved(scores, solved), outer, SavedStates(*saved_states))
@@ -379,7 +379,7 @@ def _fake_backward(*inputs: Any) -> tuple[Tensor | None, ...]:
     return *(torch.empty_like(x) for x in (q, k, v, sums, beta)), dinitial
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
     q, k, v, g, beta, initial_state, cu_seqlens, _, handle, rule, *where = inputs
     sums = g if isinstance(RULES[rule], OwnChunks) else output[2]
     ctx.save_for_backward(q, k, v, beta, cu_seqlens, sums, *output[3:])
@@ -415,4 +415,4 @@ def _gradient(backward: Callable[..., Any], ctx: Any, do: Tensor, dfinal: Tensor
 
 
 _passes = Passes(_forward, _fake, _backward, _fake_backward)
-_operator = Operator("allscan::zeco_delta", _passes, _save, _gradient, _pending, _run_backward)
+_operator = Operator("allscan::zeco_delta", _passes, _setup_context, _gradient, _pending, _run_backward)

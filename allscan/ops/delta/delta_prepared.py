@@ -41,11 +41,13 @@ class PreparedDelta:
     """State of one call signature. The first call with the signature makes it; later calls find it by their cache key,
     skip all other checks, and run their forward and backward passes by it.
 
-    saved: see ``saved_specs``. fixed: the operator's last inputs."""
+    saved_specs: see the function. fixed: the operator's last inputs."""
 
-    def __init__(self, comm: Communicator, x: Shapes, cu_seqlens: Tensor | None, options: Options, saved: list) -> None:
+    def __init__(
+        self, comm: Communicator, x: Shapes, cu_seqlens: Tensor | None, options: Options, saved_specs: list
+    ) -> None:
         rule, scale, *_, zigzag, _ = options
-        self.comm, self.rule, self.name, self.saved = comm, RULES[rule], TITLES[rule], saved
+        self.comm, self.rule, self.name, self.saved_specs = comm, RULES[rule], TITLES[rule], saved_specs
         # fla's kernels process the halves of the zigzag layout as packed sequences, of a batch of one
         self.in_one = bool(zigzag) and not isinstance(self.rule, OwnChunks)
         self.layout = _find_layout(comm, x, cu_seqlens, options)
@@ -134,8 +136,8 @@ def prepare_delta(comm: Communicator, tensors: tuple, cu_seqlens: Tensor | None,
         check_first(comm, first, check, g, AllScanCarrier.of(comm, dense=True).prepare)
     x = shapes_of(q, v, cu_seqlens, invariant)
     own = isinstance(RULES[rule], OwnChunks)  # our kernels save the gates, not their sums
-    saved = saved_specs(x, beta.dtype, g.dtype if own else torch.float32, rule, zigzag)
-    return PreparedDelta(comm, x, cu_seqlens, options, saved)
+    specs = saved_specs(x, beta.dtype, g.dtype if own else torch.float32, rule, zigzag)
+    return PreparedDelta(comm, x, cu_seqlens, options, specs)
 
 
 def state_pass(comm: Communicator, layout: Layout, x: Shapes, options: Options) -> StatePass:

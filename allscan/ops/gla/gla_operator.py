@@ -250,11 +250,14 @@ class Prepared:
     """State of one call signature: shape, token layout and launch plans. The first call with the signature makes it;
     later calls find it by their cache key and skip all other checks.
 
-    options: ``_find`` returns an equal object for them. saved: see ``_saved``. pending: makes the communicator's
-    PendingBackward records of an outstanding backward pass."""
+    options: ``_find`` returns an equal object for them. saved_specs: see the function. pending: makes the
+    communicator's PendingBackward records of an outstanding backward pass."""
 
-    def __init__(self, carrier: StateCarrier, shape: Shape, layout: Layout, options: Options, saved: list) -> None:
-        self.carrier, self.shape, self.layout, self.options, self.saved = carrier, shape, layout, options, saved
+    def __init__(
+        self, carrier: StateCarrier, shape: Shape, layout: Layout, options: Options, saved_specs: list
+    ) -> None:
+        self.carrier, self.shape, self.layout, self.options = carrier, shape, layout, options
+        self.saved_specs = saved_specs
         scan = carrier.prepare((shape.carried * shape.H, shape.K, shape.V))
         self.fixed = carrier.handle, *options  # the operator's last inputs
         self.pending = partial(carrier.pending, scan, bool(shape.zigzag))
@@ -380,10 +383,10 @@ def _find(
     shape = _shape(q, v, gate_dtype, cu_seqlens, options.of_shape)
     own = OwnTokens(shape.B, shape.T, cu_seqlens, first_token, zigzag)
     layout = find_layout(carrier.comm, own, shape.segment, aligned=bool(shape.invariant))
-    return Prepared(carrier, shape, layout, options, _saved(shape, carrier.comm.device))
+    return Prepared(carrier, shape, layout, options, saved_specs(shape, carrier.comm.device))
 
 
-def _saved(shape: Shape, device: torch.device) -> list:
+def saved_specs(shape: Shape, device: torch.device) -> list:
     """Return (dtype, shape, device) of the tensors that autograd saves (q, k, v, g, the saved buffer) and of do."""
     keys, values = ((shape.B, shape.T, shape.H, width) for width in (shape.K, shape.V))
     specs: list[tuple[torch.dtype, tuple[int, ...]]] = [(shape.dtype, x) for x in (keys, keys, values)]
@@ -411,7 +414,7 @@ def _ends(q: Tensor, wanted: bool, shape: Shape) -> Tensor | None:
     return q.new_zeros((shape.sequences, shape.H, shape.K, shape.V), dtype=torch.float32) if wanted else None
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
     q, k, v, g, initial_state, cu_seqlens, _, handle, *options = inputs
     ctx.save_for_backward(q, k, v, g, cu_seqlens, output[2])
     ctx.rest = initial_state is not None and initial_state.requires_grad, handle, g.dtype, *options
@@ -446,11 +449,11 @@ def _run_backward(prepared: Prepared | None, *inputs: Any) -> tuple[Any, ...]:
         if q.ndim != 4:
             raise saved_tensor_error("zeco_gla", "q", q, "[B, T, H, K]")
         if prepared is None:
-            saved = _saved(_shape(q, do, gate_dtype, cu_seqlens, options.of_shape), carrier.comm.device)
+            specs = saved_specs(_shape(q, do, gate_dtype, cu_seqlens, options.of_shape), carrier.comm.device)
         else:
-            saved = prepared.saved
+            specs = prepared.saved_specs
         q, k, v, g, saved_buffer, do = restored(
-            "zeco_gla", "q k v g saved_buffer do", (q, k, v, g, saved_buffer, do), saved
+            "zeco_gla", "q k v g saved_buffer do", (q, k, v, g, saved_buffer, do), specs
         )
         prepared = prepared or _find(carrier, q, v, gate_dtype, cu_seqlens, options)
         if saved_buffer.data_ptr() % 16:  # kernels need 16-byte alignment; a caller's hook may return other memory
@@ -520,4 +523,4 @@ def _fake_backward(*inputs: Any) -> tuple[Tensor | None, ...]:
 
 
 _passes = Passes(_forward, _fake, _backward, _fake_backward)
-_operator = Operator("allscan::zeco_gla", _passes, _save, _gradient, _pending, _run_backward)
+_operator = Operator("allscan::zeco_gla", _passes, _setup_context, _gradient, _pending, _run_backward)
