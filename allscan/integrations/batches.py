@@ -46,7 +46,8 @@ def cut_batch(
             nothing and is dropped. ``cu_seq_lens_q`` and fla's ``cu_seqlens`` stay those of the row. Values that are no
             tensors or have no dimension, such as ``use_cache`` or ``num_items_in_batch``, stay unchanged.
         comm, layout, per_document: those of ``sequence_parallel``. "contiguous": the first T % P of P ranks get one
-            token more than the others. "zigzag": T must be a multiple of 2P. per_document=True: so must the length
+            token more than the others; with the communicator's invariant=S all parts but the last are multiples of S.
+            "zigzag": T must be a multiple of 2P. per_document=True: so must the length
             of each sequence in ``cu_seq_lens_q`` or ``cu_seqlens``; a batch without these is cut as one row.
 
     Returns:
@@ -78,9 +79,9 @@ def cut_batch(
         reject(comm, f"a sequence of {T} tokens cannot be cut for {size} ranks")
     if per_document and not zigzag:
         reject(comm, f'per_document=True is for layout="zigzag", got {layout!r}')
-    tokens = tokens_of_ranks(T, size)
+    tokens = tokens_of_ranks(T, comm)
     with comm.call():
-        parts = places_of(batch, T, size, layout, per_document)
+        parts = places_of(batch, T, comm, layout, per_document)
     layout = DOCUMENTS if per_document and _cu_seqlens(batch) is not None else layout
 
     def part_of(tensor: Tensor, rank: int) -> torch.Tensor:
@@ -108,9 +109,12 @@ def cut_batch(
     return found | {STAMP: json.dumps([B, tokens, layout, digests, others])}
 
 
-def tokens_of_ranks(T: int, size: int) -> list[int]:
-    """The number of tokens of each rank after cut_batch."""
-    return [T // size + (rank < T % size) for rank in range(size)]
+def tokens_of_ranks(T: int, comm: Communicator) -> list[int]:
+    """The number of tokens of each rank after cut_batch: with invariant=S multiples of S, but for the last rank."""
+    unit = comm.invariant or 1
+    units, rest = divmod(T, unit)
+    tokens = [(units // comm.size + (rank < units % comm.size)) * unit for rank in range(comm.size)]
+    return [*tokens[:-1], tokens[-1] + rest]
 
 
 def _cu_seqlens(batch: Mapping[str, Any]) -> torch.Tensor | Sequence[int] | None:
@@ -118,12 +122,12 @@ def _cu_seqlens(batch: Mapping[str, Any]) -> torch.Tensor | Sequence[int] | None
 
 
 def places_of(
-    batch: Mapping[str, Any], T: int, size: int, layout: str, per_document: bool
+    batch: Mapping[str, Any], T: int, comm: Communicator, layout: str, per_document: bool
 ) -> list[list[tuple[int, int]]]:
     """For each rank, (first token, end) of each of its parts of T tokens. ValueError if a sequence cannot be cut."""
-    cu_seqlens = _cu_seqlens(batch)
+    cu_seqlens, size = _cu_seqlens(batch), comm.size
     if not per_document or cu_seqlens is None:
-        parts = chunks(tokens_of_ranks(T, size), layout == "zigzag")
+        parts = chunks(tokens_of_ranks(T, comm), layout == "zigzag")
         return [[(a, b) for rank, a, b in parts if rank == r] for r in range(size)]
     lengths = boundaries_on_host(boundaries(cu_seqlens))
     problem = lengths_misfit(lengths, T, 2 * size)

@@ -330,8 +330,8 @@ class SequenceParallelTrainer(Trainer):
         """Gather ``value`` [rows, tokens, ...], or each element of a tuple, from all ranks into whole rows."""
         if isinstance(value, (tuple, list)):
             return type(value)(self._whole(x, batch) for x in value)
-        (B, T), size = _tokens_of(batch).shape[:2], self._comm.size
-        tokens, places = tokens_of_ranks(T, size), places_of(batch, T, size, self._layout, self._per_document)
+        (B, T), comm = _tokens_of(batch).shape[:2], self._comm
+        tokens, places = tokens_of_ranks(T, comm), places_of(batch, T, comm, self._layout, self._per_document)
         rows = [self._rows(batch, group) for group in range(self._groups)]
         first, end = rows[self._group]
         here = max(1, end - first), tokens[self._comm.rank]

@@ -86,6 +86,29 @@ def test_without_it_bits_differ(run, family, size=2):
     torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-4)
 
 
+def cut_case(group, rows):
+    """Return (this rank's tokens, logits) of rows that cut_batch cuts."""
+    from allscan.integrations.transformers import cut_batch, sequence_parallel
+
+    with allscan.Communicator(group, invariant=S) as comm:
+        family = next(iter(FAMILIES))
+        model, found = sequence_parallel(made(family, **FAMILIES[family]), comm=comm), []
+        for T in rows:
+            whole = torch.randint(1, VOCABULARY, (1, T), generator=torch.Generator().manual_seed(T))
+            part = cut_batch(dict(input_ids=whole), comm=comm)
+            with Alike(), torch.no_grad():
+                found.append((part["input_ids"].shape[1], model(**part, use_cache=False).logits))
+        return found
+
+
+def test_cut_batch_cuts_at_multiples(run):
+    rows = 2 * S, 3 * S, 3 * S + 8, S + 8
+    [one], parts = run(1, cut_case, rows), run(2, cut_case, rows)
+    for T, whole, (a, b) in zip(rows, one, zip(*parts), strict=True):
+        assert (a[0], b[0]) == (-(-(T // S) // 2) * S, T - -(-(T // S) // 2) * S)
+        assert torch.equal(bits(whole[1]), bits(torch.cat([a[1], b[1]], 1)))
+
+
 def other_rule(query, key, value, **options):
     raise AssertionError("not to be called")
 
