@@ -8,6 +8,18 @@ REMEDY = (
 )
 
 
+MOST = 4000  # characters of a text for other ranks: a store's request has a limit of bytes
+
+
+def described(error: BaseException) -> str:
+    """Type and text of ``error`` for other ranks. Also if it has no text, or one that is no Unicode."""
+    try:
+        text = str(error) or "without a message"
+    except Exception:
+        text = "its message cannot be read"
+    return f"{type(error).__name__}: {text}".encode("utf8", "replace").decode()[:MOST]
+
+
 class DeferredError:
     """An error in this rank's arguments. The exception is raised after the other ranks have been told of it.
 
@@ -18,7 +30,7 @@ class DeferredError:
 
     def __init__(self, error: Exception) -> None:
         self._error: Exception | None = error
-        self.text = f"{type(error).__name__}: {error}"
+        self.text = described(error)
 
     def take(self) -> Exception:
         """Return the exception and drop the reference to it. Call once, in the ``raise`` statement."""

@@ -31,6 +31,7 @@ from ..base.errors import (
     AllScanRejected,
     AllScanTimeout,
     DeferredError,
+    described,
     names_of,
 )
 from ..bindings.torch_compat import stops_recomputation
@@ -139,6 +140,7 @@ class Order:
         end_all()  # compilations
         if self.everywhere:
             self.call_counts[reverse] -= 1
+            self.inside = None  # with it: Ctrl-C later must not repeat this
             self._launched = -1  # the next call has the same number
         elif stops_recomputation(error):
             pass  # activation checkpointing stopped its recomputation early; the call was made
@@ -146,7 +148,7 @@ class Order:
             self._reject(error)
 
     def _reject(self, error: BaseException) -> None:
-        self.rejected = (sum(self.call_counts), f"{type(error).__name__}: {str(error) or 'without a message'}")
+        self.rejected = sum(self.call_counts), described(error)
         self._rejections = [*self._rejections[-1:], self.rejected]
         self.store_exchange.post_rejections(self._rejections)
 

@@ -40,6 +40,13 @@ class Calls:
         outer = self.order.inside
         return _Call((self, bool(reverse), what, inputs)) if outer is None or not _runs(outer) else _INSIDE
 
+    def end_interrupted(self) -> None:
+        """Count a call as failed that Ctrl-C has ended in ``_Call.__exit__``."""
+        order = self.order
+        if order.inside is not None and not _runs(order.inside):
+            order.failed(order.reverse, KeyboardInterrupt("at the end of the call"))
+            order.inside = None
+
     def _look_for_nan(self, what: str, **results: torch.Tensor | None) -> None:
         """Debug mode, outside of captures: wait for ``results`` of a call, and raise RuntimeError on every rank if they
         have NaN on any rank."""
@@ -62,9 +69,8 @@ class _Call(tuple[Any, ...]):
             end_failed()
         if comm._closed or comm.host_record[_SET] or order.desync_reason is not None:
             comm.check()
-        if order.inside is not None:  # Ctrl-C in __exit__
-            order.failed(order.reverse, KeyboardInterrupt("at the end of the call"))
-            order.inside = None
+        if order.inside is not None:
+            comm.end_interrupted()
         if order.rejected is not None:
             order.settle()
         try:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ..base.checks import integer, switch
-from ..base.errors import AllScanOutOfStep, AllScanRejected
+from ..base.errors import AllScanOutOfStep, AllScanRejected, described
 from ..bindings import versions
 from ..bindings.interpreter import prepare_interpreter
 from ..launch.graph_cache import MOST_BYTES, GraphCounts, Graphs
@@ -387,6 +387,7 @@ class Communicator(Calls):
             >>> comm.barrier()                                                    # on every rank of the group
         """
         self.check()
+        self.end_interrupted()
         self.streams.synchronize()
         self.check()
         self.order.exchange("barrier", "Communicator.barrier")
@@ -413,13 +414,14 @@ class Communicator(Calls):
         """
         if self._closed:
             return
+        self.end_interrupted()
         if self.broken or self.gone:
             self.streams.synchronize()
         else:
             self._drain()
         unreported = self.order.unreported_error()
         counts: tuple[str, ...] = ()
-        desynchronized: str | None = None
+        desynchronized = warning = None
         try:
             counts = self._leave(
                 "has closed its communicator alone, since a kernel has given up" if self.broken else ""
@@ -427,7 +429,7 @@ class Communicator(Calls):
         except AllScanOutOfStep as error:
             desynchronized = str(error)
         except (Abandoned, StoreGone) as error:
-            warnings.warn(f"{self!r} is closed without the other ranks: {error}. Its memory stays taken", stacklevel=2)
+            warning = f"{self!r} is closed without the other ranks: {error}. Its memory stays taken"
         if not counts:
             record_ended_alone()
         else:
@@ -440,6 +442,8 @@ class Communicator(Calls):
             self.order.store_exchange.withdraw_rejections()
         if len(set(counts)) > 1:
             desynchronized = "the ranks have made different numbers of calls: " + by_rank(counts)
+        if warning is not None:
+            warnings.warn(warning, stacklevel=2)
         if unreported is not None:
             raise unreported
         if desynchronized is not None and self.order.desync_reason is None:
@@ -463,11 +467,11 @@ class Communicator(Calls):
     def __enter__(self) -> Communicator:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: object, _: object) -> None:
-        if kind is None:
+    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
+        if error is None:
             self.close()
         elif not self._closed:  # the other ranks may never come to close(), and kernels may still wait for them
-            self._leave(f"has left its communicator's block by {kind.__name__}: {error}")
+            self._leave(f"has left its communicator's block by {described(error)}")
             record_ended_alone()
             self.memory.abandon()
             self.graphs.close()

@@ -57,9 +57,8 @@ def begin(*_: object, of_kernel: tuple[int, object] | None = None) -> None:
         if of_kernel is not None:
             kernels_under_way.append(of_kernel)
         if _depth == 1 and _watched and (store := _store()) is not None:
-            _counted_in = store  # before: Ctrl-C may end the wait for the store's answer
-            with contextlib.suppress(dist.DistError, RuntimeError):
-                store.add(_KEY, CHANGE + 1)
+            store.add_later(_KEY, CHANGE + 1)
+            _counted_in = store
 
 
 def end(*_: object) -> None:
@@ -119,8 +118,7 @@ def _count_out() -> None:
     global _counted_in
     store, _counted_in = _counted_in, None
     if store is not None:
-        with contextlib.suppress(dist.DistError, RuntimeError):
-            store.add(_KEY, CHANGE - 1)
+        store.add_later(_KEY, CHANGE - 1)
 
 
 def another_compiles(store: Any) -> bool:

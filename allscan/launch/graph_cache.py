@@ -107,8 +107,9 @@ class Graphs:
 
     def forget(self, number: int) -> None:
         """Destroy the graphs of the plan with this number, which was deleted."""
-        for key in [key for key in self._graphs if key[0] == number]:
-            self._gone(self._graphs.pop(key))
+        for key in [key for key in list(self._graphs) if key[0] == number]:
+            if cached := self._graphs.pop(key, None):  # garbage collection may call this inside of itself
+                self._gone(cached)
 
     def close(self) -> None:
         """Destroy all graphs. No graph is built afterwards."""

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 import allscan
+from allscan.base.errors import MOST, described
 from allscan.comm import bounded_store, host_exchange
 from allscan.comm.bounded_store import StoreGone
 from allscan.comm.host_exchange import StoreExchange
@@ -282,6 +283,17 @@ def test_a_store_that_does_not_answer(monkeypatch):
     monkeypatch.setattr(dist, "is_initialized", lambda: False)
     with pytest.raises(StoreGone, match="was ended"):
         store.check(["key"])
+
+
+@pytest.mark.quick
+def test_texts_for_other_ranks():
+    class Silent(Exception):
+        def __str__(self):
+            raise RuntimeError
+
+    assert described(ValueError("name \udcff")) == "ValueError: name ?"
+    assert described(Silent()) == "Silent: its message cannot be read"
+    assert described(KeyError()) == "KeyError: without a message" and len(described(ValueError("x" * 10**7))) == MOST
 
 
 @pytest.mark.quick
