@@ -43,8 +43,9 @@ class BoundedStore:
             setattr(self, name, functools.partial(self._request, getattr(store, name)))
         # one request for several keys, since each request wakes the thread and the caller
         self.delete_keys: Callable[[list[str]], None] = functools.partial(self._request, _delete, store.delete_key)
-        # requests that wait for no answer and never fail: they run after the earlier ones
-        self.add_later: Callable[..., object] = functools.partial(self._put, store.add)
+        # requests that wait for no answer and never fail: they run after the earlier ones. The lock is released after
+        # the answer
+        self.add_later: Callable[..., tuple[list[Any], threading.Lock]] = functools.partial(self._put, store.add)
         self.compare_set_later: Callable[..., object] = functools.partial(self._put, store.compare_set)
         threading.Thread(target=self._run, name="allscan-store", daemon=True).start()
 

@@ -26,6 +26,7 @@ from ..shmem_kernels import wait
 from .bounded_store import BoundedStore, bounded
 
 LIMIT_S = 600.0  # limit for one compilation: a process may have died while it compiled
+ANSWER_S = 1.0  # how long a compilation waits for the store
 _KEY = "allscan/compiling"  # store key: number of processes of the job that compile, plus CHANGE for each change of it
 CHANGE = 1 << 20
 _EXTRA = wait.RECORD_EXTRA.value
@@ -57,8 +58,9 @@ def begin(*_: object, of_kernel: tuple[int, object] | None = None) -> None:
         if of_kernel is not None:
             kernels_under_way.append(of_kernel)
         if _depth == 1 and _watched and (store := _store()) is not None:
-            store.add_later(_KEY, CHANGE + 1)
-            _counted_in = store
+            unanswered = store.add_later(_KEY, CHANGE + 1)[1]
+            _counted_in = store  # it will be counted; other ranks should know before this one compiles
+            unanswered.acquire(timeout=ANSWER_S)
 
 
 def end(*_: object) -> None:
