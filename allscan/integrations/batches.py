@@ -73,8 +73,9 @@ def cut_batch(
     if not isinstance(x, torch.Tensor) or x.ndim < 2:
         reject(comm, "a batch has input_ids [B, T] or inputs_embeds [B, T, H]")
     B, T = x.shape[:2]
-    if zigzag and T % (2 * size):
-        reject(comm, f"in the zigzag layout T must be a multiple of 2 * {size} (twice the ranks), got {T}")
+    if zigzag and T % (2 * size * (comm.invariant or 1)):
+        most = f"2 * {size} (twice the ranks)" + f" * {comm.invariant} (invariant)" * (comm.invariant > 0)
+        reject(comm, f"in the zigzag layout T must be a multiple of {most}, got {T}")
     if T < size:
         reject(comm, f"a sequence of {T} tokens cannot be cut for {size} ranks")
     if per_document and not zigzag:

@@ -98,6 +98,8 @@ def cut_case(group, rows):
             part = cut_batch(dict(input_ids=whole), comm=comm)
             with Alike(), torch.no_grad():
                 found.append((part["input_ids"].shape[1], model(**part, use_cache=False).logits))
+        with pytest.raises(ValueError, match=rf"multiple of 2 \* {comm.size} \(twice the ranks\) \* {S} \(invariant\)"):
+            cut_batch(dict(input_ids=whole), comm=comm, layout="zigzag")
         return found
 
 
