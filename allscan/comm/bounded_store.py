@@ -54,7 +54,9 @@ class BoundedStore:
             raise StoreGone("torch.distributed was ended, or restarted, since this communicator was made")
         answer: list[Any] = []
         if self._late is None or self._late:
-            answer, unanswered = self._put(method, *arguments)
+            unanswered = threading.Lock()
+            unanswered.acquire()
+            self._requests.put((method, arguments, answer, unanswered))
             self._late = None if unanswered.acquire(timeout=LIMIT_S) else answer
         if self._late is not None:
             raise StoreGone(

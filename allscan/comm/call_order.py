@@ -70,7 +70,8 @@ class Order:
         self.steps = 0  # calls of Communicator.step(); replays of CUDA graphs are counted on the device only
         self.missed_steps = 0  # calls of step() that raised: the device has not counted them
         self.launches = 0  # counted in debug mode only
-        self._launched = -1  # number of the last call in which this rank has launched a kernel, in debug mode
+        # number of the last call in which this rank has launched a kernel, in debug mode; else no exchange follows one
+        self._launched = -1
         self.inside: FrameType | None = None  # frame of the running call, or None; nested calls are part of it
         self.reverse = False  # direction of the current call
         self.everywhere = False  # whether all ranks raise the error that ends the current call
@@ -200,7 +201,7 @@ class Order:
     def _excuse(self, _: Callable[[], int]) -> str | None:
         """The ``Excuse`` of exchanges that are calls or parts of calls: no rank comes to them after a fault."""
         if self.inside and (reason := self._rejected_by_another()):
-            return (LOST if self._has_launched() else REJECTED) + reason
+            return (LOST if self._launched == sum(self.call_counts) else REJECTED) + reason
         fault = self.fault() or self.store_exchange.leaving()
         return fault and LOST + fault
 
@@ -241,7 +242,10 @@ class Order:
         AllScanTimeout."""
         try:
             mine = value, tuple(self.call_counts), self.rejected, self.reverse if self.inside else None, self.moves
-            answers = self._exchange(mine, what)
+            within, kind = (None, FAILED) if self.inside is None else (self._patience, REJECTED)
+            if self._launched == sum(self.call_counts):
+                kind = FAILED  # no rank can reject a call in which one has launched
+            answers = self.store_exchange.exchange(mine, what, self._excuse, within=within, if_interrupted=kind)
         except AllScanRejected:
             raise  # this rank rejects the call, too
         except AllScanOutOfStep as problem:  # ranks are at different calls: this rank must not continue
@@ -281,18 +285,6 @@ class Order:
         error = self.raised_everywhere(self.desynchronized(self.desync_reason or self._explained(problem)))
         return self.error_of_record() if self._record[_SET] else error  # it says more
 
-    def _exchange(self, value: Any, what: str) -> list[Any]:
-        if self.inside is None:
-            return self.store_exchange.exchange(value, what, self._excuse)
-        # a rank that is interrupted in a call rejects it, and so do the others
-        kind = FAILED if self._has_launched() else REJECTED
-        return self.store_exchange.exchange(value, what, self._excuse, within=self._patience, if_interrupted=kind)
-
-    def _has_launched(self) -> bool:
-        """Whether this rank has launched a kernel in the current call, in debug mode: no rank can reject it any more.
-        Otherwise no exchange follows a launch."""
-        return self._launched == sum(self.call_counts)
-
     def agree(
         self, fields: tuple[tuple[str, object], ...] | None, deferred: DeferredError | None, what: str, more: Any = None
     ) -> list[Any]:
@@ -318,7 +310,13 @@ class Order:
         """Debug mode: raise AllScanOutOfStep on every rank unless all ranks are about to launch ``what``."""
         number = self.launches + 1
         try:
-            answers = self._exchange((what, self.steps), f"launch {number}")
+            within, interrupted = (None, FAILED) if self.inside is None else (self._patience, REJECTED)
+            if self._launched == sum(self.call_counts):
+                interrupted = FAILED
+            mine = what, self.steps
+            answers = self.store_exchange.exchange(
+                mine, f"launch {number}", self._excuse, within=within, if_interrupted=interrupted
+            )
         except AllScanRejected:
             raise  # this rank rejects the call, too
         except AllScanOutOfStep as problem:  # another rank is about to do something other than a launch
