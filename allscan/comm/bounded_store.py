@@ -54,7 +54,7 @@ class BoundedStore:
             raise StoreGone("torch.distributed was ended, or restarted, since this communicator was made")
         answer: list[Any] = []
         if self._late is None or self._late:
-            unanswered = threading.Lock()
+            unanswered = threading.Lock()  # as in _put
             unanswered.acquire()
             self._requests.put((method, arguments, answer, unanswered))
             self._late = None if unanswered.acquire(timeout=LIMIT_S) else answer

@@ -242,9 +242,10 @@ class Order:
         AllScanTimeout."""
         try:
             mine = value, tuple(self.call_counts), self.rejected, self.reverse if self.inside else None, self.moves
-            within, kind = (None, FAILED) if self.inside is None else (self._patience, REJECTED)
-            if self._launched == sum(self.call_counts):
-                kind = FAILED  # no rank can reject a call in which one has launched
+            within = self._patience if self.inside else None
+            # a rank that is interrupted in a call rejects it on all ranks, unless this one has launched in it
+            rejects = self.inside and self._launched != sum(self.call_counts)
+            kind = REJECTED if rejects else FAILED
             answers = self.store_exchange.exchange(mine, what, self._excuse, within=within, if_interrupted=kind)
         except AllScanRejected:
             raise  # this rank rejects the call, too
@@ -310,12 +311,11 @@ class Order:
         """Debug mode: raise AllScanOutOfStep on every rank unless all ranks are about to launch ``what``."""
         number = self.launches + 1
         try:
-            within, interrupted = (None, FAILED) if self.inside is None else (self._patience, REJECTED)
-            if self._launched == sum(self.call_counts):
-                interrupted = FAILED
-            mine = what, self.steps
+            within, mine = self._patience if self.inside else None, (what, self.steps)
+            rejects = self.inside and self._launched != sum(self.call_counts)  # as in exchange()
+            of_rank = REJECTED if rejects else FAILED
             answers = self.store_exchange.exchange(
-                mine, f"launch {number}", self._excuse, within=within, if_interrupted=interrupted
+                mine, f"launch {number}", self._excuse, within=within, if_interrupted=of_rank
             )
         except AllScanRejected:
             raise  # this rank rejects the call, too
