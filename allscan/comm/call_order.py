@@ -17,8 +17,6 @@ tags.
 
 from __future__ import annotations
 
-import functools
-import hashlib
 import time
 from collections.abc import Callable
 from types import FrameType
@@ -32,14 +30,13 @@ from ..base.errors import (
     AllScanTimeout,
     DeferredError,
     described,
-    names_of,
 )
 from ..bindings.torch_compat import stops_recomputation
 from ..shmem_kernels import wait
-from ..shmem_kernels.channel import BACKWARDS, EPOCHS, STAMPS, STEPS_A_STAMP, TAG_BACKWARDS, TAG_STEP
-from ..shmem_kernels.links import EPOCH_BITS
+from ..shmem_kernels.channel import STAMPS
 from .compile_watch import another_compiles, end_all
 from .host_exchange import FAILED, GRACE_S, LOST, REJECTED, Excuse, StoreExchange, by_rank, differing
+from .tags import different_tags, hash_of
 
 E = TypeVar("E", bound=Exception)
 
@@ -98,18 +95,13 @@ class Order:
         """The error for the fault record, if it is set and this rank has reported no error yet; else None."""
         return self.error_of_record() if self._record[_SET] and not self._has_reported else None
 
-    @property
-    def has_rejected(self) -> bool:
-        """Whether this rank has posted a rejection, settled or not."""
-        return bool(self._rejections)
-
     def stamp_in(self, reverse: bool) -> int:
         """The stamp of a launch in the current call that is not part of a plan."""
         return int((self.stamp + self.call_counts[not reverse]) % STAMPS.value)
 
     def moved(self, *alike: object) -> None:
         """Add a call of torch's all-to-all to the hash that exchanges compare."""
-        self.moves = (self.moves * STAMPS.value + _digest(*alike)) % 0x1FFFFFFFFFFFFFFF  # a prime
+        self.moves = (self.moves * STAMPS.value + hash_of(*alike)) % 0x1FFFFFFFFFFFFFFF  # a prime
 
     def describe_call_counts(self) -> str:
         return f"{self.call_counts[0]} forward and {self.call_counts[1]} reverse"
@@ -341,69 +333,5 @@ class Order:
             raise self.raised_everywhere(RuntimeError(f"{what} has returned NaN: {found}"))
 
 
-@functools.lru_cache(maxsize=1024)
-def stamp(*alike: object) -> int:
-    """A hash below STAMPS of the arguments that must be equal on all ranks in a call: numbers, names, None, and tuples
-    of these, such as the values of its cu_seqlens. Different ones have equal stamps with probability 1 / STAMPS."""
-    found: int = _digest(*alike) % STAMPS.value
-    return found
-
-
-@functools.lru_cache(maxsize=1024)
-def _digest(*alike: object) -> int:
-    """A hash of 64 bits of what ``stamp`` hashes."""
-    text = repr(_with_floats(alike))
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
-
-
-def _with_floats(x: Any) -> Any:
-    """``x`` with numbers as floats: 1, 1.0 and True, which are equal as cache keys, then have the same repr."""
-    if isinstance(x, tuple | list):
-        return [_with_floats(y) for y in x]
-    return x if x is None or isinstance(x, str) else float(x)
-
-
 def _sentences(rejected: dict[int, tuple[int, str]]) -> str:
     return "".join(f"Rank {p} has rejected its call {number}: {why}. " for p, (number, why) in sorted(rejected.items()))
-
-
-def different_tags(
-    rank: int, neighbour: int, tile: int, expected: int, seen: int, others: str, job_ranks: tuple[int, int]
-) -> AllScanOutOfStep:
-    """The error for the expected and the received arrival word of one epoch (shmem_kernels/links.py) if tags differ."""
-    wanted, came = _fields(expected), _fields(seen)
-    own, other = names_of((rank, neighbour), job_ranks)
-    most = STEPS_A_STAMP.value
-    steps = [fields[0] % most for fields in (wanted, came)]
-    if steps[0] != steps[1]:
-        why = (
-            f"here it is step {steps[0]}, there it was step {steps[1]} (Communicator.step(), modulo {most}): "
-            "one of the two has skipped a call"
-        )
-    elif wanted[0] != came[0]:
-        why = (
-            "possible causes are different cu_seqlens, layout, scale, another option or operator; an earlier call with "
-            f"a different reverse; a difference of {most}, {2 * most}, ... calls of Communicator.step(). "
-            "ALLSCAN_DEBUG=1 names the argument"
-        )
-    elif wanted[1] != came[1]:
-        why = (
-            f"before that call {own} had made {wanted[1]} backward calls of this shape, {other} "
-            f"{came[1]} (modulo {BACKWARDS.value}): one of them ignored what a call had returned, or left out its "
-            "backward pass"
-        )
-    else:
-        why = (
-            f"here it belongs to the backward of forward call {wanted[2] or 'none'}, there to that of "
-            f"{came[2] or 'none'} (modulo {EPOCHS.value}, the first is 2)"
-        )
-    return AllScanOutOfStep(
-        f"{own} and {other} are in different calls, found by {own} in scan {expected & EPOCH_BITS.value} of this shape "
-        f"and direction, tile {tile}: {why}. {others}{REMEDY}."
-    )
-
-
-def _fields(word: int) -> tuple[int, int, int]:
-    """(step, backwards, of) of an arrival word."""
-    step, rest = divmod(word >> 32, TAG_STEP.value)
-    return step, *divmod(rest, TAG_BACKWARDS.value)

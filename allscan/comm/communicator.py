@@ -438,8 +438,6 @@ class Communicator(Calls):
             cache.clear()
         self.graphs.close()
         self._closed = True
-        if self.order.has_rejected:  # else no request of the store
-            self.order.store_exchange.withdraw_rejections()
         if len(set(counts)) > 1:
             desynchronized = "the ranks have made different numbers of calls: " + by_rank(counts)
         if warning is not None:

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from ..base.checks import ScanInputs
 from ..base.tiling import multiprocessors, transition_tile
-from ..comm.call_order import stamp
 from ..comm.communicator import Communicator, check_communicator
+from ..comm.tags import stamp
 from ..ops.delta.delta_passes import StatePass, delta_segment_length
 from ..ops.delta.records import Between, DeltaShape, OfOutput
 from ..ops.halo import halo

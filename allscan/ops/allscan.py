@@ -32,8 +32,8 @@ from ..base.errors import DeferredError
 from ..base.tiling import transition_tile
 from ..bindings.torch_compat import num_dispatch_modes, recorded
 from ..comm.backwards import PendingBackward, gone_error, recomputing, saved_tensors
-from ..comm.call_order import stamp
 from ..comm.communicator import Communicator, check_communicator, communicator_of
+from ..comm.tags import stamp
 from ..launch.compiled_kernel import dynamo_disabled
 from ..scan.agreement import CHAIN, ScanVariant, get_or_create_scan
 from ..scan.fwd_epochs import borrow_fwd_epoch, new_fwd_epochs

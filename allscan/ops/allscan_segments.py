@@ -14,8 +14,8 @@ from ..base.checks import check_decay, check_tensor, is_zigzag, restored
 from ..base.errors import DeferredError
 from ..base.tiling import transition_tile
 from ..comm.backwards import PendingBackward, gone_error, recomputing, saved_tensors
-from ..comm.call_order import stamp
 from ..comm.communicator import Communicator, check_communicator
+from ..comm.tags import stamp
 from ..launch.compiled_kernel import dynamo_disabled
 from ..scan.agreement import ScanVariant, get_or_create_scan
 from ..scan.fwd_epochs import borrow_fwd_epoch, new_fwd_epochs

@@ -45,7 +45,7 @@ class Carried(NamedTuple):
     decay: Any = None  # [1 or 2, B, H, K]
     transition: Any = None  # [1 or 2, B, H, K, K]
     passes: tuple[bool, bool] = (True, True)  # for each half: the incoming state contributes to the outgoing state
-    stamp: int = 0  # of the call, see call_order.stamp
+    stamp: int = 0  # of the call, see tags.stamp
 
 
 class StateCarrier(Protocol):

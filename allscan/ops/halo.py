@@ -27,8 +27,8 @@ from ..base.checks import (
 )
 from ..base.errors import DeferredError
 from ..bindings.torch_compat import num_dispatch_modes, recorded
-from ..comm.call_order import stamp
 from ..comm.communicator import Communicator, check_communicator, communicator_of
+from ..comm.tags import stamp
 from ..launch.compiled_kernel import dynamo_disabled
 from ..scan.agreement import get_or_create_scan
 from ..scan.fwd_epochs import new_fwd_epochs

@@ -14,8 +14,8 @@ from ..base.autograd import check_saveable, product, wants_gradient
 from ..base.checks import PER_DOCUMENT, check_halves, check_tensor, checked_first_token, integer, zigzag_of
 from ..base.errors import DeferredError
 from ..bindings.torch_compat import without_dispatch_modes
-from ..comm.call_order import stamp
 from ..comm.communicator import Communicator, check_communicator
+from ..comm.tags import stamp
 from ..launch.compiled_kernel import dynamo_disabled
 from ..scan.agreement import ScanVariant, get_or_create_scan
 from ..tokens.packing import (

@@ -58,7 +58,7 @@ class ChannelUse(NamedTuple):
 
     reverse: bool  # from the last rank to the first
     adjoint: bool  # the launch is the adjoint of the launch that wrote its forward epoch
-    stamp: int  # of the call, see call_order.stamp
+    stamp: int  # of the call, see tags.stamp
 
 
 class Scanned(NamedTuple):
@@ -103,7 +103,7 @@ class Launcher:
 
     def channel(self, reverse: bool, fwd_epoch: Tensor | None = None, adjoint: bool = False, stamp: int = 0) -> Channel:
         """As ``AllScan.channel``, but for any algorithm and unchecked. adjoint: the launch is the adjoint of the launch
-        that wrote ``fwd_epoch``. stamp: see call_order.stamp."""
+        that wrote ``fwd_epoch``. stamp: see tags.stamp."""
         channel = (self._adjoint_channels if adjoint else self.channels)[reverse]
         if fwd_epoch is None and not stamp:
             return channel

@@ -16,8 +16,8 @@ from ..base.autograd import ordered
 from ..base.checks import PER_DOCUMENT, boundaries, reject_in_capture
 from ..base.tiling import cdiv, next_power_of_2, power_of_2_below
 from ..bindings.torch_compat import capturing, current_stream_of, version_of, without_dispatch_modes
-from ..comm.call_order import stamp
 from ..comm.communicator import Communicator
+from ..comm.tags import stamp
 from ..launch.plan import ALIGNMENT
 from ..launch.streams import table_stream
 from ..shmem_kernels.segment_table import ENTERED, FIRST, LAST, LEFT
@@ -161,7 +161,7 @@ class Layout(Tables):
         self.left = any(not piece.flags & LAST.value for piece in pieces)
         self._derived: dict = {}
         self.alike: tuple[object, ...] = ()  # values equal on all ranks in calls with this layout
-        self.stamp = 0  # stamp of calls with these tables, see call_order.stamp
+        self.stamp = 0  # stamp of calls with these tables, see tags.stamp
         self.boundaries = [0] + [piece.end for piece in pieces if piece.end > piece.start]  # cu_seqlens of this rank
         tables = [torch.tensor(table, dtype=torch.int32, device="cpu") for table in (segments, chunks, of_states)]
         tables.append(weights(BT))

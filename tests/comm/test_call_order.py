@@ -24,7 +24,8 @@ import torch.distributed as dist
 import allscan
 from allscan.comm import calls, heap
 from allscan.comm.agreed import Agreement
-from allscan.comm.call_order import Order, stamp
+from allscan.comm.call_order import Order
+from allscan.comm.tags import stamp
 from allscan.launch.compiled_kernel import channel_addresses
 from allscan.scan import launcher
 from allscan.shmem_kernels.channel import STAMPS
