@@ -153,14 +153,14 @@ def _move(x: Tensor, comm: Communicator, to: bool) -> Tensor:
 def _check(x: Tensor, comm: Communicator, to: bool) -> None:
     """Raise TypeError or ValueError for an invalid ``x``. A first call with its signature raises on every rank."""
     check_group(comm.group)
-    known, before = comm.agreed.arguments, comm.order.moves
+    known, before = comm.agreed.arguments, comm.order.all_to_all_hash
     signature = (to, x.shape, x.dtype, x.device, x.layout) if isinstance(x, Tensor) else None
     first = comm.debug or ("to_zigzag", signature) not in known
     if first:
         _check_first(x, comm, to)
         for key in (("to_zigzag", signature), "to_zigzag"):
             known.remember(key)
-    comm.order.moved(to, tuple(x.shape), str(x.dtype))
+    comm.order.add_all_to_all(to, tuple(x.shape), str(x.dtype))
     if not first and comm.size > 1 and not x.is_cuda:
         _compare(x, comm, to, before)
 
@@ -194,12 +194,12 @@ def _compare(x: Tensor, comm: Communicator, to: bool, before: int) -> None:
     gloo would end the process of a rank that receives more bytes than it expects. ``before``: the hash of the calls
     before this one.
     """
-    mine = torch.full((comm.size,), comm.order.moves, device="cpu")
+    mine = torch.full((comm.size,), comm.order.all_to_all_hash, device="cpu")
     ones = [1] * comm.size
     others = torch.empty_like(mine)
     _all_to_all(others, mine, ones, ones, comm)
     if not torch.equal(others, mine):
-        comm.order.moves = before  # no rank makes this call
+        comm.order.all_to_all_hash = before  # no rank makes this call
         comm.order.agree(_fields(x, to), None, "the comparison of different calls of to_zigzag() or from_zigzag()")
 
 

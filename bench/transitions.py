@@ -75,7 +75,7 @@ def point(ranks: int, heads: int, K: int, V: int) -> list:
     methods = {
         "All-Scan": (lambda: scan.scan(state, transition=transition, out=out), forward),
         "All-Scan, adjoint": (
-            lambda: scan.scan(state, transition=transition, adjoint=True, reverse=True, out=out),
+            lambda: scan.scan(state, transition=transition, transpose=True, reverse=True, out=out),
             backward,
         ),
     }

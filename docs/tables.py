@@ -137,7 +137,7 @@ def headline() -> str:
             f"heads by all-to-all, 2 ranks: {hybrid('heads', 2)}; 4 ranks: {hybrid('heads', 4)}",
         ],
         [
-            "GLA (16 heads, gates near 1); KDA (32 heads, gates near 1) on one GPU, both passes, ms",
+            "GLA (16 heads), KDA (32 heads), decays near 1, on one GPU, both passes, ms",
             f"1 GPU: {ms(ours['forward_backward_us'])}; {ms(alone['zeco_kda, chunk=allscan'])}",
             "",
             f"fla's `chunk_gla`: {ms(fla['forward_backward_us'])}; `chunk_kda`: {ms(alone['fla chunk_kda'])}, "

@@ -23,17 +23,18 @@ once (``recv``, then ``send``; or ``allscan``; or ``shift``), and the program th
 every tile carries a tag with the sender's other counters. A tile whose tag differs from the receiver's own is a fault
 (AllScanOutOfStep), found in the first launch that pairs two different calls:
 
-    step        the number of calls of ``Communicator.step()``, counted in stream order, plus STEPS_A_STAMP times the
-                call's stamp, a hash of the arguments that must be equal on all ranks (15 bits). Device memory has one
-                such sum for each stamp: ``Channel.step`` is the address of the call's
-    backwards   the number of adjoint launches of this tile, in both directions together (8 bits)
-    of          for an adjoint launch the epoch of its forward launch, modulo 255, plus 1; for any other launch 0
+    step        15 bits: the number of calls of ``Communicator.step()``, counted in stream order, plus STEPS_A_STAMP
+                times the call's stamp (12 bits), a hash of the arguments that must be equal on all ranks. Device memory
+                has one such sum for each stamp: ``Channel.step`` is the address of the call's
+    backwards   8 bits: the number of adjoint launches of this tile, in both directions together
+    forward     8 bits: for an adjoint launch the epoch of its forward launch, modulo 255, plus 1; for any other 0
 
 A forward launch stores its epoch in ``fwd_epoch``, where the adjoint launch reads it.
 
 **Zero-decay fast path.** If all decays of a tile are exactly 0, the sent tile does not depend on the received one. It
-is sent before any wait, and takes one hop for any number of ranks. A program with several tiles calls ``send_ahead``
-for all of them before it waits for the first, so that no zero-decay tile waits until another tile has been received.
+is sent before any wait for prev's tile, and takes one hop for any number of ranks. A program with several tiles calls
+``send_ahead`` for all of them before it waits for the first, so that no zero-decay tile waits until another tile has
+been received.
 
 **No deadlock.** Every wait leads to an earlier launch or to a smaller rank of the same one, in whatever order programs
 take their tiles: docs/memory_model.md, which has the proof and its conditions.
@@ -67,10 +68,10 @@ from .links import (
 
 BROKEN = tl.constexpr(-1)  # a tile's epoch after a fault
 
-# A tag is step * TAG_STEP + backwards * TAG_BACKWARDS + of, each modulo the number of its values
+# A tag is step * TAG_STEP + backwards * TAG_BACKWARDS + forward, each modulo the number of its values
 STEPS = tl.constexpr(1 << 15)
 BACKWARDS = tl.constexpr(1 << 8)
-EPOCHS = tl.constexpr((1 << 8) - 1)  # of is 1 .. EPOCHS; 0 stands for none
+EPOCHS = tl.constexpr((1 << 8) - 1)  # forward is 1 .. EPOCHS; 0 stands for none
 STEPS_A_STAMP = tl.constexpr(1 << 3)
 STAMPS = tl.constexpr(1 << 12)
 TAG_STEP = tl.constexpr(1 << 16)
@@ -89,7 +90,7 @@ class Channel(NamedTuple):
     outbox: Any  # float32, like inbox, mine: source of PUT (unused by other links)
     arrived: Any  # [DEPTH, num_tiles], mine, written by prev: tag and epoch of each slot's tile
     next_arrived: Any  # next's arrived
-    freed: Any  # [DEPTH + 1], mine, written by next: every tile up to this epoch was consumed; last: source of puts
+    freed: Any  # [DEPTH + 1], mine, written by next: tiles up to this epoch were consumed; last: for puts
     prev_freed: Any  # prev's freed
     epoch: Any  # [num_tiles], mine: the last epoch that each tile has completed here
     clock: Any  # [num_tiles], mine: shares the clock among the threads of a waiting tile
@@ -211,7 +212,7 @@ def allscan(channel, tile, b_state, b_decay, b_first):
 
     ``b_state`` and ``b_first`` (the initial state, used by the first rank) are [BK, BV] float32, ``b_decay`` is
     broadcastable to them. Where ``b_decay`` is 0 the result is ``b_state``, even if prev is Inf or NaN; where it is 0
-    in the whole tile, the tile is sent before any wait. Returns (prev, inclusive), both [BK, BV].
+    in the whole tile, the tile is sent before the wait for prev's. Returns (prev, inclusive), both [BK, BV].
     """
     b_prev = b_first
     if (channel.RECV == NONE) & (channel.SEND == NONE):

@@ -35,7 +35,7 @@ def decayed(b_own, b_gates, b_prev):
 
 @triton.jit
 def load_incoming_state(
-    p_state,
+    p_incoming,
     p_edge_gate,
     p_prev,
     p_segment,
@@ -53,7 +53,7 @@ def load_incoming_state(
     k = i_k * BK + tl.arange(0, BK)
     b_gates = tl.load(p_edge_gate + (s * H + h) * K + k, mask=k < K, other=0.0)
     at, inside = state_at(s * H + h, i_v, K, V, BK, BV, i_k)
-    b_own = load(p_state, at, inside)
+    b_own = load(p_incoming, at, inside)
     at, inside = state_at(tl.load(p_segment + STATE_INDEX) * H + h, i_v, K, V, BK, BV, i_k)
     return decayed(b_own, b_gates, load(p_prev, at, inside))
 

@@ -32,18 +32,19 @@ the other chunks, those of strong decay.
 
 **Sequences.** A piece is this rank's part of one sequence; segments lie inside one piece, chunks inside one segment.
 The tables are int32, made by ``allscan/tokens/packing.py``: ``p_segments`` [NS, SEGMENT_WORDS], ``p_chunks`` [NC, 2]
-(first token, end), ``p_segments_of_states`` [N, 2]: the first segment and the end of each of the N states that are sent
-over the ranks (N is the batch size; 1 for packed sequences; in the zigzag layout twice as many, those of the first
-halves first; with per_document=True their number is 2 * carried_states(...), see packing.py).
+(first token, end), ``p_segments_of_states`` [B, 2]: the first segment and the end of each of the B states that are sent
+over the ranks (B is the batch size; 1 for packed sequences; in the zigzag layout twice as many, those of the first
+halves first; with per_document=True 2 * carried_states(...), see packing.py). N is the number of
+sequences.
 
 Tensors: q, k, g, q_in, k_out [tokens, H, K], v, o [tokens, H, V], A [tokens, H, BT]; a segment's incoming state
-[NS, H, K, V] and its gates [NS, H, K], ``prev`` [N, H, K, V], the gates of a chunk [NC, H, K], all float32, the
+[NS, H, K, V] and its gates [NS, H, K], ``prev`` [B, H, K, V], the gates of a chunk [NC, H, K], all float32, the
 gates of chunks and segments as logarithms to base 2, g natural; ``p_strong`` [NC, H] int32; ``p_weights`` [3, BT, BT]
 bfloat16 (blocks.load_weights).
 PRECISION is that of the products' operands: "bf16" for bfloat16 inputs, with TF32 for A, and "tf32x3" for others
 (float16 has too small a range for decays). With "tf32x3" all is stored as float32. With "bf16" q_in, k_out and incoming
 states of chunks are stored as bfloat16, the states with 8 more bits in a second tensor; A as bfloat16 if only o uses
-it, as float32 if dv uses it, too.
+it and without ``invariant``, else as float32.
 Source: ZeCO, arXiv 2507.01004, section 3; GLA, arXiv 2312.06635, section 4.
 """
 
@@ -181,9 +182,9 @@ def state_kernel(
     p_state,  # float32 [NS, H, K, V]; for every chunk [NC, H, K, V] in the storage dtype
     p_low,  # int8 [NC, H, K, V], see store_split; or None
     p_segment_gate,  # float32 [NS, H, K]; None for every chunk
-    p_own,  # float32 [NS, H, K, V], the segments' incoming states from this rank; None for zeros: see below
-    p_edge_gate,  # float32 [NS, H, K]; None without p_own
-    p_prev,  # float32 [B, H, K, V]; None without p_own
+    p_incoming,  # float32 [NS, H, K, V], the segments' incoming states from this rank; None for zeros: see below
+    p_edge_gate,  # float32 [NS, H, K]; None without p_incoming
+    p_prev,  # float32 [B, H, K, V]; None without p_incoming
     p_states,  # like p_state; REVERSE and for every chunk, else None
     p_passed,  # float32 [NC, H, blocks of V, K]; with p_states
     scale,  # float
@@ -200,10 +201,10 @@ def state_kernel(
     the state. REVERSE (q_in, do), from the last chunk to the first, times scale: the gradient of the state.
 
     From zero, it writes the segment's local state (p_state) and the sum of its gates (p_segment_gate). For every chunk,
-    from the segment's incoming state (p_own, p_edge_gate, p_prev), it writes each chunk's incoming state (p_state,
+    from the segment's incoming state (p_incoming, p_edge_gate, p_prev), it writes each chunk's incoming state (p_state,
     p_low); REVERSE, it writes output_kernel's p_dstates to p_state and, with p_states and p_low, its p_passed.
     """
-    EVERY_CHUNK: tl.constexpr = p_own is not None
+    EVERY_CHUNK: tl.constexpr = p_incoming is not None
     V_BLOCKS: tl.constexpr = (V + BV - 1) // BV
     i_k, i_v = tl.program_id(0) // V_BLOCKS, tl.program_id(0) % V_BLOCKS
     s, h = tl.program_id(1), tl.program_id(2)
@@ -211,7 +212,7 @@ def state_kernel(
     k = i_k * BK + tl.arange(0, BK)
     b_state = tl.zeros([BK, BV], tl.float32)
     if EVERY_CHUNK:
-        b_state = load_incoming_state(p_own, p_edge_gate, p_prev, p_segment, s, h, i_v, H, K, V, BK, BV, i_k)
+        b_state = load_incoming_state(p_incoming, p_edge_gate, p_prev, p_segment, s, h, i_v, H, K, V, BK, BV, i_k)
         if REVERSE:
             b_state = b_state / scale
     b_gates = tl.zeros([BK], tl.float32)
@@ -350,7 +351,7 @@ def output_kernel(
     p_a,  # A [tokens, H, BT]
     p_gate,  # float32 [NC, H, K]
     p_segments,  # int32 [NS, SEGMENT_WORDS]
-    p_state,  # float32 [NS, H, K, V], the segments' incoming states from this rank
+    p_incoming,  # float32 [NS, H, K, V], the segments' incoming states from this rank
     p_edge_gate,  # float32 [NS, H, K]
     p_prev,  # float32 [B, H, K, V]
     p_o,  # o, REVERSE dv [tokens, H, V]
@@ -379,7 +380,7 @@ def output_kernel(
     i_v, s, h = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     p_segment, start, end, chunk, num_chunks = segment(p_segments, s, BT)
     k = tl.arange(0, BK)
-    b_state = load_incoming_state(p_state, p_edge_gate, p_prev, p_segment, s, h, i_v, H, K, V, BK, BV)
+    b_state = load_incoming_state(p_incoming, p_edge_gate, p_prev, p_segment, s, h, i_v, H, K, V, BK, BV)
     if REVERSE:
         b_state = b_state / scale
     for i in range(loop_bound(num_chunks)):

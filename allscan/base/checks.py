@@ -14,6 +14,8 @@ from torch import Tensor
 
 from ..bindings.torch_compat import forward_ad, without_dispatch_modes
 
+_FLOAT32 = torch.finfo(torch.float32)
+
 
 class Shift(NamedTuple):
     """Replaces a decay in halo() of a rank that has fewer tokens than are sent: R_{p+1}[k] = R_p[k + rows] +
@@ -301,8 +303,11 @@ def check_for_an_operator(tensors: dict[str, Any], scale: object) -> None:
             raise TypeError(f"{name} must be dense, got {x.layout}")
     if tensors["q"].ndim != 4:
         raise ValueError(f"q must be [B, T, H, K], got {tuple(tensors['q'].shape)}")
-    if scale is not None and not (isinstance(scale, numbers.Real) and 0.0 < abs(float(scale)) < float("inf")):
-        raise ValueError(f"scale must be a finite number and not 0, got {scale!r}")
+    # backward divides by it in float32
+    if scale is not None and not (
+        isinstance(scale, numbers.Real) and _FLOAT32.tiny <= abs(float(scale)) <= _FLOAT32.max
+    ):
+        raise ValueError(f"scale must be a finite number of float32's range and not 0, got {scale!r}")
 
 
 def has_tangents(inputs: object) -> bool:

@@ -54,7 +54,7 @@ class AllScanTimeout(AllScanError):
         neighbour: group rank that was waited for.
         tile: index of the tile of the state.
         expected: epoch that the kernel waited for, of a tile or of the credit for a free slot (``depth`` epochs back).
-        seen: epoch that was there instead; in a wait for a tile always ``expected`` - 1, which is not read.
+        seen: epoch of the credit that was there instead; in a wait for a tile ``expected`` - 1, which is not read.
         timeout: seconds.
         others: reports of other ranks on calls that they rejected, as sentences; "" if there are none.
         job_ranks: global ranks (of the job) of ``rank`` and ``neighbour``.

@@ -58,16 +58,17 @@ class Order:
 
     def restart(self) -> None:
         """Reset all counts and errors, as if no call had been made."""
-        # Seconds that a call waits for the others on the host; None: the limit of any exchange. After a resync() a rank
-        # may fail again before a first call: the others then wait for it as long as their kernels would
-        self._patience = self._timeout + GRACE_S if self.generation >= 0 else None
+        # Limit in seconds of exchanges inside calls; None: the default. After a resync() a rank may fail again before a
+        # first call: the others then wait for it as long as their kernels would
+        self._first_call_timeout = self._timeout + GRACE_S if self.generation >= 0 else None
         self.generation += 1
         self.call_counts = [0, 0]  # calls entered so far, forward and reverse
-        self.moves = 0  # a hash of all calls that move tokens by torch's all-to-all, whose messages have no tags
+        self.all_to_all_hash = 0  # of calls that move tokens by torch's all-to-all, whose messages have no tags
         self.steps = 0  # calls of Communicator.step(); replays of CUDA graphs are counted on the device only
         self.missed_steps = 0  # calls of step() that raised: the device has not counted them
         self.launches = 0  # counted in debug mode only
-        # number of the last call in which this rank has launched a kernel, in debug mode; else no exchange follows one
+        # Debug mode: number of the last call in which this rank has launched a kernel. Without it no exchange follows a
+        # launch in a call
         self._launched = -1
         self.inside: FrameType | None = None  # frame of the running call, or None; nested calls are part of it
         self.reverse = False  # direction of the current call
@@ -99,9 +100,9 @@ class Order:
         """The stamp of a launch in the current call that is not part of a plan."""
         return int((self.stamp + self.call_counts[not reverse]) % STAMPS.value)
 
-    def moved(self, *alike: object) -> None:
+    def add_all_to_all(self, *alike: object) -> None:
         """Add a call of torch's all-to-all to the hash that exchanges compare."""
-        self.moves = (self.moves * STAMPS.value + hash_of(*alike)) % 0x1FFFFFFFFFFFFFFF  # a prime
+        self.all_to_all_hash = (self.all_to_all_hash * STAMPS.value + hash_of(*alike)) % 0x1FFFFFFFFFFFFFFF  # a prime
 
     def describe_call_counts(self) -> str:
         return f"{self.call_counts[0]} forward and {self.call_counts[1]} reverse"
@@ -233,8 +234,9 @@ class Order:
         by different calls, or if a rank makes no further calls because it has raised AllScanOutOfStep or
         AllScanTimeout."""
         try:
-            mine = value, tuple(self.call_counts), self.rejected, self.reverse if self.inside else None, self.moves
-            within = self._patience if self.inside else None
+            reverse = self.reverse if self.inside else None
+            mine = value, tuple(self.call_counts), self.rejected, reverse, self.all_to_all_hash
+            within = self._first_call_timeout if self.inside else None
             # a rank that is interrupted in a call rejects it on all ranks, unless this one has launched in it
             rejects = self.inside and self._launched != sum(self.call_counts)
             kind = REJECTED if rejects else FAILED
@@ -246,7 +248,7 @@ class Order:
         except RuntimeError:
             self.everywhere = True  # no rank has launched anything
             raise
-        values, call_counts, rejected, reverse, moves = zip(*answers, strict=True)
+        values, call_counts, rejected, reverses, hashes = zip(*answers, strict=True)
         if any(rejected):
             if len({r and r[0] for r in rejected}) > 1:
                 found = _sentences({rank: r for rank, r in enumerate(rejected) if r})
@@ -254,8 +256,8 @@ class Order:
             self.rejected = None  # all ranks have rejected that call
         if len(set(call_counts)) > 1:
             # equal before the current call, which the ranks make in different directions
-            if None not in reverse and len({(f + d, r - d) for (f, r), d in zip(call_counts, reverse)}) == 1:
-                directions = differing([[("reverse", d)] for d in reverse])
+            if None not in reverses and len({(f + d, r - d) for (f, r), d in zip(call_counts, reverses)}) == 1:
+                directions = differing([[("reverse", d)] for d in reverses])
                 raise self.raised_everywhere(ValueError(f"ranks call with different arguments: {directions}"))
             counts = by_rank(f"{forward} forward, {reverse} reverse" for forward, reverse in call_counts)
             why = (
@@ -265,7 +267,7 @@ class Order:
             )
             why = f"{why}: {counts}. Results may be those of other calls. {REMEDY}."
             raise self.raised_everywhere(self.desynchronized(why))
-        if len(set(moves)) > 1:
+        if len(set(hashes)) > 1:
             raise self.raised_everywhere(
                 self.desynchronized(
                     "The ranks have made different calls of to_zigzag() or from_zigzag(): results may be those of "
@@ -276,7 +278,7 @@ class Order:
 
     def _lost(self, problem: AllScanOutOfStep) -> Exception:
         error = self.raised_everywhere(self.desynchronized(self.desync_reason or self._explained(problem)))
-        return self.error_of_record() if self._record[_SET] else error  # it says more
+        return self.error_of_record() if self._record[_SET] else error  # the record names rank, tile and epoch
 
     def agree(
         self, fields: tuple[tuple[str, object], ...] | None, deferred: DeferredError | None, what: str, more: Any = None
@@ -303,7 +305,7 @@ class Order:
         """Debug mode: raise AllScanOutOfStep on every rank unless all ranks are about to launch ``what``."""
         number = self.launches + 1
         try:
-            within, mine = self._patience if self.inside else None, (what, self.steps)
+            within, mine = self._first_call_timeout if self.inside else None, (what, self.steps)
             rejects = self.inside and self._launched != sum(self.call_counts)  # as in exchange()
             of_rank = REJECTED if rejects else FAILED
             answers = self.store_exchange.exchange(

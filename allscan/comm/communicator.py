@@ -61,15 +61,15 @@ class Communicator(Calls):
 
     Attributes: rank, size, group, device, transport; timeout, max_ctas, algorithm and nodes, which are fixed (nodes is
     None if the ranks of a node are not consecutive); mapped (whether all neighbours reach each other by loads and
-    stores); broken (whether a kernel has given up: a wait timed out, or the ranks were in different calls); closed;
-    cuda_graphs (counts).
+    stores); broken (whether a kernel has recorded a fault: a time-out or different tags); closed; cuda_graphs (counts);
+    debug and invariant, which must not be changed either.
 
     The constructor is collective over the group. The first constructor in a job also creates the arena (``init``) and
     is therefore collective over the job. **All ranks of the group make the same calls in the same order.** After
     construction the host waits for the other ranks in the first call with a shape or a cu_seqlens, in ``AllScan(...)``,
-    in ``barrier``, in ``close``, in ``resync``, in ``AllScan.close``, and with ``debug`` at every launch. After a fault
-    it waits in two more cases: up to 10 s after a call that this rank has rejected, and for the neighbour's next launch
-    after a call with gradients whose backward did not run.
+    in ``barrier``, in ``close``, in ``resync``, in ``AllScan.close``, and with ``debug`` at every launch. It also
+    waits up to 10 s after a call that this rank has rejected, and for the neighbour's next launch after a call with
+    gradients whose backward did not run.
 
     Ranks that leave this order are detected (``allscan.AllScanOutOfStep``, ``allscan.AllScanTimeout``). If a call
     raises on a rank, and not on every rank, that rank makes no further calls and reports this to the others. If a rank
@@ -238,7 +238,7 @@ class Communicator(Calls):
 
     @property
     def broken(self) -> bool:
-        """Whether a kernel has given up: a wait has timed out, or the ranks were in different calls."""
+        """Whether a kernel has recorded a fault: a wait has timed out, or the ranks were in different calls."""
         return bool(self.host_record[_SET])
 
     # Read-only properties: AllScans and plans were built with these values
@@ -323,8 +323,8 @@ class Communicator(Calls):
         has failed, to_zigzag(), from_zigzag() and softmax layers raise on all ranks.
 
         Raises:
-            AllScanHostTimeout: if a rank does not come. After a fault that this rank knows of, it waits for twice
-                ``timeout`` + 5 s, in which the others learn of the fault.
+            AllScanHostTimeout: if a rank does not come. After a fault that this rank knows of, it waits for 2 *
+                ``timeout`` + 5 s, in which the others learn of the fault; at its end once more for ``timeout`` + 5 s.
             AllScanOutOfStep: on every rank if they have called ``step`` different numbers of times: close the
                 communicator and make a new one on all ranks, and begin with the same batch.
             RuntimeError: if the ranks do not have the same AllScans, or if the communicator is closed.
@@ -393,7 +393,7 @@ class Communicator(Calls):
         self.order.exchange("barrier", "Communicator.barrier")
 
     def close(self) -> None:
-        """Free the workspaces. Collective, unless the communicator is broken: then it returns at once.
+        """Free the workspaces. Collective. A broken communicator waits for this rank's kernels only.
 
         If the communicator is broken on any rank, or an exception ends the ``with`` block of any rank, no rank frees
         its memory, because a straggler may still write to it; the other ranks get a warning with the reason. The same

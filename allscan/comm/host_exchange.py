@@ -145,8 +145,8 @@ class StoreExchange:
 
         ``excuse``: polled while this rank waits; its result is a decision that ends the exchange on all ranks. They
         raise AllScanRejected if it begins with REJECTED, AllScanOutOfStep if it begins with LOST. last: whether this is
-        the last exchange of this StoreExchange, after which processes may end; it is repeated while it fails by
-        AllScanHostTimeout, else it has the same result again. within: time limit in seconds; default
+        the last exchange of this StoreExchange, after which processes may end. After AllScanHostTimeout it can be made
+        again; after any other end, making it again has the same result. within: time limit in seconds; default
         max(EXCHANGE_TIMEOUT_S, timeout). if_interrupted: how the decision begins if this rank is interrupted,
         other than by a RuntimeError.
         Raises AllScanHostTimeout, on all ranks, if a rank does not come within this limit, which is extended while a
@@ -154,7 +154,7 @@ class StoreExchange:
         if self.size == 1:
             return [value]
         store = self.store
-        if kernels_under_way:  # this thread's have failed, since it makes an exchange
+        if kernels_under_way:  # compilations that this thread began have failed: it is not compiling now
             end_failed()
         word = json.dumps((what, value))
         decision = self._last_decision if last else ""
@@ -190,7 +190,9 @@ class StoreExchange:
         # not ast.literal_eval, which sometimes fails in Python 3.11 if several threads parse
         answers = _as_tuples(json.loads(decision.removeprefix(_DONE)))
         if json.dumps(answers[self.rank]) != word:
-            raise RuntimeError(f"{what}: the answer is of another exchange, {answers[self.rank]} instead of {word}")
+            raise RuntimeError(
+                f"{what}: internal error, the store returned another exchange's value: {answers[self.rank]} for {word}"
+            )
         names, values = zip(*answers, strict=True)
         if len(set(names)) > 1:
             raise AllScanOutOfStep("the ranks are at different calls: " + by_rank(names))

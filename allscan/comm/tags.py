@@ -64,10 +64,7 @@ def different_tags(
             "backward pass"
         )
     else:
-        why = (
-            f"here it belongs to the backward of forward call {wanted[2] or 'none'}, there to that of "
-            f"{came[2] or 'none'} (modulo {EPOCHS.value}, the first is 2)"
-        )
+        why = f"here it belongs to {_backward_of(wanted[2])}, there to {_backward_of(came[2])} (modulo {EPOCHS.value})"
     return AllScanOutOfStep(
         f"{own} and {other} are in different calls, found by {own} in scan {expected & EPOCH_BITS.value} of this shape "
         f"and direction, tile {tile}: {why}. {others}{REMEDY}."
@@ -75,6 +72,10 @@ def different_tags(
 
 
 def _fields(word: int) -> tuple[int, int, int]:
-    """(step, backwards, of) of an arrival word."""
+    """(step, backwards, forward) of an arrival word."""
     step, rest = divmod(word >> 32, TAG_STEP.value)
     return step, *divmod(rest, TAG_BACKWARDS.value)
+
+
+def _backward_of(forward: int) -> str:
+    return f"the backward of forward call {forward - 1 or EPOCHS.value}" if forward else "no backward"

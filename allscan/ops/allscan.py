@@ -61,9 +61,9 @@ def allscan(
         R_0 = initial_state (or 0),   R_{p+1} = decay_p * R_p + state_p,   rank p gets R_p
         with a transition:            R_{p+1} = transition_p R_p + state_p
 
-    With reverse=True the scan runs from the last rank to the first. With E_p = dL/dR_{p+1} the adjoint is the scan in
-    the other direction: E_{p-1} = decay_p * E_p + dL/d(out_p),  dstate_p = E_p,  ddecay_p = sum(E_p * R_p) over the
-    broadcast dimensions; E_{p-1} = transition_p^T E_p + dL/d(out_p),  dtransition_p = E_p R_p^T.
+    With reverse=True the scan runs from the last rank to the first. With D_p = dL/dR_{p+1} the adjoint is the scan in
+    the other direction: D_{p-1} = decay_p * D_p + dL/d(out_p),  dstate_p = D_p,  ddecay_p = sum(D_p * R_p) over the
+    broadcast dimensions; D_{p-1} = transition_p^T D_p + dL/d(out_p),  dtransition_p = D_p R_p^T.
 
     In a chain each rank receives one state and sends one; with several nodes ``comm.algorithm`` selects the algorithm
     (docs/rails.md). The first call for a shape is collective on the host: it creates an ``AllScan``, which ``comm``
@@ -98,10 +98,14 @@ def allscan(
     Raises:
         TypeError: the dtype is not supported.
         ValueError: shape or device are wrong, or arguments differ between ranks.
-        RuntimeError: the communicator is closed or has no transport, or a first call is in a CUDA graph's capture.
+        RuntimeError: the communicator is closed or has no transport, or a first call is in a CUDA graph's capture. In
+            debug mode also for NaN in a result.
+        NotImplementedError: forward-mode AD or torch.func.
         MemoryError: the arena is full.
-        AllScanTimeout: an earlier call has timed out.
-        AllScanOutOfStep: the ranks have not made the same calls. Each error is raised before anything is launched.
+        AllScanTimeout: a kernel's wait has timed out: an earlier call's, on CPU ranks also this one's.
+        AllScanOutOfStep: the ranks have not made the same calls; on CPU ranks also found by this call.
+        AllScanHostTimeout, AllScanRejected: in a first call, if another rank does not come, or has rejected it.
+        All but those of CPU ranks and NaN are raised before anything is launched.
 
     Example:
         >>> comm = allscan.Communicator()
@@ -143,7 +147,7 @@ def _compiled(comm: Communicator, inputs: ScanInputs, reverse: bool, layout: str
 
 
 class ScanPart(NamedTuple):
-    """The part of a call that a scan makes up: by default all of an ``allscan``."""
+    """Which scan of a call this is: by default the only one of an ``allscan``."""
 
     half: bool = False  # one of the two scans of a call in the zigzag layout
     of_halo: bool = False  # of halo(), which compares the whole call's arguments between ranks and uses a chain
@@ -183,7 +187,7 @@ def _prepare(comm: Communicator, key: tuple, inputs: ScanInputs, reverse: bool, 
     call on every rank."""
     state, _, transition, initial_state, out = inputs
     shape, agree, variant = getattr(state, "shape", None), None, CHAIN
-    descending = part.half and reverse  # begins with a state of one rank alone
+    descending = part.half and reverse  # only the last rank has its initial state, so ranks do not compare it
     if not (part.of_halo or part.adjoint or descending):
         how = "zigzag" if part.half else "contiguous", reverse, initial_state is None
         agree = "allscan", *zip(("layout", "reverse", "initial_state is None"), how, strict=True)

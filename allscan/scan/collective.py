@@ -290,7 +290,7 @@ class AllScan:
         return self.launcher.channel(reverse, epoch, adjoint_of is not None)
 
     def fwd_epoch(self) -> Tensor:
-        """Allocate a forward epoch, int64 [1] on the device; see ``channel``."""
+        """Allocate the word for a forward epoch, int64 [1] on the device; see ``channel``."""
         return new_fwd_epochs(self.comm, 1)
 
     def _reset(self) -> None:
@@ -390,7 +390,7 @@ class AllScan:
         decay: Tensor | float | None = None,
         *,
         transition: Tensor | None = None,
-        adjoint: bool = False,
+        transpose: bool = False,
         initial_state: Tensor | None = None,
         reverse: bool = False,
         out: Tensor | None = None,
@@ -405,7 +405,7 @@ class AllScan:
         decay: Tensor | float | None = None,
         *,
         transition: Tensor | None = None,
-        adjoint: bool = False,
+        transpose: bool = False,
         initial_state: Tensor | None = None,
         reverse: bool = False,
         out: Tensor | None = None,
@@ -420,7 +420,7 @@ class AllScan:
         decay: Tensor | float | None = None,
         *,
         transition: Tensor | None = None,
-        adjoint: bool = False,
+        transpose: bool = False,
         initial_state: Tensor | None = None,
         reverse: bool = False,
         out: Tensor | None = None,
@@ -429,12 +429,14 @@ class AllScan:
     ) -> Tensor | Work:
         """The exclusive scan of this rank's ``state``. Not differentiable; ``allscan.allscan`` is.
 
+            R_0 = initial_state (or 0),   R_{p+1} = decay_p * R_p + state_p,   rank p gets R_p
+
         Args:
             state: float32 tensor of this AllScan's shape, on the communicator's device.
             decay: None (1), a number, or a float32 tensor [..., K], [...] or of no dimension, in [0, 1].
-            transition: float32 [..., K, K], instead of a decay: R_{p+1} = transition_p R_p + state_p. Tiles must be
-                whole columns, see ``allscan.base.tiling.transition_tile``.
-            adjoint: whether transitions are transposed.
+            transition: float32 [..., K, K], instead of a decay: R_{p+1} = transition_p R_p + state_p. Tiles must
+                have at least K rows, and 16 rows and columns.
+            transpose: whether to multiply by transposed transitions, as the adjoint scan does.
             initial_state: like state, or None (0); used by the first rank in the direction of the scan.
             out: like state, contiguous. It may be ``state`` itself (without a transition); otherwise it must not
                 overlap an argument.
@@ -444,8 +446,8 @@ class AllScan:
                 launches on the current stream; in a CUDA graph's capture it runs on the current stream.
 
         Returns:
-            ``out``, or a new tensor. The scan runs on torch's current stream; the host does not wait. With ``async_op``
-            a ``Work``, whose ``wait()`` returns the tensor.
+            R_p in ``out``, or a new tensor like ``state``. The scan runs on torch's current stream; the host does not
+            wait. With ``async_op`` a ``Work``, whose ``wait()`` returns the tensor.
 
         Raises:
             TypeError: for arguments of other types.
@@ -469,7 +471,7 @@ class AllScan:
                     raise ValueError("channel must be of this AllScan and of the direction of the scan")
                 fwd_epoch, adjoint_launch = channel.fwd_epoch, channel.ADJOINT.value
             prepared = self.launcher.prepared_scan(
-                call_key(inputs), inputs, bool(reverse), bool(adjoint), adjoint_launch
+                call_key(inputs), inputs, bool(reverse), bool(transpose), adjoint_launch
             )
             found: Tensor | Work = prepared.run(inputs, async_op, fwd_epoch)
             return found

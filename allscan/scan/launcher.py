@@ -80,7 +80,7 @@ class Launcher:
     ) -> None:
         self.comm, self.spec, self.rails, self.closed = comm, spec, rails, False
         self.shape, (self.K, self.V) = spec.shape, spec.shape[-2:]
-        self._max_ctas, self._least_ctas = max_ctas, workspace.max_ctas
+        self._max_ctas, self._common_max_ctas = max_ctas, workspace.max_ctas
         self.num_warps = scan_num_warps(spec.tile)
         self.backwards = Backwards(comm.order, [False, False])
         self.channels = workspace.channels
@@ -170,7 +170,7 @@ class Launcher:
         _, decay, transition, initial_state, _ = inputs
         if isinstance(decay, Shift):
             neighbour_shift: bool | Shift = Shift(-decay.rows) if transposed else decay
-        else:  # a number that is 0
+        else:  # True for the number 0 only
             neighbour_shift = self.rails is None and isinstance(decay, numbers.Real) and decay == 0
         ndim = decay.ndim if isinstance(decay, Tensor) else 0
         strides = (self.K, 1) if ndim == len(self.shape) - 1 else (min(ndim, 1), 0)  # of decay_rows
@@ -208,13 +208,13 @@ class Launcher:
             self.after_launch(launch(*tensors[:-1], channel))
 
     def _with_channel(self, use: ChannelUse, addresses: list[int]) -> tuple[Any, ...]:
-        """The arguments of ``Launch.at``: ``addresses``, but a channel in place of the last, the forward epoch's."""
+        """The arguments of ``Launch.at``: ``addresses``, with a channel in place of the last, the forward epoch's."""
         reverse, adjoint, stamp = use
         before, behind = self._addresses[adjoint][reverse]
         return (*addresses[:-1], (*before, self._steps + 16 * stamp, addresses[-1], *behind))
 
     def _with_tensors(self, launch: Callable[..., object], use: ChannelUse, *tensors: Tensor) -> None:
-        """Launch with tensors; a channel replaces the last, the forward epoch."""
+        """Launch with tensors; a channel with its address replaces the last, the forward-epoch word."""
         reverse, adjoint, stamp = use
         self.after_launch(launch(*tensors[:-1], self.channel(reverse, tensors[-1], adjoint, stamp)))
 
@@ -232,8 +232,8 @@ class Launcher:
         self.record_launch(plan, self._make_launch(variant), kernel_buffers, use)
 
     def record_launch(self, plan: Plan, launch: Launch, buffers: Sequence[Buffer], use: ChannelUse) -> None:
-        """Record a kernel's launch with these ``buffers``, but a channel in place of the last, the forward epoch. The
-        channel holds that epoch."""
+        """Record a kernel's launch with ``buffers``. The last is a forward-epoch word, for which the kernel gets a
+        channel with its address."""
         plan.launch_with(
             launch,
             buffers,
@@ -250,7 +250,7 @@ class Launcher:
             return self.rails.make_launch(
                 self.linked(rails_kernel),
                 reverse,
-                min(self.spec.num_tiles, self._least_ctas),
+                min(self.spec.num_tiles, self._common_max_ctas),
                 stride_g=strides[0],
                 stride_k=strides[1],
                 **fixed,
@@ -332,10 +332,8 @@ class PreparedScan:
             factor = plain(decay)
         elif decay is not None and not self._neighbour_shift:
             factor = decay_rows(decay, self.launcher.shape, comm.device)
-        if written := out is not None:
-            if not out.is_contiguous() or out.is_neg():
-                raise ValueError("out must be contiguous, and no view of a negative")
-        else:
+        written = out is not None
+        if not written:
             out = torch.empty_like(state)
         tensors = state, factor, initial, out, self._fwd_epoch if fwd_epoch is None else fwd_epoch
         addresses = [x.data_ptr() for x in tensors]
@@ -361,8 +359,6 @@ def check_out(inputs: ScanInputs) -> None:
     """Raise ValueError unless a scan with these inputs, which are checked, may write to ``out``. AllScan.scan checks
     the same in each call; a first call does it here, before it communicates with the other ranks."""
     state, decay, transition, initial_state, out = inputs
-    if not out.is_contiguous() or out.is_neg():
-        raise ValueError("out must be contiguous, and no view of a negative")
     state = plain(state)
     factor = state if transition is None else plain(transition)
     if isinstance(decay, Tensor):
@@ -373,11 +369,13 @@ def check_out(inputs: ScanInputs) -> None:
 
 
 def _check_apart(tensors: tuple[Tensor, ...], addresses: list[int], in_place: bool) -> None:
-    """Raise ValueError if ``out`` overlaps an input: a program of the kernel could then read another program's output.
-    tensors: (state, decay or transition or state, initial_state or state, out, ...), at ``addresses``. in_place:
-    ``out`` may be the state's memory."""
-    state, begin = tensors[0], addresses[3]
-    end = begin + tensors[3].nbytes
+    """Raise ValueError unless ``out`` is contiguous and overlaps no input, where a program of the kernel could read
+    another program's output. tensors: (state, decay or transition or state, initial_state or state, out, ...), at
+    ``addresses``. in_place: ``out`` may be the state's memory."""
+    state, out, begin = tensors[0], tensors[3], addresses[3]
+    if not out.is_contiguous() or out.is_neg():
+        raise ValueError("out must be contiguous, and no view of a negative")
+    end = begin + out.nbytes
     for i in range(3):
         x, address = tensors[i], addresses[i]
         if address < end and begin < address + x.nbytes and not (in_place and x is state):

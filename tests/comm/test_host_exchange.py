@@ -232,7 +232,7 @@ def test_an_answer_without_ones_own_word_is_rejected(monkeypatch):
     monkeypatch.setattr(host_exchange, "GRACE_S", 0.1)
     store = Store()
     store.words["allscan/name/1/decision"] = b'done [["what", "another"], ["what", 5]]'
-    with pytest.raises(RuntimeError, match="the answer is of another exchange"):
+    with pytest.raises(RuntimeError, match="the store returned another exchange"):
         ThreadRank(0, 2, store).exchange("mine", "what")
 
 

@@ -58,7 +58,7 @@ def every_kernel() -> None:
             tile = allscan.base.tiling.transition_tile(K)
             with allscan.AllScan(comm, (3, K, V), tile=tile) as scan:
                 for reverse, adjoint in itertools.product((False, True), repeat=2):
-                    scan.scan(state, transition=transition, adjoint=adjoint, initial_state=state, reverse=reverse)
+                    scan.scan(state, transition=transition, transpose=adjoint, initial_state=state, reverse=reverse)
     delta_kernels()
     for protocol, shape in itertools.product(("sentinel", "signal"), ((3, 20, 36), (2, 64, 128))):
         ranks = VirtualRanks(3, shape, protocol=protocol)

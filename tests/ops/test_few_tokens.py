@@ -254,7 +254,7 @@ def tiles_case(group, depth, protocol, reverse):
                 found = scan.scan(
                     states[comm.rank].to(comm.device),
                     Shift(tokens[comm.rank]) if few else 0.0,
-                    adjoint=adjoint,
+                    transpose=adjoint,
                     reverse=reverse,
                 )
                 assert torch.equal(found.cpu(), expected), (number, adjoint)

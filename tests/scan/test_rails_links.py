@@ -377,7 +377,7 @@ def memory_case(group):
         options, found = dict(tile=(4, 8), max_ctas=66), []
         for heads in (1, 2, 7, 12, 32):  # for some, no gap follows the memory
             first, second = (allscan.AllScan(comm, (heads, 4, 8), **options) for _ in range(2))
-            programs = min(first.num_tiles, first.launcher._least_ctas)
+            programs = min(first.num_tiles, first.launcher._common_max_ctas)
             found.append(all(rails[0].clock.numel() >= programs for rails in first.launcher.rails.further))
             first.close()
             before = second.launcher.channels[0].inbox.clone()

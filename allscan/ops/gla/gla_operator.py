@@ -64,7 +64,7 @@ def zeco_gla(
 ) -> tuple[Tensor, Tensor | None]:
     """Gated linear attention over a sharded sequence; each rank holds consecutive tokens, in rank order.
 
-        S_t = diag(exp(g_t)) S_{t-1} + k_t^T v_t,     o_t = scale * q_t S_t         for every sequence and head
+        S_0 = initial_state (or 0),   S_t = diag(exp(g_t)) S_{t-1} + k_t^T v_t,   o_t = scale * q_t S_t
 
     The function is differentiable in q, k, v, g and initial_state. Forward runs one scan over the ranks; backward runs
     one scan in reverse. Each scan sends one state of B*H*K*V float32 words from each rank to the next, overlapped with
@@ -82,7 +82,7 @@ def zeco_gla(
             NaN gates are detected at the first call for a shape and in debug mode only, because the check
             synchronizes with the GPU.
         comm: the communicator.
-        scale: factor of the output, K ** -0.5 by default; equal on all ranks.
+        scale: factor of the output, finite and not 0, K ** -0.5 by default; equal on all ranks.
         initial_state: [B or N, H, K, V] float32, equal on all ranks: each sequence's state before its first token.
             Its gradient is non-zero only on the rank with this token; without cu_seqlens, on the first rank.
         output_final_state: whether to return each sequence's state after its last token. Each rank may choose for
@@ -121,14 +121,14 @@ def zeco_gla(
             chosen for speed. Default: the communicator's value. Not with per_document.
 
     Returns:
-        (o, final_state): o [B, T, H, V] like v; final_state [B or N, H, K, V] float32, or None. final_state is valid on
-        the rank with the sequence's last token, without cu_seqlens on the last rank (zigzag: the first), even if it has
-        no tokens, with "all" on every rank; it is zero on the other ranks.
+        (o, final_state): o [B, T, H, V] like v; final_state [B or N, H, K, V] float32, or None. without
+        cu_seqlens the last rank has it (zigzag: the first), also without tokens; with cu_seqlens the rank with the
+        sequence's last token. Other ranks have zeros. With "all" every rank has it.
 
     Raises:
         TypeError: a dtype is not supported.
         ValueError: shapes, device or cu_seqlens are wrong, or a gate is positive.
-        RuntimeError: as ``allscan.allscan``, whose other errors are raised too; each before anything is launched.
+        RuntimeError, MemoryError, NotImplementedError, AllScanError: as ``allscan.allscan``.
 
     Example:
         >>> o, _ = allscan.zeco_gla(q, k, v, g, comm=comm)         # q[:, t0:t1], ... of the global sequence
@@ -194,9 +194,17 @@ def zeco_gla_by(carrier: StateCarrier, tensors: tuple, asked: Asked) -> tuple[Te
         differentiable = bool(key[-1])  # 2: there are inference tensors, which torch cannot save (see call_key)
         saves = differentiable and not recompute
         # calls that need all checks bypass the cache: Decimal(1), an invalid scale, equals 1.0, and NaN equals nothing
-        known = cu_seqlens is None and first is None and not (comm.debug or per_document)
-        known = known and type(scale) in _SCALES and scale == scale
-        known = known and type(layout) is str and type(invariant) is int and key[-1] != 2 and num_dispatch_modes() == 0
+        known = (
+            cu_seqlens is None
+            and first is None
+            and not (comm.debug or per_document)
+            and type(scale) in (float, int, type(None))
+            and scale == scale
+            and type(layout) is str
+            and type(invariant) is int
+            and key[-1] != 2
+            and num_dispatch_modes() == 0
+        )
         key = key, scale, layout, saves, invariant, of_all, type(carrier), carrier.handle
         prepared = comm.calls.get(key) if known else None
         if prepared is None:
@@ -211,9 +219,6 @@ def zeco_gla_by(carrier: StateCarrier, tensors: tuple, asked: Asked) -> tuple[Te
             return _operator.eager((prepared, (cu_seqlens, final)), *inputs)
         o, final_state, _ = prepared.forward(*inputs, cu_seqlens, final)
         return o, final_state
-
-
-_SCALES = float, int, type(None)
 
 
 def _checked(
@@ -350,11 +355,8 @@ def _state_shape(q: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> tuple[int, 
 def _prepare(carrier: StateCarrier, tensors: Sequence[Any], cu_seqlens: Tensor | None, options: Options) -> Prepared:
     """Run the remaining checks; return the Prepared. The first call for a signature checks the tensors and compares
     its arguments with those of the other ranks."""
-    comm, (q, _, v, g, initial_state), (scale, first_token, zigzag, _, invariant, of_all) = (
-        carrier.comm,
-        tensors,
-        options,
-    )
+    comm, (q, _, v, g, initial_state) = carrier.comm, tensors
+    scale, first_token, zigzag, _, invariant, of_all = options
     are_none = initial_state is None, cu_seqlens is None, first_token is None
     sequences = None if cu_seqlens is None else cu_seqlens.shape[0] - 1
     by = type(carrier), carrier.handle

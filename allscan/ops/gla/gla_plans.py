@@ -48,7 +48,7 @@ LOOK = {"cuda": 4096, "cpu": 8}
 OF_CHUNKS = {128: (64, 4, 2)}  # state_kernel, which writes the state of every chunk
 OF_CHUNKS_REVERSE = {128: (128, 8, 1)}
 OUTPUTS = {256: (64, 4, 1)}  # output_kernel
-OUTPUTS_REVERSE = {64: (64, 4, 3)}
+OUTPUTS_REVERSE = {16: (64, 4, 2), 32: (64, 4, 2), 64: (64, 4, 3), 128: (64, 4, 2)}
 CARRY_WORDS = {"cuda": 256, "cpu": 8192}  # words of a state in a program of carry_kernel
 
 # Precision of products, by input dtype. float16 cannot represent the smallest decays, so products of float16
@@ -270,8 +270,6 @@ class GLAPlan(Plan):
         """Return (BV, num_warps, num_stages) for BK; ``chosen`` overrides the defaults for bfloat16 inputs."""
         BV = (16384 if self.is_bf16 else 8192) // max(128, BK)
         stages = max(1, min(self.num_stages, 512 // BK))
-        if chosen is OUTPUTS_REVERSE:
-            BV, stages = min(64, BV), min(2, stages)
         default = BV, 8 if BK * BV > 8192 else 4, stages
         BV, num_warps, stages = chosen.get(BK, default) if self.is_bf16 else default
         BV = min(BV, self.BV_max)

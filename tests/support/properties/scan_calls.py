@@ -181,7 +181,7 @@ class ScanCall:
             if scan is None:
                 found = allscan.allscan(state, decay, comm=comm, **options)
             else:
-                found = scan.scan(state, decay, adjoint=self.adjoint, **options)
+                found = scan.scan(state, decay, transpose=self.adjoint, **options)
         assert out is None or found is out
         value, _ = self.expected(comm.rank)
         assert off(found, value) < 1e-5, ("value", found, value)
