@@ -150,6 +150,8 @@ def main(given: list[str] | None = None) -> int:
     parser.add_argument("--kda", action="store_true", help="also time zeco_kda; needs fla")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args(given)
+    if arguments.runs < 1:
+        parser.error("--runs must be at least 1")
     if arguments.serve:
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:CORES])
         serve(arguments.kda)

@@ -61,11 +61,11 @@ def quantiles(us: torch.Tensor) -> dict:
 
 def slowest(rows, *most) -> dict:
     """Reduce the rows of all ranks to one: times of the slowest rank, difference of the fastest (skew_us), and the
-    maxima of the columns ``most``."""
+    maxima of the columns ``most``, empty where no rank has the column."""
     row = dict(max(rows, key=lambda r: r["p50_us"]))
     row["skew_us"] = row["p50_us"] - min(r["p50_us"] for r in rows)
     for name in most:
-        row[name] = max(r.get(name, 0.0) for r in rows)
+        row[name] = max((r[name] for r in rows if name in r), default="")
     return row
 
 

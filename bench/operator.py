@@ -232,7 +232,7 @@ def main() -> int:
 def time_one(ranks, table, case, chosen) -> None:
     T, H, D, kind, count, backward = case
     answers = ranks.run(point, count, T, H, D, GATES[kind], backward, chosen)[:count]
-    rows = {name: slowest([answer[name] for answer in answers], "extra_mib") for name in answers[0]}
+    rows = {name: slowest([answer[name] for answer in answers], "extra_mib", "max_error") for name in answers[0]}
     one_rank = rows["one rank"]["p50_us"]
     for name, row in rows.items():
         if name == "one rank":

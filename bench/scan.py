@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import math
 import os
 import re
 import sys
@@ -93,13 +94,18 @@ class AllScanMethod:
         return self.out
 
 
+def shape_of(nbytes: float) -> tuple[int, int, int]:
+    """Return the largest state [heads, K, 128], K <= 128, of at most ``nbytes``, and of 512 bytes at least."""
+    return max(1, int(nbytes // (4 * 128 * 128))), max(1, min(128, int(nbytes // 512))), 128
+
+
 def point(ranks: int, nbytes: int, methods, tiles) -> list:
     """Check and time all methods for one size; runs on every rank. Return this rank's rows."""
     group = group_of(ranks)
     if dist.get_rank() >= ranks:
         return []
     comm = allscan.Communicator(group)
-    heads, K, V = max(1, nbytes // (4 * 128 * 128)), min(128, nbytes // 512), 128
+    heads, K, V = shape_of(nbytes)
     generator = torch.Generator().manual_seed(nbytes)
     states = [torch.randn(heads, K, V, generator=generator) for _ in range(ranks)]
     decays = [torch.rand(heads, K, generator=generator) for _ in range(ranks)]
@@ -214,7 +220,7 @@ def main() -> int:
         runs += [(name, WITHOUT_MULTICAST | variables, ["windows"]) for name, variables in WINDOWS.items()]
     with Table(arguments.csv, COLUMNS, digits=4) as table:
         for name, variables, chosen in runs:
-            sizes = [int(mib * (1 << 20)) for mib in arguments.mib]
+            sizes = [4 * math.prod(shape_of(mib * (1 << 20))) for mib in arguments.mib]
             if "NCCL_SYM_KERNEL" in variables:
                 sizes = [nbytes for nbytes in sizes if nbytes <= LL_BYTES]
             if chosen and sizes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import threading
 from collections.abc import Callable, Sequence
 
 ALIGNMENT = 512
@@ -45,6 +46,8 @@ class Arena:
 
     ``commit(offset, length)`` runs before each allocation, and may raise MemoryError.
 
+    Several threads may use it, since they may have a communicator each.
+
     Ranks of different groups allocate at different times, so offsets differ between ranks: a rank exchanges offsets
     with a peer to address the peer's block.
     """
@@ -54,6 +57,7 @@ class Arena:
         self._commit = commit
         self._free = {0: size}  # offset -> length of every free interval
         self._used: dict[int, int] = {}
+        self._lock = threading.Lock()
 
     @property
     def free_bytes(self) -> int:
@@ -62,16 +66,17 @@ class Arena:
     def alloc(self, nbytes: int) -> int:
         """Return the offset of a new block of at least ``nbytes``. Raises MemoryError if no free interval fits."""
         length = max(1, -(-nbytes // ALIGNMENT)) * ALIGNMENT
-        for offset in sorted(self._free):
-            room = self._free[offset]
-            if room >= length:
-                if self._commit is not None:
-                    self._commit(offset, length)
-                del self._free[offset]
-                if room > length:
-                    self._free[offset + length] = room - length
-                self._used[offset] = length
-                return offset
+        with self._lock:
+            for offset in sorted(self._free):
+                room = self._free[offset]
+                if room >= length:
+                    if self._commit is not None:
+                        self._commit(offset, length)
+                    del self._free[offset]
+                    if room > length:
+                        self._free[offset + length] = room - length
+                    self._used[offset] = length
+                    return offset
         raise MemoryError(
             f"the symmetric arena is full: {length:,} bytes asked for, {self.free_bytes:,} of {self.size:,} free "
             f"(largest piece {max(self._free.values(), default=0):,}). Make it larger before the first Communicator: "
@@ -79,15 +84,16 @@ class Arena:
         )
 
     def free(self, offset: int) -> None:
-        length = self._used.pop(offset)
-        end = offset + length
-        if end in self._free:
-            length += self._free.pop(end)
-        for start, room in self._free.items():
-            if start + room == offset:
-                self._free[start] = room + length
-                return
-        self._free[offset] = length
+        with self._lock:
+            length = self._used.pop(offset)
+            end = offset + length
+            if end in self._free:
+                length += self._free.pop(end)
+            for start, room in self._free.items():
+                if start + room == offset:
+                    self._free[start] = room + length
+                    return
+            self._free[offset] = length
 
 
 def check_nodes(hosts: Sequence[str]) -> None:

@@ -85,5 +85,6 @@ def api(name: str, *members: str) -> str:
         told.append(f"```\n{head}\n```\n" if inner.is_function else "An attribute.\n")
         told.append(_docstring(inner))
     source = Path(found.filepath).resolve().relative_to(ROOT).as_posix()
+    source = re.sub("^allscan/(?=bindings/|shmem_kernels/)", "", source)  # an sdist has copies in place of links
     told.append(f"*Generated from the {'docstrings' if members else 'docstring'} in `{source}`.*\n")
     return "\n" + "\n".join(told) + "\n"

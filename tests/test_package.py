@@ -520,7 +520,7 @@ def test_doctor():
     )
     assert done.returncode == 0, done.stdout + done.stderr
     words = "torch", "Triton", "NVSHMEM", "transport   shm", "CUDA graphs on", "ALLSCAN_CUDA_GRAPHS"
-    for word in (*words, "GPU tests", "self-test   2 ranks on cpu"):
+    for word in (*words, "GPU tests", "self-test   3 ranks on cpu"):
         assert word in done.stdout
     assert subprocess.run([sys.executable, "-m", "allscan"], cwd=ROOT, capture_output=True).returncode == 2
     for option, words in (("--version", allscan.__version__), ("--help", "allscan doctor")):

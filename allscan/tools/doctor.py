@@ -30,7 +30,10 @@ def main() -> int:
     if sys.argv[1:] == ["--version"]:
         print(f"allscan {__version__}")
         return 0
-    if sys.argv[1:2] == ["estimate"] and not versions.rejection(*versions.ALL):
+    if sys.argv[1:2] == ["estimate"]:
+        if rejection := versions.rejection(*versions.ALL):
+            print(rejection, file=sys.stderr)
+            return 2
         from .estimate_command import main as estimate
 
         return estimate(sys.argv[2:])
@@ -154,7 +157,7 @@ def _last_run() -> str:
 
 
 def self_test() -> bool:
-    """Scan over all GPUs, or over 2 CPU ranks; True if the results are right."""
+    """Scan over all GPUs, or over 3 CPU ranks; True if the results are right."""
     import torch
 
     from .ranks import Ranks
@@ -162,7 +165,7 @@ def self_test() -> bool:
     gpus = torch.cuda.device_count()
     if gpus == 1:
         print("self-test   one GPU: nothing to communicate with; the CPU ranks are tested instead")
-    size, device = (gpus, "cuda") if gpus > 1 else (2, "cpu")
+    size, device = (gpus, "cuda") if gpus > 1 else (3, "cpu")
     start = time.perf_counter()
     try:
         with Ranks(size, device) as ranks:
@@ -197,9 +200,11 @@ def _self_test_rank() -> dict:
         states = [torch.randn(shape, generator=generator) for _ in range(comm.size)]
         decays = [torch.rand(shape[:-1], generator=generator) for _ in range(comm.size)]
         state, decay = states[comm.rank].to(comm.device), decays[comm.rank].to(comm.device)
+        # with it the result has every rank's decay, also on 2 ranks
+        initial = torch.randn(shape, generator=generator)
         scan = allscan.AllScan(comm, shape)
-        out = scan.scan(state, decay)
-        expected = allscan_reference(states, decays)[comm.rank]
+        out = scan.scan(state, decay, initial_state=initial.to(comm.device))
+        expected = allscan_reference(states, decays, initial)[comm.rank]
         result = {"error": (out.cpu() - expected).abs().max().item()}
         if comm.device.type == "cuda":
             spare, numel = allscan.AllScan(comm, shape, protocol="signal", depth=1).channel(), state.numel()

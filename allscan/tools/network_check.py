@@ -41,6 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--sizes", type=float, nargs="*", default=[0.25, 2, 8], help="MiB of the states that are timed")
     parser.add_argument("--output", help="a file that the first rank writes the report to, too")
     options = parser.parse_args(arguments)
+    if options.epochs < 1:
+        parser.error("--epochs must be at least 1")
     _join(options.output)
     report = Report(options.output if dist.get_rank() == 0 else None, dist.get_rank() == 0)
     try:
@@ -72,6 +74,8 @@ def _join(output: str | None) -> None:
             f"{', '.join(absent)} not set: start this by torchrun, or by srun with MASTER_ADDR and MASTER_PORT set to "
             "the first node and a free port"
         )
+    if int(os.environ["WORLD_SIZE"]) < 2:
+        raise SystemExit("one process has nothing to communicate with: start at least 2")
     problem = None
     if output is not None and os.environ["RANK"] == "0":
         try:

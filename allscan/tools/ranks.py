@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import faulthandler
 import multiprocessing
 import multiprocessing.connection
 import os
 import pickle
+import queue
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -86,7 +89,8 @@ class Ranks:
         """Start ``function`` in every process; does not wait."""
         self._calls += 1
         for pipe in self._pipes:
-            pipe.send((self._calls, function, arguments))
+            with contextlib.suppress(OSError):  # its process has ended: results() says so
+                pipe.send((self._calls, function, arguments))
 
     def results(self, timeout: float = 300.0, after_failure: float | None = None) -> list:
         """(value, None) or (None, exception) of every rank for the last call; a dead process gives a ProcessError.
@@ -129,22 +133,23 @@ class Ranks:
         self.start(function, *arguments)
         return values_of(self.results(timeout, after_failure=30.0))
 
-    def close(self) -> None:
+    def close(self, timeout: float = 20.0) -> None:
+        """End all processes; those that have not ended by themselves within ``timeout`` seconds are killed."""
         for pipe in self._pipes:
-            try:
-                pipe.send(None)
-            except OSError:
-                pass
+            with contextlib.suppress(OSError):
+                pipe.send_bytes(b"")
+        deadline = time.monotonic() + timeout
         for process in self.processes:
-            process.join(20)
-            if process.is_alive():
-                process.kill()
+            process.join(max(0.0, deadline - time.monotonic()))
+        for process in self.processes:
+            process.kill()
+            process.join(5.0)
 
     def __enter__(self) -> Ranks:
         return self
 
-    def __exit__(self, *_) -> None:
-        self.close()
+    def __exit__(self, kind: object, *_: object) -> None:
+        self.close(20.0 if kind is None else 5.0)  # after an exception they may wait for each other
 
 
 def values_of(answers: list) -> list:
@@ -257,9 +262,11 @@ def _serve(which: tuple[int, int, str, str, int], pipe: Any, path: list[str], en
         where = {"device_id": torch.device(device, rank)} if backend == "nccl" else {}
     else:
         torch.set_num_threads(1)
+    calls: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    threading.Thread(target=_receive, args=(pipe, calls), name="allscan-calls", daemon=True).start()
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, **where)
-    while (work := pipe.recv()) is not None:
-        call, function, arguments = work
+    while message := calls.get():
+        call, function, arguments = pickle.loads(message)
         answer: tuple[Any, Exception | None]
         try:
             answer = (function(*arguments), None)
@@ -270,6 +277,16 @@ def _serve(which: tuple[int, int, str, str, int], pipe: Any, path: list[str], en
         except Exception as error:  # a value that cannot be pickled
             pipe.send((call, (None, RuntimeError(f"{answer!r}: {error}"))))
     dist.destroy_process_group()
+
+
+def _receive(pipe: Any, calls: queue.SimpleQueue[bytes]) -> None:
+    """Put the parent's messages into a queue, also while this rank computes or sends: the parent's send must not wait
+    for a call that has timed out. End this process if the parent has ended."""
+    with contextlib.suppress(EOFError, OSError):
+        while message := pipe.recv_bytes():
+            calls.put(message)
+        return calls.put(message)
+    os._exit(1)
 
 
 def _portable(error: Exception) -> Exception:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import errno
 import gc
 import os
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from allscan.bindings import nvshmem_device, shared_memory
-from allscan.bindings.arena import arena_bytes
+from allscan.bindings.arena import Arena, arena_bytes
 from allscan.bindings.shared_memory import SharedMemoryHeap
 
 pytestmark = [pytest.mark.cpu, pytest.mark.quick]
@@ -112,3 +113,23 @@ def test_close_delivers_puts_and_ends_the_thread():
         while threads() > before[1] and time.monotonic() - start < 5:
             time.sleep(1e-3)
         assert left_over() == before
+
+
+def test_threads_that_allocate_at_once():
+    """Each thread may have a communicator of its own; all use one arena."""
+    arena = Arena(1 << 20, commit=lambda offset, length: time.sleep(1e-4))
+    live: set[int] = set()
+
+    def work(number):
+        for i in range(40):
+            offset = arena.alloc(512 * (1 + (i + number) % 5))
+            assert offset not in live
+            live.add(offset)
+            time.sleep(1e-4)
+            live.remove(offset)
+            arena.free(offset)
+
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        for _ in pool.map(work, range(4)):
+            pass
+    assert arena.free_bytes == arena.size and arena.alloc(arena.size) == 0

@@ -153,6 +153,11 @@ def test_doctor_has_no_traceback(name, version, tmp_path):
     assert ("too old" if old else "newer than 2.15") in done.stdout and ("self-test" in done.stdout) != old
 
 
+def test_estimate_with_an_old_version(tmp_path):
+    done = python(["-m", "allscan", "estimate", "config.json"], tmp_path, triton="3.0.0")
+    assert done.returncode == 2 and "3.0.0 is too old" in done.stderr and "Traceback" not in done.stderr, done
+
+
 def test_doctor_tells_of_a_broken_installation(tmp_path):
     (tmp_path / "torch.py").write_text("raise OSError('libcudart.so: cannot open shared object file')")
     done = python(["-m", "allscan", "doctor"], tmp_path)

@@ -96,6 +96,11 @@ def test_a_report_that_cannot_be_written(tmp_path, launched):
         assert "No such file or directory" in one.stderr and "right" not in one.stdout
 
 
+def test_one_process():
+    done = torchrun("-m", "allscan.tools.network_check", "--epochs", "1", size=1)
+    assert done.returncode and "start at least 2" in done.stderr and "right" not in done.stdout, done
+
+
 def test_a_full_disk():
     """Lines still go to standard output."""
     printed = io.StringIO()
