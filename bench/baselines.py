@@ -13,7 +13,7 @@ import triton.language as tl
 import allscan
 from allscan.launch.streams import SCANS
 from allscan.ops.carrier import record_call, register
-from allscan.ops.gla import Asked, zeco_gla_by
+from allscan.ops.gla import CallOptions, zeco_gla_by
 
 
 @triton.jit
@@ -226,7 +226,7 @@ class Baseline:
         self._method, self._overlapped, self.nccl = (METHODS | METHODS_OF_GPUS)[method]
         self.scans = 0
 
-    def prepare(self, shape, agree=None, problem=None, *, at_first=False):
+    def prepare(self, shape, agree=None, problem=None, *, first_call_only=False):
         if problem is not None:
             raise problem
         self.comm.agreed.arguments.remember((shape, agree))  # gates are inspected once only: that waits for the GPU
@@ -258,7 +258,7 @@ class Baseline:
 
 def gla(q, k, v, g, *, carrier: Baseline, recompute: bool = True):
     """Call zeco_gla with another communication."""
-    return zeco_gla_by(carrier, (q, k, v, g, None), Asked(recompute=recompute))[0]
+    return zeco_gla_by(carrier, (q, k, v, g, None), CallOptions(recompute=recompute))[0]
 
 
 class Turn(torch.autograd.Function):

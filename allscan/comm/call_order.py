@@ -35,7 +35,7 @@ from ..bindings.torch_compat import stops_recomputation
 from ..shmem_kernels import wait
 from ..shmem_kernels.channel import STAMPS
 from .compile_watch import another_compiles, end_all
-from .host_exchange import FAILED, GRACE_S, LOST, REJECTED, Excuse, StoreExchange, by_rank, differing
+from .host_exchange import FAILED, GRACE_S, LOST, REJECTED, AbortCheck, StoreExchange, by_rank, differing
 from .tags import different_tags, hash_of
 
 E = TypeVar("E", bound=Exception)
@@ -89,8 +89,10 @@ class Order:
         rank, neighbour, tile, expected, seen = found
         job_ranks = self.store_exchange.ranks[rank], self.store_exchange.ranks[neighbour]
         if kind == wait.OUT_OF_STEP.value:
-            return self.reported(different_tags(rank, neighbour, tile, expected, seen, others, job_ranks))
-        return self.reported(AllScanTimeout(rank, neighbour, tile, expected, seen, self._timeout, others, job_ranks))
+            return self.report_error(different_tags(rank, neighbour, tile, expected, seen, others, job_ranks))
+        return self.report_error(
+            AllScanTimeout(rank, neighbour, tile, expected, seen, self._timeout, others, job_ranks)
+        )
 
     def unreported_error(self) -> Exception | None:
         """The error for the fault record, if it is set and this rank has reported no error yet; else None."""
@@ -115,15 +117,15 @@ class Order:
     def desynchronized(self, why: str) -> AllScanOutOfStep:
         """Mark this rank as desynchronized. Returns the error that it raises in this and all later calls."""
         self.desync_reason = why
-        return self.reported(AllScanOutOfStep(why))
+        return self.report_error(AllScanOutOfStep(why))
 
-    def reported(self, error: E) -> E:
+    def report_error(self, error: E) -> E:
         """Report ``error`` to the other ranks, which then stop waiting: no calls of this rank follow. Returns it."""
         text = str(error).removesuffix(f"{REMEDY}.").rstrip(" .;")
-        self.report(f"has raised {type(error).__name__}: {text}")
+        self.report_reason(f"has raised {type(error).__name__}: {text}")
         return error
 
-    def report(self, why: str) -> None:
+    def report_reason(self, why: str) -> None:
         """Report to the other ranks why this rank makes no further calls. Only the first report is sent."""
         if not self._has_reported:
             self._has_reported = True
@@ -146,7 +148,7 @@ class Order:
         self._rejections = [*self._rejections[-1:], self.rejected]
         self.store_exchange.post_rejections(self._rejections)
 
-    def settle(self) -> None:
+    def wait_for_rejections(self) -> None:
         """After a call that this rank has rejected: wait until every rank has rejected it. Raises AllScanOutOfStep if
         they have not within SETTLE_S (or the timeout, if shorter), in which no other process has compiled."""
         assert self.rejected is not None
@@ -191,11 +193,11 @@ class Order:
             return f"rank {self.store_exchange.rank} has waited in vain for another one"
         return self.store_exchange.fault()
 
-    def _excuse(self, _: Callable[[], int]) -> str | None:
-        """The ``Excuse`` of exchanges that are calls or parts of calls: no rank comes to them after a fault."""
+    def _abort_reason(self, _: Callable[[], int]) -> str | None:
+        """The ``AbortCheck`` of exchanges that are calls or parts of calls: no rank comes to them after a fault."""
         if self.inside and (reason := self._rejected_by_another()):
             return (LOST if self._launched == sum(self.call_counts) else REJECTED) + reason
-        fault = self.fault() or self.store_exchange.leaving()
+        fault = self.fault() or self.store_exchange.rank_in_close()
         return fault and LOST + fault
 
     def _explained(self, problem: object) -> str:
@@ -203,14 +205,14 @@ class Order:
         fault = self.fault()
         return f"{problem}. {REMEDY}." if fault is None or fault in str(problem) else f"{problem}; {fault}. {REMEDY}."
 
-    def excuse_after_fault(self, kind: str, times: float) -> Excuse:
-        """The ``Excuse`` of an exchange that ranks enter after a fault, too. It ends the exchange with a decision that
-        begins with ``kind`` once this rank has known of a fault for ``times`` the timeout + GRACE_S, in which no other
-        process has compiled."""
+    def abort_after_fault(self, kind: str, times: float) -> AbortCheck:
+        """The ``AbortCheck`` of an exchange that ranks enter after a fault, too. It ends the exchange with a decision
+        that begins with ``kind`` once this rank has known of a fault for ``times`` the timeout + GRACE_S, in which no
+        other process has compiled."""
         known: float | None = None
         limit = times * self._timeout + GRACE_S
 
-        def excuse(missing: Callable[[], int]) -> str | None:
+        def abort_check(missing: Callable[[], int]) -> str | None:
             nonlocal known
             fault = self.fault()
             if fault is None and self.rejected is not None:
@@ -225,7 +227,7 @@ class Order:
                 return None
             return f"{kind}rank {missing()} (global) did not come within {limit:g} s after a fault: {fault}"
 
-        return excuse
+        return abort_check
 
     def exchange(self, value: Any, what: str) -> list[Any]:
         """Return every rank's ``value`` in rank order. Collective on the host: waits for all ranks of the group.
@@ -240,7 +242,7 @@ class Order:
             # a rank that is interrupted in a call rejects it on all ranks, unless this one has launched in it
             rejects = self.inside and self._launched != sum(self.call_counts)
             kind = REJECTED if rejects else FAILED
-            answers = self.store_exchange.exchange(mine, what, self._excuse, within=within, if_interrupted=kind)
+            answers = self.store_exchange.exchange(mine, what, self._abort_reason, within=within, if_interrupted=kind)
         except AllScanRejected:
             raise  # this rank rejects the call, too
         except AllScanOutOfStep as problem:  # ranks are at different calls: this rank must not continue
@@ -309,7 +311,7 @@ class Order:
             rejects = self.inside and self._launched != sum(self.call_counts)  # as in exchange()
             of_rank = REJECTED if rejects else FAILED
             answers = self.store_exchange.exchange(
-                mine, f"launch {number}", self._excuse, within=within, if_interrupted=of_rank
+                mine, f"launch {number}", self._abort_reason, within=within, if_interrupted=of_rank
             )
         except AllScanRejected:
             raise  # this rank rejects the call, too

@@ -72,7 +72,7 @@ class _Call(tuple[Any, ...]):
         if order.inside is not None:
             comm.end_interrupted()
         if order.rejected is not None:
-            order.settle()
+            order.wait_for_rejections()
         try:
             order.inside, order.everywhere, order.reverse, order.stamp = sys._getframe(1), False, reverse, 0
             order.call_counts[reverse] += 1

@@ -336,7 +336,7 @@ class Communicator(Calls):
         if self._closed:
             self.check()
         self._drain()
-        excuse = self.order.excuse_after_fault(FAILED, 2)
+        abort_check = self.order.abort_after_fault(FAILED, 2)
         gc.collect()  # AllScans that only an exception's frames hold, on some ranks
         scans = sorted(self.collectives, key=lambda scan: scan.number)
         store_exchange = self.order.store_exchange
@@ -344,7 +344,7 @@ class Communicator(Calls):
             # another rank may have learnt of the fault just now, in another call: it comes to resync() next
             with contextlib.suppress(AllScanOutOfStep, AllScanRejected):
                 mine = self._steps(), [tuple(scan.spec) for scan in scans], is_desynchronized(self.group)
-                answers = store_exchange.exchange(mine, "Communicator.resync", excuse)
+                answers = store_exchange.exchange(mine, "Communicator.resync", abort_check)
                 steps, specs, failed = zip(*answers, strict=True)
                 break
         if len(set(steps)) > 1:
@@ -368,7 +368,7 @@ class Communicator(Calls):
             scan._reset()
         self._drain()
         self.order.restart()
-        store_exchange.exchange(None, "the end of Communicator.resync", self.order.excuse_after_fault(FAILED, 1))
+        store_exchange.exchange(None, "the end of Communicator.resync", self.order.abort_after_fault(FAILED, 1))
 
     def _steps(self) -> int:
         """Number of calls of ``step``, including replays of CUDA graphs. Waits."""
@@ -455,12 +455,12 @@ class Communicator(Calls):
         if self.size == 1:
             return () if alone else (order.describe_call_counts(),)
         if alone:
-            order.report(alone)
+            order.report_reason(alone)
             order.store_exchange.abandon(alone)
             return ()
         why = f", rejected {order.rejected[0]}" if order.rejected else ""
-        excuse = order.excuse_after_fault(LOST, 1)
-        return tuple(order.store_exchange.exchange(order.describe_call_counts() + why, CLOSE, excuse, last=True))
+        abort_check = order.abort_after_fault(LOST, 1)
+        return tuple(order.store_exchange.exchange(order.describe_call_counts() + why, CLOSE, abort_check, last=True))
 
     def __enter__(self) -> Communicator:
         return self

@@ -26,7 +26,7 @@ GRACE_S = 5.0  # additional time that the others wait for rank 0, which waits fo
 # Polls come at an eighth of the wait so far, between these bounds; those of 32 ranks and more are longer in proportion
 SHORTEST_S, LONGEST_S = 2e-5, 5e-3
 TELL_S = 1.0  # a rank that waits longer tells the others where it waits
-EXCUSE_S = 0.2  # interval at which a waiting rank checks whether another rank has reported that it will not come
+ABORT_CHECK_S = 0.2  # interval at which a waiting rank checks whether another rank has reported that it will not come
 
 # Prefixes of decisions. REJECTED: a rank has rejected the call of the exchange. LOST: the order of calls is lost
 _DONE, FAILED, REJECTED, LOST, ABANDONED = "done ", "failed ", "rejected ", "lost ", "abandoned "
@@ -35,12 +35,12 @@ CLOSE = "Communicator.close"  # name of the last exchange of a communicator
 
 _WAITS = "allscan/waits/"  # with a global rank, the key of (name of the StoreExchange, name of the call) of its wait
 
-# excuse(missing): a decision that ends the exchange, or None to wait on. missing(): a rank that has not come
-Excuse = Callable[[Callable[[], int]], str | None]
+# abort_check(missing): a decision that ends the exchange, or None to wait on. missing(): a rank that has not come
+AbortCheck = Callable[[Callable[[], int]], str | None]
 
 _world: dist.ProcessGroup | None = None  # torch.distributed's default group to which the next three belong
 _exchanges: dict[str, int] = {}  # name of a StoreExchange -> number of its exchanges, equal on all its ranks
-_told: list[str] = []  # keys that say where this process has waited in vain, until its next exchange
+_wait_keys: list[str] = []  # keys that say where this process has waited in vain, until its next exchange
 _absent: set[int] = set()  # global ranks that missed the last exchange at which they were expected
 
 
@@ -99,7 +99,7 @@ class StoreExchange:
             if _world is not dist.group.WORLD:  # torch.distributed was restarted
                 _world = dist.group.WORLD
                 _exchanges.clear()
-                _told.clear()
+                _wait_keys.clear()
                 _absent.clear()
         self._counts = _exchanges
 
@@ -122,7 +122,7 @@ class StoreExchange:
                 return name, number, decision
             self._end(store, name, number)
 
-    def leaving(self) -> str | None:
+    def rank_in_close(self) -> str | None:
         """A text that names another rank if one waits in the last exchange; else None. Does not wait."""
         if self.size > 1:
             with contextlib.suppress(dist.DistError, StoreGone):
@@ -136,15 +136,15 @@ class StoreExchange:
         self,
         value: Any,
         what: str,
-        excuse: Excuse | None = None,
+        abort_check: AbortCheck | None = None,
         last: bool = False,
         within: float | None = None,
         if_interrupted: str = FAILED,
     ) -> list[Any]:
         """Return every rank's ``value``, in rank order. Raises AllScanOutOfStep unless ``what`` is equal on all ranks.
 
-        ``excuse``: polled while this rank waits; its result is a decision that ends the exchange on all ranks. They
-        raise AllScanRejected if it begins with REJECTED, AllScanOutOfStep if it begins with LOST. last: whether this is
+        ``abort_check``: polled while this rank waits; its result is a decision that ends the exchange on all ranks,
+        which raise AllScanRejected if it begins with REJECTED, AllScanOutOfStep if with LOST. last: whether this is
         the last exchange of this StoreExchange, after which processes may end. After AllScanHostTimeout it can be made
         again; after any other end, making it again has the same result. within: time limit in seconds; default
         max(EXCHANGE_TIMEOUT_S, timeout). if_interrupted: how the decision begins if this rank is interrupted,
@@ -168,7 +168,7 @@ class StoreExchange:
                     else:
                         store.set(f"{base}came", str(self.rank))
                     store.set(f"{base}{self.rank}", word)
-                    decision = self._decision(store, base, what, excuse, within)
+                    decision = self._decision(store, base, what, abort_check, within)
                 except BaseException as error:
                     kind = FAILED if isinstance(error, RuntimeError) else if_interrupted
                     own = f"{kind}rank {self.ranks[self.rank]} (global) was interrupted by {type(error).__name__}"
@@ -207,7 +207,9 @@ class StoreExchange:
                 decision = self._decide(self.store, f"allscan/{name}/{number}/", why)
                 self._end(self.store, name, number, decision, last=True)
 
-    def _decision(self, store: dist.Store, base: str, what: str, excuse: Excuse | None, within: float | None) -> str:
+    def _decision(
+        self, store: dist.Store, base: str, what: str, abort_check: AbortCheck | None, within: float | None
+    ) -> str:
         """Wait for the decision and return it. O(1) requests to the store per rank and poll; O(size) to find a missing
         rank."""
 
@@ -218,7 +220,7 @@ class StoreExchange:
         if _absent & set(self.ranks):
             limit = min(limit, ABSENT_TIMEOUT_S)
         keys = [f"{base}{rank}" for rank in range(self.size)]
-        if _told:
+        if _wait_keys:
             _forget_waits(store)
         begun, told = time.monotonic(), False
         grace = GRACE_S if self.rank else 0.0
@@ -235,23 +237,23 @@ class StoreExchange:
                 absent = missing()
                 own = f"{FAILED}rank {absent} (global) did not come within {limit:g} s{self._elsewhere(store, absent)}"
                 _absent.add(absent)
-            elif time.monotonic() - looked > EXCUSE_S:
+            elif time.monotonic() - looked > ABORT_CHECK_S:
                 looked = time.monotonic()
                 if looked > deadline - limit / 4 and another_compiles(store):  # several kernels, with pauses
                     deadline = looked + limit / 4 + grace
-                own = excuse(missing) if excuse is not None else None
+                own = abort_check(missing) if abort_check is not None else None
             if own:
                 decision = store.compare_set(f"{base}decision", "", own).decode()
                 break
             waited = time.monotonic() - begun
             if not told and waited > TELL_S:
                 told = True
-                _told.append(f"{_WAITS}{self.ranks[self.rank]}")
+                _wait_keys.append(f"{_WAITS}{self.ranks[self.rank]}")
                 store.set(f"{_WAITS}{self.ranks[self.rank]}", json.dumps((self.name, what)))
             time.sleep(min(max(SHORTEST_S * many, waited / 8), LONGEST_S * many))
         if decision.startswith(_DONE):
             _absent.difference_update(self.ranks)
-            if _told:
+            if _wait_keys:
                 _forget_waits(store)
         return decision
 
@@ -346,10 +348,10 @@ class StoreExchange:
 
 
 def _forget_waits(store: dist.Store) -> None:
-    """Delete the keys of _told. Another thread may do so at the same time. An exchange succeeds without it."""
+    """Delete the keys of _wait_keys. Another thread may do so at the same time. An exchange succeeds without it."""
     with contextlib.suppress(IndexError, dist.DistError, StoreGone):
         while True:
-            store.delete_key(_told.pop())
+            store.delete_key(_wait_keys.pop())
 
 
 def _as_tuples(value: object) -> Any:

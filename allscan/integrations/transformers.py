@@ -37,7 +37,7 @@ from .transformers_layers import (
     name_of_cache,
     softmax_forward,
 )
-from .transformers_sequence import BY_POSITIONS, Alike, Asked, SplitSequence, agree_sequence
+from .transformers_sequence import BY_POSITIONS, Alike, SequenceOptions, SplitSequence, agree_sequence
 
 with needing(__name__, "transformers"):
     from transformers import PreTrainedModel
@@ -339,7 +339,7 @@ def _model(
     B, T = x.shape[:2]
     labels = options.pop(LABELS, None)
     alike = Alike(model, x.device.type, labels, *(options.get(name) for name in ("num_items_in_batch", "shift_labels")))
-    asked = Asked(B, T, cu_seqlens, zigzag, per_document, attention, inner, home, alike)
+    asked = SequenceOptions(B, T, cu_seqlens, zigzag, per_document, attention, inner, home, alike)
     sequence, wanted_by_any = agree_sequence(comm, asked, position_ids, wanted, told, kernel)
     if wanted_by_any and not wanted and torch.is_grad_enabled():
         # another rank's embeddings are trained: with all else frozen this rank would run no backward

@@ -163,7 +163,7 @@ def _differing(told: Sequence[tuple[Any, object]]) -> str:
     return differing([(*some, ("num_items_in_batch", count)) for some, count in zip(pairs, counts, strict=True)])
 
 
-class Asked(NamedTuple):
+class SequenceOptions(NamedTuple):
     """A rank's tokens and options, before the exchange with the other ranks."""
 
     B: int
@@ -178,7 +178,7 @@ class Asked(NamedTuple):
 
 
 def agree_sequence(
-    comm: Communicator, asked: Asked, position_ids: Tensor | None, wanted: Any, stamp: Any, kernel: int
+    comm: Communicator, asked: SequenceOptions, position_ids: Tensor | None, wanted: Any, stamp: Any, kernel: int
 ) -> tuple[SplitSequence, bool]:
     """Exchange the ranks' tokens and check them: (the sequence, whether any rank's embeddings need a gradient).
 

@@ -191,7 +191,7 @@ def _prepare(comm: Communicator, key: tuple, inputs: ScanInputs, reverse: bool, 
     if not (part.of_halo or part.adjoint or descending):
         how = "zigzag" if part.half else "contiguous", reverse, initial_state is None
         agree = "allscan", *zip(("layout", "reverse", "initial_state is None"), how, strict=True)
-    deferred, looked = None, False
+    deferred, values_checked = None, False
     try:
         check_scan(inputs, None, comm.device)
         if out is not None:
@@ -200,10 +200,10 @@ def _prepare(comm: Communicator, key: tuple, inputs: ScanInputs, reverse: bool, 
             check_out(inputs)
         if key[-1] == 2:
             raise ValueError(NOT_SAVEABLE)
-        looked = not (part.half or part.adjoint or part.of_halo or comm.streams.capturing()) and (
+        values_checked = not (part.half or part.adjoint or part.of_halo or comm.streams.capturing()) and (
             comm.debug or (shape, agree) not in comm.agreed.arguments  # as looks_at_gates
         )
-        if looked:
+        if values_checked:
             check_decay(inputs.decay, state.shape, comm.device, values=True)
     except (TypeError, ValueError) as error:
         deferred = DeferredError(error)
@@ -212,7 +212,7 @@ def _prepare(comm: Communicator, key: tuple, inputs: ScanInputs, reverse: bool, 
             variant = ScanVariant(transition_tile(shape[-2]))
         else:
             variant = ScanVariant(algorithm=comm.topology.algorithm_for(4 * math.prod(shape)))
-    scan = get_or_create_scan(comm, shape, agree, deferred, at_first=looked, variant=variant)
+    scan = get_or_create_scan(comm, shape, agree, deferred, first_call_only=values_checked, variant=variant)
     prepared = scan.launcher.prepared_scan(key, inputs, reverse, part.adjoint, part.adjoint)
     comm.calls.remember((key, reverse, part), prepared)
     return prepared
@@ -271,10 +271,10 @@ def scan_zigzag(
         ascending, descending, *rest = (x if t is None else t for x, t in zip(operands, found, strict=True))
         decays, transitions, initial_state = rest[:2], rest[2:4], rest[4]
     prev = scan_once(comm, ScanInputs(ascending, decays[0], transitions[0], initial_state), False, part=part)
-    handed = None
+    outgoing_state = None
     if comm.rank == comm.size - 1:  # where the ascending scan ends, and the descending one begins
-        handed = outgoing(ScanInputs(ascending, decays[0], transitions[0]), prev)
-    found = prev, scan_once(comm, ScanInputs(descending, decays[1], transitions[1], handed), True, part=part)
+        outgoing_state = outgoing(ScanInputs(ascending, decays[0], transitions[0]), prev)
+    found = prev, scan_once(comm, ScanInputs(descending, decays[1], transitions[1], outgoing_state), True, part=part)
     # the last rank then runs the same backward scans as the others, also if only one result is used
     return JoinBackward.apply(None, *found) if wanted else found
 

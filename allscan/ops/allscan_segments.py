@@ -181,8 +181,8 @@ def _scan_zigzag(scans: SegmentScans, parts: list[Segments], initial_state: Any)
         *inputs, initial_state = [x if t is None else t for x, t in zip(inputs, found, strict=True)]
         parts = [Segments(*inputs[:3]), Segments(*inputs[3:])]
     ascending, passed = _scan(scans, parts[0], initial_state, Direction())
-    handed = passed if scans.is_first(True) else None
-    descending, left = _scan(scans, parts[1], handed, Direction(reverse=True))
+    outgoing_state = passed if scans.is_first(True) else None
+    descending, left = _scan(scans, parts[1], outgoing_state, Direction(reverse=True))
     results = (ascending, descending, passed, left)
     if wanted:
         results = JoinBackward.apply(None, *results)

@@ -21,7 +21,7 @@ from ..launch.plan import Buffer, Plan
 from ..launch.streams import SCANS
 from ..scan.agreement import ScanVariant, get_or_create_scan
 from ..scan.collective import AllScan
-from ..scan.launcher import ChannelUse, Scanned
+from ..scan.launcher import ChannelUse, ScanBuffers
 from ..scan.segment_launches import dense_blocks
 from ..scan.two_way import record_two_way, two_way_channels, two_way_scan
 from ..tokens.packing import CHUNK_TOKENS
@@ -33,7 +33,7 @@ C = TypeVar("C", bound="AllScanCarrier")
 HOP_US, WORD_US = 2.0, 1.5e-5
 
 
-class Carried(NamedTuple):
+class CarriedState(NamedTuple):
     """Arguments of a scan over the ranks: tensors, or plan buffers in place of tensors. Each rank multiplies its
     incoming state by its decay or transition; by 0 if it has neither, or if ``passes`` is False.
 
@@ -60,7 +60,7 @@ class StateCarrier(Protocol):
         agree: tuple[Any, ...] | None = None,
         deferred: DeferredError | None = None,
         *,
-        at_first: bool = False,
+        first_call_only: bool = False,
     ) -> Any:
         """Prepare forward calls of this shape, before the first of them; see agreement.get_or_create_scan. Returns
         ``prepared`` for ``pending``."""
@@ -69,7 +69,7 @@ class StateCarrier(Protocol):
         """Return a context manager for ``carry``, used as ``with ... as join``. Kernels launched on the current stream
         after join() see the result; kernels launched before join() may overlap. Each priority has its own stream."""
 
-    def carry(self, carried: Carried, reverse: bool, zigzag: bool) -> None:
+    def carry(self, carried: CarriedState, reverse: bool, zigzag: bool) -> None:
         """Launch the scan; with ``reverse`` (the backward pass) from the last rank to the first."""
 
     def neighbours(self, shape: tuple[int, ...], zigzag: bool) -> tuple[bool, bool]:
@@ -78,7 +78,7 @@ class StateCarrier(Protocol):
         may alias ``state``. A carry that does not send must not read state and decay, which may be written while it
         runs. If it would neither wait nor send, as on one rank, ``carry`` is not called."""
 
-    def record(self, plan: Plan, carried: Carried, reverse: bool, zigzag: bool) -> None:
+    def record(self, plan: Plan, carried: CarriedState, reverse: bool, zigzag: bool) -> None:
         """Record ``carry`` in a plan whose context at run time is this carrier: by ``record_call``, or by a faster
         method."""
 
@@ -90,12 +90,12 @@ class StateCarrier(Protocol):
         """Return the PendingBackward records of a forward call. ``prepared``: the result of ``prepare``."""
 
 
-def record_call(plan: Plan, carried: Carried, reverse: bool, zigzag: bool) -> None:
+def record_call(plan: Plan, carried: CarriedState, reverse: bool, zigzag: bool) -> None:
     """Record a call of ``carry``."""
     buffers: dict[str, Buffer] = {name: x for name, x in carried._asdict().items() if isinstance(x, Buffer)}
 
     def carry(carrier: StateCarrier, *tensors: Tensor) -> None:
-        carrier.carry(Carried(**carried._asdict() | dict(zip(buffers, tensors, strict=True))), reverse, zigzag)
+        carrier.carry(CarriedState(**carried._asdict() | dict(zip(buffers, tensors, strict=True))), reverse, zigzag)
 
     plan.call_python(carry, *buffers.values())
 
@@ -121,7 +121,7 @@ class AllScanCarrier:
         agree: tuple[Any, ...] | None = None,
         deferred: DeferredError | None = None,
         *,
-        at_first: bool = False,
+        first_call_only: bool = False,
     ) -> AllScan:
         if self._dense:
             variant = ScanVariant(None if shape is None else transition_tile(shape[-2]))
@@ -129,7 +129,7 @@ class AllScanCarrier:
             # A scan program blocks large programs of other kernels from its multiprocessor, so use half of max_ctas
             algorithm = "chain" if shape is None else self.comm.topology.algorithm_for(4 * math.prod(shape))
             variant = ScanVariant(None, max(1, self.comm.max_ctas // 2), algorithm)
-        return get_or_create_scan(self.comm, shape, agree, deferred, at_first, variant)
+        return get_or_create_scan(self.comm, shape, agree, deferred, first_call_only, variant)
 
     def stream(self, priority: int = SCANS) -> AbstractContextManager[Callable[[], None]]:
         return self.comm.streams.side(priority)
@@ -139,14 +139,14 @@ class AllScanCarrier:
             return True, True
         return self.comm.rank > 0, self.comm.rank < self.comm.size - 1
 
-    def record(self, plan: Plan, carried: Carried, reverse: bool, zigzag: bool) -> None:
+    def record(self, plan: Plan, carried: CarriedState, reverse: bool, zigzag: bool) -> None:
         scan = self._scan(carried.state.shape)
         aligned = not zigzag or math.prod(scan.shape[:-1]) % 4 == 0  # second halves begin at multiples of 16 bytes
         if not aligned or scan.algorithm != "chain":
             record_call(plan, carried, reverse, zigzag)
             return
 
-        def half(i: int) -> Scanned:
+        def half(i: int) -> ScanBuffers:
             """The buffers of one half of the tokens; without zigzag, of all."""
 
             def part(x: Buffer) -> Buffer:
@@ -154,7 +154,7 @@ class AllScanCarrier:
 
             factors = (carried.decay, carried.transition) if carried.passes[i] else ()
             fwd_epoch = plan.view(carried.fwd_epoch, 2 * i, 1)
-            return Scanned(part(carried.state), part(carried.out), fwd_epoch, *(x and part(x) for x in factors))
+            return ScanBuffers(part(carried.state), part(carried.out), fwd_epoch, *(x and part(x) for x in factors))
 
         if zigzag:
             first, second = (1, 0) if reverse else (0, 1)  # in backward the ascending scan is that of the second halves
@@ -165,7 +165,7 @@ class AllScanCarrier:
     def _scan(self, shape: Sequence[int]) -> AllScan:
         return self.prepare((shape[1] * shape[2], *shape[3:]))
 
-    def carry(self, carried: Carried, reverse: bool, zigzag: bool) -> None:
+    def carry(self, carried: CarriedState, reverse: bool, zigzag: bool) -> None:
         scan, out, fwd_epoch = self._scan(carried.state.shape), carried.out, carried.fwd_epoch
         halves = [self._half(carried, i) for i in range(1 + zigzag)]
         self.comm.order.stamp = carried.stamp
@@ -180,7 +180,7 @@ class AllScanCarrier:
             state, decay, *_ = halves[0]
             scan.scan(state, decay, reverse=reverse, out=out.view(scan.shape), channel=channel)
 
-    def _half(self, carried: Carried, i: int) -> ScanInputs:
+    def _half(self, carried: CarriedState, i: int) -> ScanInputs:
         state, *factors = (
             None if x is None else x[i].flatten(0, 1) for x in (carried.state, carried.decay, carried.transition)
         )
@@ -208,10 +208,10 @@ class InOrderCarrier(AllScanCarrier):
         agree: tuple[Any, ...] | None = None,
         deferred: DeferredError | None = None,
         *,
-        at_first: bool = False,
+        first_call_only: bool = False,
     ) -> AllScan:
         tile = transition_tile(shape[-2]) if self._dense and shape is not None else None
-        return get_or_create_scan(self.comm, shape, agree, deferred, at_first, ScanVariant(tile))
+        return get_or_create_scan(self.comm, shape, agree, deferred, first_call_only, ScanVariant(tile))
 
     def record_segments(
         self, plan: Plan, kernel: Any, buffers: Sequence[Buffer | None], use: ChannelUse, **fixed: Any
@@ -244,12 +244,12 @@ class InOrderCarrier(AllScanCarrier):
         incoming state of the second."""
         *outgoing, fwd_epoch = back
         halves, reverse = len(outgoing), fixed["REVERSE"]
-        handed = None
+        outgoing_state = None
         for i in range(halves):
             half, against = halves - 1 - i if reverse else i, i == 1 if halves == 2 else reverse
-            segment_buffers = *buffers, handed, outgoing[half], plan.view(fwd_epoch, 2 * half, 1)
+            segment_buffers = *buffers, outgoing_state, outgoing[half], plan.view(fwd_epoch, 2 * half, 1)
             self.record_segments(plan, kernel, segment_buffers, ChannelUse(against, reverse, stamp), HALF=half, **fixed)
-            handed = outgoing[half] if self.comm.rank == self.comm.size - 1 else None
+            outgoing_state = outgoing[half] if self.comm.rank == self.comm.size - 1 else None
 
 
 def check_invariant(comm: Communicator, invariant: object, zigzag: int) -> int:

@@ -55,20 +55,20 @@ def check_first(
     with a signature, or in debug mode at every call. Then add the signature to ``comm.checked``.
 
     ``check()`` raises TypeError or ValueError for arguments that are wrong on this rank. ``prepare(shape, agree,
-    deferred, at_first=)`` calls ``get_or_create_scan``. ``check_gates`` reads the gates at the first call with the
-    same shape and agree.
+    deferred, first_call_only=)`` calls ``get_or_create_scan``. ``check_gates`` reads the gates at the first call with
+    the same shape and agree.
     """
     signature, shape, agree, tokens = first
-    deferred, looked = None, False
+    deferred, values_checked = None, False
     try:
         check()
-        looked = looks_at_gates(comm, shape, agree)
-        if looked:
+        values_checked = looks_at_gates(comm, shape, agree)
+        if values_checked:
             with without_dispatch_modes():  # recomputation in selective checkpointing does not check again
                 check_gates("g", g, tokens)
     except (TypeError, ValueError) as error:
         deferred = DeferredError(error)
-    prepare(shape, agree, deferred, at_first=looked)
+    prepare(shape, agree, deferred, first_call_only=values_checked)
     comm.checked.remember(signature)
 
 

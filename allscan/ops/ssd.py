@@ -125,7 +125,7 @@ def zeco_ssd(
         steps = _Steps(dt_softplus, dt_limit)
         invariant = comm.invariant if invariant is None else invariant
         where = cu_seqlens, first_token, layout, per_document
-        asked = _Asked(chunk_size, initial_states, *where, chunk_scan, invariant, of_all)
+        asked = _CallOptions(chunk_size, initial_states, *where, chunk_scan, invariant, of_all)
         zigzag, cu_seqlens, first_token = _prepare(comm, inputs, steps, asked)
         # kernels of a chunk scan read memory and ignore the negative bit
         x, A, B, C = (t.resolve_neg() for t in (x, A, B, C))
@@ -263,7 +263,7 @@ class _Steps(NamedTuple):
         return (F.softplus(d) if self.softplus else d).clamp(*self.limit)
 
 
-class _Asked(NamedTuple):
+class _CallOptions(NamedTuple):
     """Unchecked options of a call, as the caller passes them: see ``zeco_ssd``."""
 
     chunk_size: Any
@@ -278,13 +278,13 @@ class _Asked(NamedTuple):
 
 
 def _prepare(
-    comm: Communicator, inputs: dict[str, Any], steps: _Steps, asked: _Asked
+    comm: Communicator, inputs: dict[str, Any], steps: _Steps, asked: _CallOptions
 ) -> tuple[int, tuple[int, ...] | None, int | None]:
     """Run all checks; return (zigzag, cu_seqlens on the host, first_token). A first call is collective on the host."""
     deferred = shape = None
     agree: Any = None
     chunk_size, initial_states, cu_seqlens, first_token, layout, per_document, chunk_scan, invariant, of_all = asked
-    looked, boundaries, dt_limit = False, cu_seqlens, steps.limit
+    values_checked, boundaries, dt_limit = False, cu_seqlens, steps.limit
     try:
         zigzag = zigzag_of(layout, per_document, cu_seqlens)
         cu_seqlens = None if cu_seqlens is None else own_boundaries(cu_seqlens)
@@ -314,8 +314,8 @@ def _prepare(
         check_packed(comm, cu_seqlens, x.shape[1], first_token, zigzag)
         if chunk_scan is not None and not callable(chunk_scan):
             raise TypeError(f"chunk_scan must be a function, got {type(chunk_scan).__name__}")
-        looked = looks_at_gates(comm, shape, agree)
-        if looked:
+        values_checked = looks_at_gates(comm, shape, agree)
+        if values_checked:
             with torch.no_grad(), without_dispatch_modes():
                 A = inputs["A"].float()
                 check_gates("A", A[None, None], 1)
@@ -323,7 +323,9 @@ def _prepare(
     except (TypeError, ValueError) as error:
         deferred = DeferredError(error)
     algorithm = "chain" if shape is None or invariant else comm.topology.algorithm_for(4 * math.prod(shape))
-    get_or_create_scan(comm, shape, agree, deferred, at_first=looked, variant=ScanVariant(algorithm=algorithm))
+    get_or_create_scan(
+        comm, shape, agree, deferred, first_call_only=values_checked, variant=ScanVariant(algorithm=algorithm)
+    )
     compare_values(comm, boundaries, cu_seqlens)
     lengths = None if cu_seqlens is None else boundaries_on_host(cu_seqlens)
     comm.order.stamp = stamp(lengths, *agree)
@@ -331,7 +333,7 @@ def _prepare(
 
 
 def _in_order(
-    comm: Communicator, inputs: dict[str, Any], spans: list[TokenRange], zigzag: int, steps: _Steps, asked: _Asked
+    comm: Communicator, inputs: dict[str, Any], spans: list[TokenRange], zigzag: int, steps: _Steps, asked: _CallOptions
 ) -> tuple[Tensor, Tensor]:
     """Compute (y, final_states) with ``invariant``. Every function of tokens is called for one segment of one batch
     entry."""

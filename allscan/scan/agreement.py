@@ -25,7 +25,7 @@ def get_or_create_scan(
     shape: Any,
     agree: tuple[Any, ...] | None = None,
     deferred: DeferredError | None = None,
-    at_first: bool = False,
+    first_call_only: bool = False,
     variant: ScanVariant = CHAIN,
 ) -> AllScan:
     """The cached AllScan of ``comm`` for a shape and variant. The first call constructs it and is collective.
@@ -38,14 +38,14 @@ def get_or_create_scan(
         deferred: the error of this rank's invalid arguments. This function raises it. At a first call the other ranks,
             which are about to construct the workspace, raise ValueError with it, as they do if ``shape`` or ``agree``
             differ. An error without a shape counts as one of a first call until there has been another call.
-        at_first: the error belongs to a check made only at a first call with ``agree``; all ranks are in such a call.
+        first_call_only: the error is of a check made at first calls with ``agree`` only: all ranks are in such a call.
     """
     comm.check()
     scans, arguments = comm.agreed.scans, comm.agreed.arguments
     shape = None if shape is None else tuple(shape)
     key = shape, variant
     always = comm.debug and agree is not None
-    if deferred is not None and not (at_first or always) and (key in scans or (shape is None and scans)):
+    if deferred is not None and not (first_call_only or always) and (key in scans or (shape is None and scans)):
         raise deferred.take()
     first = key not in scans or (agree is not None and (shape, agree) not in arguments)
     if first or always:

@@ -61,7 +61,7 @@ class ChannelUse(NamedTuple):
     stamp: int  # of the call, see tags.stamp
 
 
-class Scanned(NamedTuple):
+class ScanBuffers(NamedTuple):
     """The buffers of a scan in a plan: ``state`` [..., K, V] with a decay [..., K] or a transition [..., K, K]. With
     neither, the decay is 0. fwd_epoch: see AllScan.channel."""
 
@@ -218,7 +218,9 @@ class Launcher:
         reverse, adjoint, stamp = use
         self.after_launch(launch(*tensors[:-1], self.channel(reverse, tensors[-1], adjoint, stamp)))
 
-    def record_scan(self, plan: Plan, buffers: Scanned, use: ChannelUse, initial_state: Buffer | None = None) -> None:
+    def record_scan(
+        self, plan: Plan, buffers: ScanBuffers, use: ChannelUse, initial_state: Buffer | None = None
+    ) -> None:
         """Record a scan in a plan, which runs inside a call of the communicator. initial_state: like the state, on the
         first rank in the direction of the scan."""
         if self.rails is not None:

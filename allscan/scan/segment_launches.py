@@ -23,7 +23,7 @@ from ..shmem_kernels.segments import (
     segments_kernel,
 )
 from .collective import AllScan
-from .launcher import ChannelUse, Scanned
+from .launcher import ChannelUse, ScanBuffers
 
 
 class Segments(NamedTuple):
@@ -98,7 +98,7 @@ class SegmentScans:
             self.comm._look_for_nan("allscan_segments()", incoming=incoming, outgoing=outgoing)
         return incoming, outgoing
 
-    def record(self, plan: Plan, segment: Scanned, outgoing: Buffer, use: ChannelUse) -> None:
+    def record(self, plan: Plan, segment: ScanBuffers, outgoing: Buffer, use: ChannelUse) -> None:
         """Record a scan over one segment in a plan, which also writes the outgoing state. Transitions are not
         transposed."""
         state, out, fwd_epoch, decay, transition = segment

@@ -12,7 +12,7 @@ from ..base.checks import ScanInputs, Shift
 from ..launch.plan import Plan
 from ..shmem_kernels.channel import Channel
 from .collective import AllScan
-from .launcher import ChannelUse, Scanned
+from .launcher import ChannelUse, ScanBuffers
 from .segment_launches import SegmentScans
 
 
@@ -37,16 +37,18 @@ def two_way_scan(
     for_ascending, for_descending = channels or (None, None)
     state, decay, transition, initial_state, _ = ascending
     prev = scan.scan(state, decay, initial_state=initial_state, transition=transition, channel=for_ascending)
-    handed = None
+    outgoing_state = None
     if scan.comm.rank == scan.comm.size - 1:
-        handed = outgoing(ascending, prev)
+        outgoing_state = outgoing(ascending, prev)
     state, decay, transition, *_ = descending
-    back = scan.scan(state, decay, initial_state=handed, transition=transition, reverse=True, channel=for_descending)
+    back = scan.scan(
+        state, decay, initial_state=outgoing_state, transition=transition, reverse=True, channel=for_descending
+    )
     return prev, back
 
 
 def record_two_way(
-    plan: Plan, scan: AllScan, ascending: Scanned, descending: Scanned, adjoint: bool, stamp: int
+    plan: Plan, scan: AllScan, ascending: ScanBuffers, descending: ScanBuffers, adjoint: bool, stamp: int
 ) -> None:
     """Record ``two_way_scan`` in a plan, which runs inside a call of the communicator.
 
@@ -56,13 +58,13 @@ def record_two_way(
     """
     upwards = ChannelUse(False, adjoint, stamp)
     last = scan.comm.rank == scan.comm.size - 1
-    handed = ascending.state if last else None
+    outgoing_state = ascending.state if last else None
     if last and (ascending.decay or ascending.transition):
-        handed = plan.scratch(*scan.shape)
-        SegmentScans.of(scan).record(plan, ascending, handed, upwards)
+        outgoing_state = plan.scratch(*scan.shape)
+        SegmentScans.of(scan).record(plan, ascending, outgoing_state, upwards)
     else:
         scan.launcher.record_scan(plan, ascending, upwards)
-    scan.launcher.record_scan(plan, descending, ChannelUse(True, adjoint, stamp), handed)
+    scan.launcher.record_scan(plan, descending, ChannelUse(True, adjoint, stamp), outgoing_state)
 
 
 def two_way_channels(scan: AllScan, fwd_epoch: Tensor, adjoint: bool) -> tuple[Channel, Channel]:

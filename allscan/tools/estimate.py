@@ -17,7 +17,7 @@ import torch
 from ..base.checks import integer
 from ..base.tiling import H100_MULTIPROCESSORS, cdiv, scan_tile, transition_tile
 from ..launch.plan import Plan
-from ..ops.carrier import Carried, record_call
+from ..ops.carrier import CarriedState, record_call
 from ..ops.delta.delta_checks import check_tensors as check_delta
 from ..ops.delta.delta_passes import delta_segment_length
 from ..ops.delta.own_chunks import ChunkPass
@@ -112,7 +112,7 @@ class _Apart:
         """Both neighbours exist."""
         return True, True
 
-    def record(self, plan: Plan, carried: Carried, reverse: bool, zigzag: bool) -> None:
+    def record(self, plan: Plan, carried: CarriedState, reverse: bool, zigzag: bool) -> None:
         """Record a step with the scan's buffers."""
         record_call(plan, carried, reverse, zigzag)
 

@@ -532,7 +532,7 @@ def interrupted_first_call_case(group):
             raise KeyboardInterrupt
 
         if comm.rank == 1:
-            with mock.patch.object(comm.order, "_excuse", interrupt), pytest.raises(KeyboardInterrupt):
+            with mock.patch.object(comm.order, "_abort_reason", interrupt), pytest.raises(KeyboardInterrupt):
                 allscan.allscan(x, comm=comm)
             first = "KeyboardInterrupt"
             store.set("interrupted", "")

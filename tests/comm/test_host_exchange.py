@@ -193,10 +193,10 @@ def test_ranks_that_wait_for_each_other_at_different_calls(monkeypatch):
             assert f"it waited in: call {names[other]}, of another communicator or group" in errors[own]
         monkeypatch.setattr(host_exchange, "EXCHANGE_TIMEOUT_S", 60.0)
         assert together(groups[0], lambda rank: rank.exchange(2, "what")) == [[2, 2]] * 2
-        assert not [key for key in store.words if "waits" in key] and not host_exchange._told
+        assert not [key for key in store.words if "waits" in key] and not host_exchange._wait_keys
     finally:
         host_exchange._absent.clear()
-        host_exchange._told.clear()
+        host_exchange._wait_keys.clear()
 
 
 @pytest.mark.quick

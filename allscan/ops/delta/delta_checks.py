@@ -26,7 +26,7 @@ from ..carrier import AllScanCarrier, check_invariant
 from .delta_passes import delta_segment_length
 from .fla_chunks import KDA, GatedDeltaNet
 from .own_chunks import OwnChunks
-from .records import Asked, Before, Inputs, Options
+from .records import Before, CallOptions, Inputs, Options
 
 RULES: dict[str, KDA | GatedDeltaNet | OwnChunks] = {
     "kda": KDA(),
@@ -40,7 +40,7 @@ CHUNKS = "fla", "allscan"  # values of chunk=
 
 
 def checked(
-    rule: str, before: Before, fields: str, x: Inputs, comm: Communicator, asked: Asked
+    rule: str, before: Before, fields: str, x: Inputs, comm: Communicator, asked: CallOptions
 ) -> tuple[Tensor | None, Options]:
     """Run the checks that need no other rank; return (cu_seqlens, Options)."""
     deferred, cu_seqlens, scale, initial_state = None, None, asked.scale, asked.initial_state

@@ -25,7 +25,7 @@ from .delta_checks import RULES, TITLES, checked, shapes_of
 from .delta_prepared import PreparedDelta, prepare_delta, saved_specs, state_specs, sums_and_chunks
 from .own_chunks import OwnChunks
 from .raw_inputs import Gate, gate, normalized
-from .records import Asked, Before, Inputs, Options, Outer, Saved, SavedStates
+from .records import Before, CallOptions, Inputs, Options, Outer, Saved, SavedStates
 
 BETAS = torch.float32, torch.bfloat16, torch.float16  # dtypes of beta that fla's kernels support
 
@@ -112,7 +112,9 @@ def zeco_kda(
         lower_bound = None  # as in fla: it only restates the guarantee for gates that are not raw
     before = Before(*flags, lower_bound, A_log, dt_bias, state_v_first, chunk)
     rule = "own_kda" if chunk == "allscan" else "safe_kda" if safe_gate else "kda"
-    asked = Asked(scale, initial_state, output_final_state, cu_seqlens, first_token, layout, per_document, invariant)
+    asked = CallOptions(
+        scale, initial_state, output_final_state, cu_seqlens, first_token, layout, per_document, invariant
+    )
     return _call(rule, before, Inputs(q, k, v, g, beta), comm, asked)
 
 
@@ -171,11 +173,13 @@ def zeco_gated_delta_rule(
     flags = use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval
     before = Before(*flags, None, A_log, dt_bias, state_v_first, chunk)
     rule = "own_gated_delta_rule" if chunk == "allscan" else "gated_delta_rule"
-    asked = Asked(scale, initial_state, output_final_state, cu_seqlens, first_token, layout, per_document, invariant)
+    asked = CallOptions(
+        scale, initial_state, output_final_state, cu_seqlens, first_token, layout, per_document, invariant
+    )
     return _call(rule, before, Inputs(q, k, v, g, beta), comm, asked)
 
 
-def _call(rule: str, before: Before, x: Inputs, comm: Communicator, asked: Asked) -> tuple[Tensor, Tensor | None]:
+def _call(rule: str, before: Before, x: Inputs, comm: Communicator, asked: CallOptions) -> tuple[Tensor, Tensor | None]:
     if type(comm) is not Communicator:
         check_communicator(comm)
     if torch.compiler.is_compiling() or (num_dispatch_modes() and recorded()):
@@ -184,7 +188,7 @@ def _call(rule: str, before: Before, x: Inputs, comm: Communicator, asked: Asked
         return _delta(rule, before, x, comm, asked)
 
 
-def _delta(rule: str, before: Before, x: Inputs, comm: Communicator, asked: Asked) -> tuple[Tensor, Any]:
+def _delta(rule: str, before: Before, x: Inputs, comm: Communicator, asked: CallOptions) -> tuple[Tensor, Any]:
     final, of_all = asked.output_final_state, False
     if isinstance(final, str):
         of_all = final = check_final(final, comm)
@@ -250,7 +254,7 @@ def _applied(before: Before, x: Inputs, handle: int) -> Inputs:
     return Inputs(q, k, v, g, beta)
 
 
-def _key(rule: str, before: Before, x: Inputs, comm: Communicator, asked: Asked, of_all: bool) -> tuple | None:
+def _key(rule: str, before: Before, x: Inputs, comm: Communicator, asked: CallOptions, of_all: bool) -> tuple | None:
     """Return the cache key of the call's PreparedDelta, or None if the call needs all checks: Decimal(1), an invalid
     scale, equals 1.0, and NaN equals nothing."""
     scale, bound, layout = asked.scale, before.lower_bound, asked.layout

@@ -20,7 +20,7 @@ from ...shmem_kernels.delta import (
 )
 from ...shmem_kernels.segments import delta_segments_kernel
 from ...tokens.packing import CACHE_SIZE, CHUNK_TOKENS, Layout
-from ..carrier import AllScanCarrier, Carried, InOrderCarrier
+from ..carrier import AllScanCarrier, CarriedState, InOrderCarrier
 from .records import Between, DeltaShape, Ends, IncomingStates, OfOutput, SavedStates, Scratch
 
 PRECISION = {torch.bfloat16: "bf16", torch.float16: "tf32x3", torch.float32: "tf32x3"}  # see gla_plans
@@ -314,7 +314,9 @@ class StatePass:
         passes = 0 in self.layout.passing, int(self.zigzag) in self.layout.passing
         lead = 1 + self.zigzag, self.B, self.H
         own, prev, dense = (x if x is None else plan.view(x, 0, *lead, *x.shape[1:]) for x in (own, prev, dense))
-        carried = Carried(own, prev, saved_states.fwd_epoch, transition=dense, passes=passes, stamp=self.layout.stamp)
+        carried = CarriedState(
+            own, prev, saved_states.fwd_epoch, transition=dense, passes=passes, stamp=self.layout.stamp
+        )
         self.carrier.record(plan, carried, reverse, self.zigzag)
 
     def _carry_in_order(

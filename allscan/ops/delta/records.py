@@ -25,7 +25,7 @@ class Before(NamedTuple):
     chunk: str
 
 
-class Asked(NamedTuple):
+class CallOptions(NamedTuple):
     """Unchecked options of a call, as the caller passes them: see ``zeco_kda``."""
 
     scale: float | None

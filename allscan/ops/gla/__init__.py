@@ -4,6 +4,6 @@
 ``gla_plans``     launch plans: kernels, grids, block sizes and buffers.
 """
 
-from .gla_operator import Asked, zeco_gla, zeco_gla_by
+from .gla_operator import CallOptions, zeco_gla, zeco_gla_by
 
-__all__ = ["Asked", "zeco_gla", "zeco_gla_by"]
+__all__ = ["CallOptions", "zeco_gla", "zeco_gla_by"]

@@ -143,7 +143,7 @@ def zeco_gla(
         of_all = output_final_state = check_final(output_final_state, comm)
     invariant = comm.invariant if invariant is None else invariant
     carrier = InOrderCarrier.of(comm) if invariant else comm.attributes.get("carrier") or AllScanCarrier.of(comm)
-    asked = Asked(
+    asked = CallOptions(
         scale, output_final_state, cu_seqlens, first_token, layout, recompute, per_document, invariant, of_all
     )
     found = zeco_gla_by(carrier, (q, k, v, g, initial_state), asked)
@@ -152,7 +152,7 @@ def zeco_gla(
     return final_of_all(*found, comm, cu_seqlens is not None and not per_document, layout == "zigzag")
 
 
-class Asked(NamedTuple):
+class CallOptions(NamedTuple):
     """Unchecked options of a call, as the caller passes them: see ``zeco_gla``."""
 
     scale: float | None = None
@@ -183,7 +183,7 @@ class Options(NamedTuple):
         return self.zigzag, self.saves, self.invariant
 
 
-def zeco_gla_by(carrier: StateCarrier, tensors: tuple, asked: Asked) -> tuple[Tensor, Tensor | None]:
+def zeco_gla_by(carrier: StateCarrier, tensors: tuple, asked: CallOptions) -> tuple[Tensor, Tensor | None]:
     """Run ``zeco_gla`` on ``tensors`` (q, k, v, g, initial_state); ``carrier`` scans the state over the ranks."""
     comm, (scale, final, cu_seqlens, first, layout, recompute, per_document, invariant, of_all) = carrier.comm, asked
     if torch.compiler.is_compiling() or (num_dispatch_modes() and recorded()):
@@ -222,7 +222,7 @@ def zeco_gla_by(carrier: StateCarrier, tensors: tuple, asked: Asked) -> tuple[Te
 
 
 def _checked(
-    carrier: StateCarrier, tensors: Sequence[Tensor], asked: Asked, saves: bool
+    carrier: StateCarrier, tensors: Sequence[Tensor], asked: CallOptions, saves: bool
 ) -> tuple[Tensor | None, Options]:
     """Run the checks that need no other rank; return (cu_seqlens, Options)."""
     scale, _, boundaries, first_token, layout, _, per_document, invariant, of_all = asked

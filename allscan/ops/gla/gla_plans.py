@@ -29,7 +29,7 @@ from ...shmem_kernels.gla_fwd import (
 from ...shmem_kernels.gla_strong import strong_decay_grad_kernel, strong_decay_kernel
 from ...shmem_kernels.segments import gated_segments_kernel
 from ...tokens.packing import CHUNK_TOKENS, Layout, carried_states, most_segments, segment_length
-from ..carrier import Carried, InOrderCarrier, StateCarrier
+from ..carrier import CarriedState, InOrderCarrier, StateCarrier
 
 # Tokens of a sub-block (on a GPU its token pairs fill the registers) and of a step of keys_kernel. Larger on CPUs:
 # the interpreter's time grows with the number of operations.
@@ -369,7 +369,7 @@ class GLAPlan(Plan):
                 with self.side_stream(lambda carrier: carrier.stream(LONG)):
                     outputs = long()
             if before or behind:
-                carried = Carried(own, out, fwd_epoch, decay, stamp=self.stamp)
+                carried = CarriedState(own, out, fwd_epoch, decay, stamp=self.stamp)
                 carrier.record(self, carried, reverse, zigzag)
             else:
                 zero_incoming_state()

@@ -23,7 +23,7 @@ from allscan.comm import host_exchange
 from allscan.launch.compiled_kernel import Launch
 from allscan.launch.streams import Streams
 from allscan.ops.carrier import record_call, register
-from allscan.ops.gla import Asked, gla_operator, zeco_gla_by
+from allscan.ops.gla import CallOptions, gla_operator, zeco_gla_by
 from allscan.shmem_kernels.blocks import rounded_to_tf32
 from allscan.tokens import packing
 from support.gla import BF16, F16, F32, LIMIT, NAMES, GLACase, Whole, check, gla_case
@@ -525,7 +525,7 @@ class Filled:
     def __init__(self, comm, value, waits=True):
         self.comm, self.handle, self.value, self.waits = comm, register(self), value, waits
 
-    def prepare(self, shape, agree=None, deferred=None, *, at_first=False):
+    def prepare(self, shape, agree=None, deferred=None, *, first_call_only=False):
         self.comm.agreed.arguments.remember((shape, agree))
 
     def stream(self, priority=0):
@@ -560,7 +560,7 @@ def carriers_case(group, recompute):
                 leaves = [x.clone().requires_grad_() for x in (q, k, v)]
                 initial = torch.full((1, 2, 16, 16), carrier.value, device=comm.device)
                 if by_carrier:
-                    o, _ = zeco_gla_by(carrier, (*leaves, -q, None), Asked(recompute=recompute))
+                    o, _ = zeco_gla_by(carrier, (*leaves, -q, None), CallOptions(recompute=recompute))
                 else:
                     o, _ = allscan.zeco_gla(*leaves, -q, comm=comm, initial_state=initial)
                 found.append([o, *torch.autograd.grad(o.sum(), leaves[:1])])

@@ -14,7 +14,7 @@ from allscan.base.tiling import scan_num_warps
 from allscan.bindings.triton_compat import OPTIONS
 from allscan.launch.compiled_kernel import prefer_shared_memory_carveout
 from allscan.ops.carrier import register
-from allscan.ops.gla import Asked, zeco_gla_by
+from allscan.ops.gla import CallOptions, zeco_gla_by
 from allscan.shmem_kernels.scan import scan_kernel
 from allscan.tools.virtual import VirtualRanks
 from support.gla import BF16, LIMIT, GLACase, Whole, errors_of_part
@@ -31,7 +31,7 @@ class Seat:
         self.stream = self.comm.streams.side
         self.queue = ranks.ranks[rank].stream  # stream of this rank's calls
 
-    def prepare(self, shape, agree=None, problem=None, *, at_first=False):
+    def prepare(self, shape, agree=None, problem=None, *, first_call_only=False):
         assert problem is None
         self.comm.agreed.arguments.remember((shape, agree))
 
@@ -91,7 +91,7 @@ def virtual_case(group, case, scan_us, rounds):
                 first_token = None if case.lengths is None else sum(tokens[: seat.comm.rank])
 
                 def call(*x, comm, initial_state, seat=seat, first_token=first_token, **options):
-                    asked = Asked(**options, first_token=first_token, recompute=case.recompute)
+                    asked = CallOptions(**options, first_token=first_token, recompute=case.recompute)
                     return zeco_gla_by(seat, (*x, initial_state), asked)
 
                 with torch.cuda.stream(seat.queue) if seat.queue else contextlib.nullcontext():
