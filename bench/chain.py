@@ -17,6 +17,7 @@ The rows "hop" are clocks in a kernel with one whole tile per program (scan_kern
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import time
 
@@ -34,7 +35,7 @@ from allscan.shmem_kernels.wait import clock_ns
 from allscan.tools.ranks import Ranks
 from allscan.tools.timing import replay_us
 from allscan.tools.virtual import VirtualRanks, enter_gate, leave_gate, map_each_other
-from bench.harness import Table, environment, quantiles, results
+from bench.harness import Table, environment, quantiles, results, state_shape
 
 COLUMNS = (
     "kind",
@@ -187,8 +188,8 @@ class Chain:
     """``size`` ranks that alternate between two GPUs, with inputs."""
 
     def __init__(self, kind, size: int, mib: float):
-        self.size, self.nbytes = size, int(mib * (1 << 20))
-        self.shape = max(1, self.nbytes // (4 * 128 * 128)), min(128, self.nbytes // 512), 128
+        self.size, self.shape = size, state_shape(mib * (1 << 20))
+        self.nbytes = 4 * math.prod(self.shape)
         devices, count = [gpu(rank) for rank in range(size)], processors()
         programs = min(count // 2, count // (size // 2))  # the first GPU may have one rank more, which also fits
         tile = scan_tile(self.shape, programs, True, devices[0])

@@ -44,6 +44,11 @@ def results(name: str) -> str:
     return os.path.join(ROOT, "bench", "results", name)
 
 
+def state_shape(nbytes: float) -> tuple[int, int, int]:
+    """Return the largest state [heads, K, 128], K <= 128, of at most ``nbytes``, and of 512 bytes at least."""
+    return max(1, int(nbytes // (4 * 128 * 128))), max(1, min(128, int(nbytes // 512))), 128
+
+
 def machine() -> dict:
     """Return the last columns of every table: GPU, versions, sources."""
     return dict(

@@ -42,6 +42,7 @@ from bench.harness import (
     results,
     sample,
     slowest,
+    state_shape,
     stopwatches,
 )
 from bench.proof import kernels, ran
@@ -94,18 +95,13 @@ class AllScanMethod:
         return self.out
 
 
-def shape_of(nbytes: float) -> tuple[int, int, int]:
-    """Return the largest state [heads, K, 128], K <= 128, of at most ``nbytes``, and of 512 bytes at least."""
-    return max(1, int(nbytes // (4 * 128 * 128))), max(1, min(128, int(nbytes // 512))), 128
-
-
 def point(ranks: int, nbytes: int, methods, tiles) -> list:
     """Check and time all methods for one size; runs on every rank. Return this rank's rows."""
     group = group_of(ranks)
     if dist.get_rank() >= ranks:
         return []
     comm = allscan.Communicator(group)
-    heads, K, V = shape_of(nbytes)
+    heads, K, V = state_shape(nbytes)
     generator = torch.Generator().manual_seed(nbytes)
     states = [torch.randn(heads, K, V, generator=generator) for _ in range(ranks)]
     decays = [torch.rand(heads, K, generator=generator) for _ in range(ranks)]
@@ -220,7 +216,7 @@ def main() -> int:
         runs += [(name, WITHOUT_MULTICAST | variables, ["windows"]) for name, variables in WINDOWS.items()]
     with Table(arguments.csv, COLUMNS, digits=4) as table:
         for name, variables, chosen in runs:
-            sizes = [4 * math.prod(shape_of(mib * (1 << 20))) for mib in arguments.mib]
+            sizes = [4 * math.prod(state_shape(mib * (1 << 20))) for mib in arguments.mib]
             if "NCCL_SYM_KERNEL" in variables:
                 sizes = [nbytes for nbytes in sizes if nbytes <= LL_BYTES]
             if chosen and sizes:

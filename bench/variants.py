@@ -15,6 +15,7 @@ import argparse
 import contextlib
 import importlib
 import importlib.util
+import math
 import os
 import statistics
 import sys
@@ -26,7 +27,7 @@ import torch.distributed as dist
 import allscan
 from allscan.scan import launcher
 from allscan.tools.ranks import Ranks
-from bench.harness import WITHOUT_MULTICAST, Table, environment, group_of, stopwatches
+from bench.harness import WITHOUT_MULTICAST, Table, environment, group_of, state_shape, stopwatches
 
 COLUMNS = (
     "variant",
@@ -138,12 +139,14 @@ def point(nbytes: int, variants: list[Variant]) -> list[dict]:
     if dist.get_rank() >= 2:
         return []
     with allscan.Communicator(group) as comm:
-        shape = max(1, nbytes // (4 * 128 * 128)), min(128, nbytes // 512), 128
+        shape = state_shape(nbytes)
         scans = [Scan(comm, shape, variant) for variant in variants]
         rows = []
         for scan, variant in zip(scans, variants):
             scan.check(EPOCHS if comm.device.type == "cuda" else 3)
-            rows.append(dict(variant=variant.name, bytes=nbytes, words=scan.scan.tile[0] * scan.scan.tile[1]))
+            rows.append(
+                dict(variant=variant.name, bytes=4 * math.prod(shape), words=scan.scan.tile[0] * scan.scan.tile[1])
+            )
             rows[-1] |= dict(warps=variant.warps or "", latencies=[], in_a_row=[])
         if comm.device.type == "cuda":
             latency, in_a_row = stopwatches(2)

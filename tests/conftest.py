@@ -131,8 +131,7 @@ class Pool:
         try:
             self.ranks.run(answering, timeout=10.0)
         except RuntimeError:
-            for process in self.ranks.processes:
-                process.kill()
+            self.ranks.close(0.0)
             self.ranks = ranks.Ranks(self.size, self.ranks.device)
 
     def answers_of(self, item, others):

@@ -61,8 +61,7 @@ class Network:
         return found, counted
 
     def close(self):
-        for process in self.ranks.processes:
-            process.kill()
+        self.ranks.close(0.0)
 
 
 def skip_without(heap):

@@ -61,8 +61,7 @@ def over(tmp_path):
 
     yield start
     for one in made:
-        for process in one.ranks.processes:
-            process.kill()
+        one.ranks.close(0.0)
 
 
 def nodes_case(group, nodes, algorithm, epochs, depth=3):

@@ -498,6 +498,8 @@ def calls_that_are_known_case(group):
             dict(g=tensors[3].cpu().numpy()),
             dict(scale=[0.25]),
             dict(scale=float("nan")),
+            dict(scale=1e-46),  # 0 in float32
+            dict(scale=1e39),
             dict(layout=["contiguous"]),
             dict(first_token=3),  # valid with cu_seqlens only
             dict(scale=Decimal(1)),  # no Python number, although it equals 1
@@ -515,7 +517,7 @@ def calls_that_are_known_case(group):
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_calls_that_are_known(run, size):
-    wanted = ["TypeError"] * 2 + ["ValueError"] * 5 + ["NotImplementedError"]
+    wanted = ["TypeError"] * 2 + ["ValueError"] * 7 + ["NotImplementedError"]
     assert run(size, calls_that_are_known_case) == [wanted] * size
 
 
