@@ -31,6 +31,8 @@ ABORT_CHECK_S = 0.2  # interval at which a waiting rank checks whether another r
 # Prefixes of decisions. REJECTED: a rank has rejected the call of the exchange. LOST: the order of calls is lost
 _DONE, FAILED, REJECTED, LOST, ABANDONED = "done ", "failed ", "rejected ", "lost ", "abandoned "
 
+_ABSENT = "absent"  # no value of a key, see _find
+
 CLOSE = "Communicator.close"  # name of the last exchange of a communicator
 
 _WAITS = "allscan/waits/"  # with a global rank, the key of (name of the StoreExchange, name of the call) of its wait
@@ -127,9 +129,8 @@ class StoreExchange:
         if self.size > 1:
             with contextlib.suppress(dist.DistError, StoreGone):
                 name, number, decision = self._next(self.store, last=True)
-                key = f"allscan/{name}/{number}/came"
-                if not decision and self.store.check([key]):
-                    return f"rank {self.store.get(key).decode()} waits in {CLOSE}"
+                if not decision and (rank := _find(self.store, f"allscan/{name}/{number}/came")):
+                    return f"rank {rank} waits in {CLOSE}"
         return None
 
     def exchange(
@@ -259,9 +260,10 @@ class StoreExchange:
 
     def _elsewhere(self, store: dist.Store, rank: int) -> str:
         """Where the absent ``rank`` (global) has waited itself, as the end of a message."""
-        if not store.check([f"{_WAITS}{rank}"]):
+        found = _find(store, f"{_WAITS}{rank}")
+        if found is None:
             return ""
-        name, what = json.loads(store.get(f"{_WAITS}{rank}").decode())
+        name, what = json.loads(found)
         return f", it waited in: {what}" + (", of another communicator or group" if name != self.name else "")
 
     @staticmethod
@@ -321,8 +323,8 @@ class StoreExchange:
         try:
             if not self.store.check([f"{self._prefix}rejected/any"]):
                 return {}
-            store, keys = self.store, {rank: f"{self._prefix}rejected/{rank}" for rank in range(self.size)}
-            return {r: _as_tuples(json.loads(store.get(key).decode())) for r, key in keys.items() if store.check([key])}
+            found = {rank: _find(self.store, f"{self._prefix}rejected/{rank}") for rank in range(self.size)}
+            return {rank: _as_tuples(json.loads(text)) for rank, text in found.items() if text is not None}
         except (dist.DistError, RuntimeError):
             return {}
 
@@ -336,15 +338,21 @@ class StoreExchange:
         """The reported fault, or None."""
         if self.size > 1:
             with contextlib.suppress(dist.DistError, StoreGone):
-                store, key = self.store, f"{self._prefix}fault"
-                if store.check([key]):
-                    return str(store.get(key).decode())
+                return _find(self.store, f"{self._prefix}fault")
         return None
 
     def forget_fault(self) -> None:
         if self.size > 1:
             with contextlib.suppress(dist.DistError, StoreGone):
                 self.store.delete_key(f"{self._prefix}fault")
+
+
+def _find(store: dist.Store, key: str) -> str | None:
+    """The value of ``key``, None without one. For keys that another rank may delete: a get() after a check() would wait
+    until the key is there again."""
+    # the stores return the expected value of a key that does not exist, and set nothing unless that is empty
+    found = store.compare_set(key, _ABSENT, _ABSENT).decode()
+    return None if found == _ABSENT else str(found)
 
 
 def _forget_waits(store: dist.Store) -> None:

@@ -59,10 +59,10 @@ class Store:
             return [self.words[key] for key in keys]
 
     def compare_set(self, key, expected, word):
-        assert expected == ""
+        assert expected in ("", word)  # the two uses: set if absent, and read without a wait
         with self.lock:
             self._request(key)
-            return self.words.setdefault(key, word.encode())
+            return self.words.get(key, word.encode()) if expected else self.words.setdefault(key, word.encode())
 
     def add(self, key, n):
         with self.lock:
@@ -283,6 +283,40 @@ def test_a_store_that_does_not_answer(monkeypatch):
     monkeypatch.setattr(dist, "is_initialized", lambda: False)
     with pytest.raises(StoreGone, match="was ended"):
         store.check(["key"])
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("kind", ["tcp", "hash", "file"])
+def test_keys_that_another_rank_deletes(kind, tmp_path):
+    """No read of a fault, a rejection or a wait lasts until a key is there again that was deleted after a check."""
+    made = {
+        "tcp": lambda: dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False),
+        "hash": dist.HashStore,
+        "file": lambda: dist.FileStore(str(tmp_path / "store"), 1),
+    }
+    store = made[kind]()
+    store.set_timeout(timedelta(seconds=0.2))
+    values = {
+        "allscan/name/rejected/1": '[[1, "why"]]',
+        "allscan/name/fault": "rank 1 why",
+        f"{host_exchange._WAITS}1": '["name", "what"]',
+    }
+
+    def check(keys):
+        found = store.check(keys)
+        for key in set(keys) & set(values):
+            store.delete_key(key)
+        return found
+
+    rank = ThreadRank(0, 2, types.SimpleNamespace(check=check, get=store.get, compare_set=store.compare_set))
+    for key, value in [*values.items(), ("allscan/name/rejected/any", "")]:
+        store.set(key, value)
+    assert rank.posted_rejections() == {1: ((1, "why"),)} and rank.fault() == "rank 1 why"
+    assert rank._elsewhere(rank.store, 1) == ", it waited in: what"
+    for key in values:
+        store.delete_key(key)
+    assert rank.posted_rejections() == {} and rank.fault() is None and rank._elsewhere(rank.store, 1) == ""
+    assert not any(store.check([key]) for key in values)  # a read creates no key
 
 
 @pytest.mark.quick
