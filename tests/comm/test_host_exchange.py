@@ -394,37 +394,60 @@ def test_the_last_exchange_after_one_that_failed(monkeypatch, then):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("after", [0.02, 0.15, 0.25, 0.35])
-def test_interrupted_at_one_of_the_requests(monkeypatch, after):
-    """Ctrl-C during a request that the store's thread completes: later exchanges are right, and no key is left."""
+@pytest.mark.parametrize(("request_", "other_comes"), [(1, "later"), (2, "before"), (3, "meanwhile"), (3, "before")])
+def test_interrupted_at_one_of_the_requests(monkeypatch, request_, other_comes):
+    """Ctrl-C during a request that the store's thread completes: later exchanges are right, and no key is left.
+    Requests of rank 0: has the exchange failed; are all values there; is there a decision, or have all read it."""
+    main, interrupted, came = threading.main_thread().ident, threading.Event(), threading.Event()
 
-    class Slow(Store):
+    class Interrupting(Store):
+        checks = 0
+
+        def set(self, key, value):
+            if threading.current_thread() is other and other_comes == "meanwhile":
+                assert interrupted.wait(60)
+            super().set(key, value)
+            if threading.current_thread() is other:
+                came.set()
+
         def check(self, keys):
-            time.sleep(0.1)
+            if threading.current_thread() is other:  # it reads no decision before
+                assert not came.is_set() or interrupted.wait(60)
+            elif not interrupted.is_set():
+                self.checks += 1
+                assert self.checks != 2 or other_comes != "before" or came.wait(60)
+                if self.checks == request_:
+                    signal.pthread_kill(main, signal.SIGUSR1)
+                    assert interrupted.wait(60) and (other_comes == "later" or came.wait(60))
             return super().check(keys)
 
+    def interrupt(*_):
+        interrupted.set()
+        raise KeyboardInterrupt
+
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    slow = Slow()
-    ranks = [ThreadRank(0, 2, bounded_store.BoundedStore(slow)), ThreadRank(1, 2, slow)]
-    answers, before = [], signal.signal(signal.SIGALRM, signal.default_int_handler)
+    store = Interrupting()
+    ranks = [ThreadRank(0, 2, bounded_store.BoundedStore(store)), ThreadRank(1, 2, store)]
+    answers, before = [], signal.signal(signal.SIGUSR1, interrupt)
     other = threading.Thread(target=lambda: answers.extend(raised(ranks[1].exchange, n, "what") for n in (1, 2)))
-    if after > 0.1:
+    begun = other_comes != "later"
+    if begun:
         other.start()
-    signal.setitimer(signal.ITIMER_REAL, after)
     try:
         with pytest.raises(KeyboardInterrupt):
             ranks[0].exchange(0, "what")
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-    begun = ranks[0]._counts.get("name", 0)
-    assert begun == (after > 0.1)
+        signal.signal(signal.SIGUSR1, before)
+    assert ranks[0]._counts.get("name", 0) == begun
     if not begun:
         other.start()
     assert [ranks[0].exchange(3, "what") for _ in range(2 - begun)][-1] == [3, 2]
     other.join(60)
-    assert answers[0] is None or begun and "rank 0 (global) was interrupted" in answers[0][1], answers
-    assert answers[1] is None and [rank._counts["name"] for rank in ranks] == [2, 2] and not slow.words
+    if (request_, other_comes) in ((2, "before"), (3, "meanwhile")):
+        assert "rank 0 (global) was interrupted" in answers[0][1], answers
+    else:
+        assert answers[0] is None, answers
+    assert answers[1] is None and [rank._counts["name"] for rank in ranks] == [2, 2] and not store.words
 
 
 def interrupted_case():
