@@ -28,7 +28,14 @@ from .bounded_store import StoreGone
 from .call_order import Order
 from .calls import Calls
 from .compile_watch import watch
-from .heap import init, outside_inference_mode, record_ended_alone, resolve_transport, symmetric_heap
+from .heap import (
+    arena_transport,
+    init,
+    outside_inference_mode,
+    record_ended_alone,
+    resolve_transport,
+    symmetric_heap,
+)
 from .host_exchange import CLOSE, FAILED, LOST, Abandoned, StoreExchange, by_rank, differing
 from .memory import Line, Memory
 from .process_groups import is_desynchronized, mark_desynchronized
@@ -135,39 +142,50 @@ class Communicator(Calls):
         invariant: int = 0,
     ) -> None:
         self._closed = True  # until construction has succeeded
-        self.debug = bool(debug)
-        node_sizes, wrong = None, list[Exception]()  # raised below, on all ranks
-        try:
-            if not isinstance(timeout, (int, float)) or not 0 < timeout < 1e9:
-                raise ValueError(f"timeout must be a positive number of seconds below 1e9, got {timeout!r}")
-            max_ctas = max_ctas if max_ctas is None else integer("max_ctas", max_ctas)
-            self.debug = switch("ALLSCAN_DEBUG", "0") if debug is None else bool(debug)
-            self.transport = resolve_transport(transport)
-        except (TypeError, ValueError, RuntimeError) as error:
-            wrong.append(error)
-            timeout, max_ctas, self.transport = 30.0, None, ""
-            with contextlib.suppress(RuntimeError):
-                self.transport = resolve_transport("auto")
-            if not self.transport:  # cannot tell other ranks
-                raise
-        self._timeout = float(timeout)
         self.group = _process_group(group)
         store_exchange = StoreExchange((0,) if self.group is None else dist.get_process_group_ranks(self.group))
-        store_exchange.timeout = self._timeout
         self.rank, self.size = store_exchange.rank, store_exchange.size
+        # of a rank with a wrong argument, until the exchange below, after which all ranks raise
+        self.transport, self._timeout, self.debug, self.invariant = "", 30.0, bool(debug), 0
+        node_sizes, most, wrong = None, None, list[Exception]()
+        try:
+            self.transport = resolve_transport(transport)
+            if self.size > 1 and (arena := arena_transport()) not in ("auto", self.transport):
+                self.transport = ""
+                raise ValueError(f"this process already uses transport {arena!r}")
+            if not isinstance(timeout, (int, float)) or not 0 < timeout < 1e9:
+                raise ValueError(f"timeout must be a positive number of seconds below 1e9, got {timeout!r}")
+            self._timeout = float(timeout)
+            most = max_ctas if max_ctas is None else integer("max_ctas", max_ctas)
+            self.debug = switch("ALLSCAN_DEBUG", "0") if debug is None else bool(debug)
+            self._algorithm = check_algorithm(algorithm)
+            limit = switch("ALLSCAN_CUDA_GRAPHS") if cuda_graphs is None else cuda_graphs
+            self.graphs = Graphs(MOST_BYTES * limit if isinstance(limit, bool) else integer("cuda_graphs", limit, 0))
+            if integer("invariant", invariant, 0) % 64:
+                raise ValueError(f"invariant must be a multiple of 64 tokens, got {invariant}")
+            self.invariant = int(invariant)
+            node_sizes = None if nodes is None else tuple(integer("a size of nodes", n) for n in nodes)
+            if node_sizes is not None and sum(node_sizes) != self.size:
+                raise ValueError(f"nodes must be the ranks of each node, {self.size} together, got {node_sizes}")
+        except (TypeError, ValueError, RuntimeError) as error:
+            if self.size == 1:
+                raise
+            wrong.append(error)
+        store_exchange.timeout = self._timeout
+        heap, pes = None, [0]
+        if self.size > 1:
+            init(transport=self.transport or arena_transport())
+            heap = symmetric_heap(self)
+            self.transport = heap.transport
+            pes = [heap.pes[rank] for rank in store_exchange.ranks]
+        elif self.transport == "shm":
+            prepare_interpreter()
         if self.rank == 0:
             versions.warn_of_newer(*versions.ALL, *["NVSHMEM"] * (self.transport == "nvshmem"))
         cuda = self.transport != "shm"
         self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
-        if self.transport == "shm":
-            prepare_interpreter()  # init() does it too, but one rank needs no init()
-        heap, pes = None, [0]
-        if self.size > 1:
-            init(transport=self.transport)
-            heap = symmetric_heap(self)
-            if heap.device != self.device:
-                wrong.append(ValueError(f"the arena lies on {heap.device}, the current device is {self.device}"))
-            pes = [heap.pes[rank] for rank in store_exchange.ranks]
+        if heap is not None and heap.device != self.device:
+            wrong.append(ValueError(f"the arena lies on {heap.device}, the current device is {self.device}"))
         processors = torch.cuda.get_device_properties(self.device).multi_processor_count if cuda else 4
         self.memory = Memory(heap, self.device)
         self.line = Line(self.rank, pes, self.memory, self._timeout)
@@ -186,24 +204,9 @@ class Communicator(Calls):
         # for torch's caches on disk; another group has another number, for an exported program that is loaded there
         self.handle = zlib.crc32(str(store_exchange.ranks).encode()) << 24 | next(_handles)
         _communicators[self.handle] = self
-        self.invariant = 0  # if an argument below is wrong: the exchange has it
-        try:
-            self._algorithm = check_algorithm(algorithm)
-            limit = switch("ALLSCAN_CUDA_GRAPHS") if cuda_graphs is None else cuda_graphs
-            self.graphs = Graphs(MOST_BYTES * limit if isinstance(limit, bool) else integer("cuda_graphs", limit, 0))
-            self.invariant = integer("invariant", invariant, 0)
-            if self.invariant % 64:
-                raise ValueError(f"invariant must be a multiple of 64 tokens, got {invariant}")
-            node_sizes = None if nodes is None else tuple(integer("a size of nodes", n) for n in nodes)
-            if node_sizes is not None and sum(node_sizes) != self.size:
-                raise ValueError(f"nodes must be the ranks of each node, {self.size} together, got {node_sizes}")
-        except (TypeError, ValueError) as error:
-            wrong.append(error)
-        if wrong and self.size == 1:
-            raise wrong[0]
         problem = "; ".join(f"{type(error).__name__}: {error}" for error in wrong)
         chosen = dict(nodes=node_sizes, algorithm=str(algorithm), debug=bool(self.debug), invariant=self.invariant)
-        most = processors // 2 if max_ctas is None else max_ctas
+        most = processors // 2 if most is None else most
         mine = self.transport, reach(heap, pes, self.rank), os.uname().nodename, tuple(chosen.items()), problem, most
         answers = store_exchange.exchange((*mine, is_desynchronized(self.group), uuid.uuid4().hex), "Communicator")
         transports, reaches, hosts, choices, problems, ctas, failed, (token, *_) = zip(*answers, strict=True)

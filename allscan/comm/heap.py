@@ -64,17 +64,11 @@ def init(heap_bytes: int | None = None, *, transport: str = "auto") -> None:
     global _heap, _job
     if not dist.is_initialized():
         raise RuntimeError("torch.distributed is not initialised: call torch.distributed.init_process_group first")
-    if _heap is not None:
-        transport = resolve_transport(transport)
-        if dist.group.WORLD is not _job:
-            raise RuntimeError(
-                "torch.distributed was restarted: call allscan.finalize() before destroy_process_group(), or at the "
-                "latest now"
-            )
+    if _heap is not None and dist.group.WORLD is _job:
+        if transport != _heap.transport and resolve_transport(transport) != _heap.transport:
+            raise ValueError(f"this process already uses transport {_heap.transport!r}")
         if heap_bytes is not None and arena_bytes(heap_bytes) != _heap.arena.size:
             raise ValueError(f"the arena exists already with {_heap.arena.size:,} bytes")
-        if transport != _heap.transport:
-            raise ValueError(f"this process already uses transport {_heap.transport!r}")
         return
     everybody, part = StoreExchange(range(dist.get_world_size())), 0
 
@@ -87,8 +81,13 @@ def init(heap_bytes: int | None = None, *, transport: str = "auto") -> None:
             raise AllScanRejected(f"allscan.init: {by_rank(text or 'ok' for text in problems)}")
         return list(values)
 
-    _job = dist.group.WORLD
     try:
+        if _heap is not None:
+            raise RuntimeError(
+                "torch.distributed was restarted: call allscan.finalize() before destroy_process_group(), or at the "
+                "latest now"
+            )
+        _job = dist.group.WORLD
         transport = resolve_transport(transport)
         left = transport == "nvshmem" and nvshmem_host.left_behind
         arguments = ("transport", transport), ("heap_bytes", arena_bytes(heap_bytes)), ("sources", source_hash())
@@ -182,6 +181,11 @@ def symmetric_heap(user: object = None) -> SymmetricHeap:
     if user is not None:
         _users.add(user)
     return _heap
+
+
+def arena_transport() -> str:
+    """The arena's transport, "auto" without an arena."""
+    return "auto" if _heap is None else _heap.transport
 
 
 def _interpreted() -> bool:

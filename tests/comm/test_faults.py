@@ -226,9 +226,14 @@ def init_case():
         answers.append(raised(allscan.init))
     with mock.patch.dict(os.environ, {"ALLSCAN_HEAP": "1MK" if rank else "1M"}):
         answers.append(raised(allscan.Communicator))
+    wrong_transport = {"ALLSCAN_TRANSPORT": "carrier pigeon" if rank else "nvshmem"}
+    with mock.patch.dict(os.environ, wrong_transport):
+        answers.append(raised(allscan.Communicator))
     with mock.patch.object(heap, "SharedMemoryHeap", raises) if rank else contextlib.nullcontext():
         answers.append(raised(allscan.init))
     with allscan.Communicator() as comm:
+        with mock.patch.dict(os.environ, wrong_transport):
+            answers.append(raised(allscan.Communicator))  # with an arena
         return answers, allscan.allscan(torch.ones(1, 2, 2), comm=comm)[0, 0, 0].item() == rank
 
 
@@ -240,7 +245,7 @@ def raises(*_):
 def test_init_raises_on_every_rank(fresh):
     """An error of one rank, before any exchange or between two, ends init() on all; the next one works."""
     texts = ["at least 512", "an integer", "differ in heap_bytes", "transport must be", "differ in sources"]
-    texts += ["ALLSCAN_HEAP", "no memory"]
+    texts += ["ALLSCAN_HEAP", "ALLSCAN_TRANSPORT", "no memory", "rank 1: ValueError: ALLSCAN_TRANSPORT"]
     for answers, works in fresh(2).run(init_case, timeout=60):
         assert works
         for answer, text in zip(answers, texts, strict=True):

@@ -504,6 +504,30 @@ def test_torch_distributed_begun_anew(fresh):
     assert fresh(2).run(new_job_case) == [16.0, 0.0]
 
 
+def forgotten_finalize_case():
+    """torch.distributed is restarted, and rank 1 alone calls finalize() before that."""
+    with allscan.Communicator():
+        pass
+    store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
+    if rank:
+        allscan.finalize()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.PrefixStore("second", store), rank=rank, world_size=2)
+    error = raised(allscan.Communicator)
+    if not rank:
+        allscan.finalize()
+    with allscan.Communicator() as new:
+        return error, allscan.allscan(torch.full((1, 16), 1.0 + new.rank), comm=new).sum().item()
+
+
+def test_a_rank_that_forgets_finalize(fresh):
+    """All ranks raise at once, and the next Communicator works."""
+    (of_0, zeros), (of_1, ones) = fresh(2).run(forgotten_finalize_case)
+    assert of_0[0] == "RuntimeError" and "call allscan.finalize()" in of_0[1]
+    assert of_1[0] == "AllScanRejected" and "rank 0: RuntimeError: torch.distributed was restarted" in of_1[1]
+    assert (zeros, ones) == (0.0, 16.0)
+
+
 def ended_job_case(how):
     """torch.distributed ends while communicators are open (a notebook's cell, an elastic restart)."""
     comm, other = allscan.Communicator(), allscan.Communicator()
