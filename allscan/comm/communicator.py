@@ -115,7 +115,7 @@ class Communicator(Calls):
 
     Raises:
         ValueError: for a wrong group, a mesh of several dimensions, or a rank outside the group; on every rank for
-            other wrong arguments of any rank (with one rank also TypeError and RuntimeError).
+            other wrong arguments of any rank, or if one has no memory (with one rank also TypeError and RuntimeError).
         RuntimeError: if the transport is missing.
         AllScanRejected: if ``init`` has failed on another rank.
         AllScanHostTimeout: if a rank does not come.
@@ -186,13 +186,17 @@ class Communicator(Calls):
         self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
         if heap is not None and heap.device != self.device:
             wrong.append(ValueError(f"the arena lies on {heap.device}, the current device is {self.device}"))
-        processors = torch.cuda.get_device_properties(self.device).multi_processor_count if cuda else 4
-        self.memory = Memory(heap, self.device)
-        self.line = Line(self.rank, pes, self.memory, self._timeout)
-        self.host_record = self.memory.record.numpy().data  # a view of the same memory, faster to read
-        self.nothing = torch.zeros(1, dtype=torch.float32, device=self.device)  # saved in place of an absent tensor
-        self.streams = Streams(self.device)
-        self.streams.synchronize()  # the words are initialized before any stream updates them
+        try:
+            self.memory = Memory(heap, self.device)
+            self.line = Line(self.rank, pes, self.memory, self._timeout)
+            self.host_record = self.memory.record.numpy().data  # a view of the same memory, faster to read
+            self.nothing = torch.zeros(1, dtype=torch.float32, device=self.device)  # saved in place of an absent tensor
+            self.streams = Streams(self.device)
+            self.streams.synchronize()  # the words are initialized before any stream updates them
+        except RuntimeError as error:  # out of memory
+            if self.size == 1:
+                raise
+            wrong.append(error)
         self.collectives: weakref.WeakSet[Collective] = weakref.WeakSet()
         self.fwd_epochs: list[torch.Tensor] = []  # free ones, see fwd_epochs.py
         self.attributes: dict[Hashable, Any] = {}  # of users of the communicator (MPI: attribute caching)
@@ -206,14 +210,15 @@ class Communicator(Calls):
         _communicators[self.handle] = self
         problem = "; ".join(f"{type(error).__name__}: {error}" for error in wrong)
         chosen = dict(nodes=node_sizes, algorithm=str(algorithm), debug=bool(self.debug), invariant=self.invariant)
-        most = processors // 2 if most is None else most
+        if most is None:
+            most = torch.cuda.get_device_properties(self.device).multi_processor_count // 2 if cuda else 2
         mine = self.transport, reach(heap, pes, self.rank), os.uname().nodename, tuple(chosen.items()), problem, most
         answers = store_exchange.exchange((*mine, is_desynchronized(self.group), uuid.uuid4().hex), "Communicator")
         transports, reaches, hosts, choices, problems, ctas, failed, (token, *_) = zip(*answers, strict=True)
         if len(set(transports)) > 1:
             raise ValueError(f"the ranks of the group use different transports: {by_rank(transports)}")
         if any(problems):
-            raise ValueError(f"wrong arguments: {by_rank(text or 'ok' for text in problems)}")
+            raise ValueError(f"cannot make a Communicator: {by_rank(text or 'ok' for text in problems)}")
         if len(set(choices)) > 1:
             raise ValueError(f"ranks differ in {differing(choices)}")
         self._max_ctas: int = min(ctas)

@@ -32,7 +32,7 @@ import allscan
 from allscan.base import errors
 from allscan.bindings.arena import Arena
 from allscan.bindings.shared_memory import SharedMemoryHeap
-from allscan.comm import call_order, compile_watch, heap, host_exchange
+from allscan.comm import call_order, communicator, compile_watch, heap, host_exchange
 from allscan.reference import allscan_reference
 from support.faults import TIMEOUT, poisoned_case, scan_until_timeout
 from support.fla import import_fla
@@ -229,23 +229,26 @@ def init_case():
     wrong_transport = {"ALLSCAN_TRANSPORT": "carrier pigeon" if rank else "nvshmem"}
     with mock.patch.dict(os.environ, wrong_transport):
         answers.append(raised(allscan.Communicator))
-    with mock.patch.object(heap, "SharedMemoryHeap", raises) if rank else contextlib.nullcontext():
+    with mock.patch.object(heap, "SharedMemoryHeap", no_memory) if rank else contextlib.nullcontext():
         answers.append(raised(allscan.init))
     with allscan.Communicator() as comm:
         with mock.patch.dict(os.environ, wrong_transport):
             answers.append(raised(allscan.Communicator))  # with an arena
+        with mock.patch.object(communicator, "Memory", no_memory) if rank else contextlib.nullcontext():
+            answers.append(raised(allscan.Communicator))
         return answers, allscan.allscan(torch.ones(1, 2, 2), comm=comm)[0, 0, 0].item() == rank
 
 
-def raises(*_):
-    raise MemoryError("no memory")
+def no_memory(*_):
+    raise torch.OutOfMemoryError("no memory")
 
 
 @pytest.mark.cpu
 def test_init_raises_on_every_rank(fresh):
     """An error of one rank, before any exchange or between two, ends init() on all; the next one works."""
     texts = ["at least 512", "an integer", "differ in heap_bytes", "transport must be", "differ in sources"]
-    texts += ["ALLSCAN_HEAP", "ALLSCAN_TRANSPORT", "no memory", "rank 1: ValueError: ALLSCAN_TRANSPORT"]
+    texts += ["ALLSCAN_HEAP", "ALLSCAN_TRANSPORT", "no memory"]
+    texts += ["rank 1: ValueError: ALLSCAN_TRANSPORT", "rank 1: OutOfMemoryError"]
     for answers, works in fresh(2).run(init_case, timeout=60):
         assert works
         for answer, text in zip(answers, texts, strict=True):
