@@ -14,6 +14,7 @@ from .base.autograd import CustomOperator, Passes
 from .base.checks import boundaries, lengths_misfit
 from .base.errors import REMEDY, DeferredError
 from .bindings.torch_compat import num_dispatch_modes, recorded
+from .comm.backwards import saved_tensors
 from .comm.communicator import Communicator, check_communicator, communicator_of
 from .comm.process_groups import NEW_GROUP, check_group, collective
 from .tokens.packing import boundaries_on_host, document_places
@@ -226,11 +227,13 @@ class _Move(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, comm: Communicator, to: bool) -> Tensor:
         ctx.handle, ctx.to = comm.handle, to  # the autograd graph must not keep the communicator alive
+        ctx.save_for_backward(comm.nothing)  # so that activation checkpointing recomputes here, on every rank
         return _moved(x, comm, to)
 
     @staticmethod
     def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None, None]:
         comm = communicator_of(ctx.handle)
+        saved_tensors(ctx, lambda: comm, True)
         with comm.call(True, "the backward of to_zigzag()", (dx,)):
             _check(dx, comm, not ctx.to)
             return _Move.apply(dx, comm, not ctx.to), None, None

@@ -309,6 +309,24 @@ def test_checkpointed(run, size=3):
     assert max(map(max, run(size, checkpointed_case))) == 0.0
 
 
+def checkpointed_move_case(group):
+    """A recomputed region ends in to_zigzag() and an operation that saves its result on the first rank alone."""
+    with allscan.Communicator(group, timeout=5) as comm:
+        x = torch.arange(8.0, device=comm.device).view(1, 4, 2) + 10 * comm.rank
+
+        def moved(x):
+            y = to_zigzag(x.sin(), comm=comm)
+            return y * 2 if comm.rank else y * y
+
+        x.requires_grad_()
+        answers = [moved(x), torch.utils.checkpoint.checkpoint(moved, x, use_reentrant=False)]
+        return torch.equal(*(torch.autograd.grad(y.sum(), x)[0] for y in answers))
+
+
+def test_moves_are_recomputed_at_the_same_place_on_all_ranks(run, size=2):
+    assert run(size, checkpointed_move_case) == [True] * size
+
+
 def halo_case(group, tokens, lengths, reverse):
     with allscan.Communicator(group) as comm:
         total, n, mine = sum(tokens), 3, place(comm, tokens, True)
@@ -429,6 +447,26 @@ def rejected_alone_case(group):
         alone = raised(call, bad if comm.rank == 1 else good)
         later = [raised(call, good) for _ in range(2)]
         return together, alone, later, raised(comm.close)  # on a GPU a rank may get the error only at the end
+
+
+def direction_case(group):
+    """Rank 1 gives other options in a first call. Return its error, and whether the next first call is right."""
+    with allscan.Communicator(group, timeout=5) as comm:
+        state = torch.ones(1, 4, 4, device=comm.device)
+        allscan.allscan(state, comm=comm)
+        wrong = dict(reverse=comm.rank == 1, comm=comm, layout="zigzag")
+        answers = [
+            raised(allscan.allscan, (state[:, :2], state[:, :2]), **wrong),
+            raised(allscan.allscan_segments, (state, state), **wrong),
+            raised(allscan.halo, state, 1, **wrong),
+        ]
+        return answers, [allscan.allscan(torch.ones(n, 4, 4, device=comm.device), comm=comm)[0, 0, 0] for n in (2, 3)]
+
+
+def test_a_rejected_direction_counts_as_no_other_call(run, size=2):
+    for rank, (answers, found) in enumerate(run(size, direction_case)):
+        assert all(answer[0] in ("ValueError", "AllScanRejected") for answer in answers), answers
+        assert found == [rank, rank]
 
 
 def test_documents_that_one_rank_rejects(run):

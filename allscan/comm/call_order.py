@@ -141,6 +141,10 @@ class Order:
         elif stops_recomputation(error):
             pass  # activation checkpointing stopped its recomputation early; the call was made
         elif self.store_exchange.size > 1 and not self._record[_SET]:
+            # counts as a forward call, since ranks that reject it may have given different directions. At once: Ctrl-C
+            # may repeat this
+            forward, reverse_ = self.call_counts
+            self.call_counts, self.reverse = [forward + reverse, reverse_ - reverse], False
             self._reject(error)
 
     def _reject(self, error: BaseException) -> None:

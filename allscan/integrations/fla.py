@@ -19,7 +19,7 @@ from ..bindings.torch_compat import has_backward_hooks
 from ..comm.communicator import Communicator
 from ..comm.host_exchange import differing
 from ..launch.compiled_kernel import dynamo_disabled
-from ..ops.allscan import Using
+from ..ops.allscan import using
 from ..ops.delta import zeco_gated_delta_rule, zeco_kda
 from ..ops.gla import zeco_gla
 from ..ops.halo import halo_of_ends
@@ -358,7 +358,7 @@ def _softmax(
     outputs = []
     for y, (first, end), part in zip(queries, own, pieces, strict=True):
         if not T:
-            outputs.append(Using.apply(y, k, v))  # this rank must join the backward's collectives
+            outputs.append(using(comm, y, k, v))  # this rank must join the backward's collectives
         elif lengths is None:
             outputs.append(softmax_attention.flash_attn_func(y, k[:, :end], v[:, :end], **options))
         else:

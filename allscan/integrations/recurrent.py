@@ -15,7 +15,7 @@ from ..base.autograd import product
 from ..base.checks import ScanInputs, has_tangents
 from ..comm.communicator import Communicator
 from ..launch.compiled_kernel import dynamo_disabled
-from ..ops.allscan import Using, allscan, final_of_all
+from ..ops.allscan import allscan, final_of_all, using
 from ..ops.halo import halo, halo_of_ends
 from ..scan.two_way import outgoing
 from ..tokens.packing import Tables, TokenRange, apart, together
@@ -207,14 +207,14 @@ def delta_rule(
         if wide[some[0]]:
             added = product(o[..., V:].float().transpose(1, 2), prev).transpose(1, 2)
             outputs[some[0]] = (o[..., :V].float() + added).to(o.dtype)
-    o = Using.apply(joined(outputs), *(found if documents else prevs))
+    o = using(comm, joined(outputs), *(found if documents else prevs))
     if not final:
         return o, None
     if comm.rank == (0 if len(halves) > 1 else comm.size - 1):
         state = outgoing(ScanInputs(left[-1], None, through[-1]), prevs[-1])
     else:
         state = torch.zeros_like(left[-1])
-    return final_of_all(o, Using.apply(state, *prevs), comm, False, len(halves) > 1)
+    return final_of_all(o, using(comm, state, *prevs), comm, False, len(halves) > 1)
 
 
 @torch.no_grad()

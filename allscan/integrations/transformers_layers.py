@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
-from ..ops.allscan import Using
+from ..ops.allscan import using
 from ..ops.delta import zeco_gated_delta_rule, zeco_kda
 from ..ops.ssd import zeco_ssd
 from ..tokens.packing import boundaries_on_host
@@ -383,7 +383,7 @@ def _attention(
         )
     if not sequence.own:  # this rank must join the backward's collectives, those of DistributedDataParallel, too
         o = query.new_zeros(query.shape[0], 0, query.shape[1], value.shape[-1])
-        return _padded(Using.apply(o, query, key, value), sequence), None
+        return _padded(using(sequence.comm, o, query, key, value), sequence), None
     if inner == "sdpa" and sequence.lengths is not None and not dropout and takes_packed(query, key, value):
         lengths = boundaries_on_host(sequence.lengths)
         if sequence.per_document:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..base.autograd import (
@@ -29,7 +30,7 @@ from ..base.checks import (
     restored,
 )
 from ..base.errors import DeferredError
-from ..base.tiling import transition_tile
+from ..base.tiling import next_power_of_2, transition_tile
 from ..bindings.torch_compat import num_dispatch_modes, recorded
 from ..comm.backwards import PendingBackward, gone_error, recomputing, saved_tensors
 from ..comm.communicator import Communicator, check_communicator, communicator_of
@@ -465,19 +466,23 @@ _passes = Passes(_forward, _fake, _backward, _fake_backward)
 _traced = CustomOperator("allscan::scan", _passes, _setup_context, _gradient)
 
 
-class Using(torch.autograd.Function):
-    """Identity of x. Its backward also runs the backward of the other tensors, as every rank must."""
+def using(comm: Communicator, x: Tensor, *others: Any) -> Tensor:
+    """Return x. Its backward also runs the backward of the other tensors, as every rank must."""
+    found: Tensor = _Using.apply(x, comm.handle, *others)
+    return found
 
+
+class _Using(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, *others: Any) -> Tensor:
-        ctx.kinds = [(other.shape, other.dtype) for other in others]
+    def forward(ctx: Any, x: Tensor, handle: int, *others: Any) -> Tensor:
+        ctx.handle, ctx.kinds = handle, [(other.shape, other.dtype) for other in others]
         ctx.save_for_backward(*others)  # so that activation checkpointing recomputes here, on every rank
         return x.detach()  # the same memory, but no view for autograd: a caller may write to it in place
 
     @staticmethod
-    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, ...]:  # dx may go to a kernel next
-        _ = ctx.saved_tensors
-        return plain_or_traced(dx)[0], *(dx.new_zeros(shape, dtype=dtype) for shape, dtype in ctx.kinds)
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor | None, ...]:  # dx may go to a kernel next
+        saved_tensors(ctx, lambda: communicator_of(ctx.handle), True)
+        return plain_or_traced(dx)[0], None, *(dx.new_zeros(shape, dtype=dtype) for shape, dtype in ctx.kinds)
 
 
 def check_final(word: str, comm: Communicator, name: str = "output_final_state") -> bool:
@@ -491,18 +496,24 @@ def check_final(word: str, comm: Communicator, name: str = "output_final_state")
         raise ValueError(what)
 
 
+FINAL_STATES = 8  # that a scan sends at a time: each shape of a scan has memory of its own in the arena
+
+
 def final_of_all(o: Tensor, final: Any, comm: Communicator, packed: bool, zigzag: bool) -> tuple[Tensor, Tensor]:
     """Send final states, which are non-zero on one rank, to all ranks; return (o, final states). Without ``packed``
     that rank is the last, in the zigzag layout the first. A rank's backward runs if the rank uses either result."""
     if comm.size == 1:
         return o, final
-    found = final
-    if packed or not zigzag:
-        found = found + allscan(final, comm=comm, reverse=True)
-    if packed or zigzag:
-        found = found + allscan(final, comm=comm)
+    found, parts = final, [final]
+    if packed:
+        count = int(final.shape[0])
+        size = min(next_power_of_2(count), FINAL_STATES)
+        parts = F.pad(final, (0, 0, 0, 0, 0, 0, 0, -count % size)).split(size) if count % size else final.split(size)
+    for reverse in [True] * (packed or not zigzag) + [False] * (packed or zigzag):
+        others = [allscan(part, comm=comm, reverse=reverse) for part in parts]
+        found = found + (others[0] if len(others) == 1 else torch.cat(others))[: len(found)]
     if found.requires_grad:
-        o, found = Using.apply(o, found), found.clone()  # Using saves the first one, which must not be written to
+        o, found = using(comm, o, found), found.clone()  # using() saves the first one, which must not be written to
     return o, found
 
 

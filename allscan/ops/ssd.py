@@ -30,7 +30,7 @@ from ..tokens.packing import (
     together,
 )
 from ..tokens.partition import cached_table, check_packed, compare_values, own_batch_pieces, partition_start
-from .allscan import Using, allscan, check_final, final_of_all
+from .allscan import allscan, check_final, final_of_all, using
 from .carrier import check_cut, check_invariant
 from .first_call import check_gates, common_fields, looks_at_gates
 from .ssd_segments import Segment, by_segments, scan_in_order, segments_of
@@ -167,7 +167,7 @@ def zeco_ssd(
         if wants_gradient((*inputs.values(), initial_states)):  # equal on all ranks
             outgoing = [t if t.requires_grad else t.detach().requires_grad_() for t in outgoing]
             if initial_states is not None and initial_states.requires_grad:  # its gradient needs all scans on all ranks
-                outgoing = [Using.apply(t, initial_states) for t in outgoing]
+                outgoing = [using(comm, t, initial_states) for t in outgoing]
         if zigzag:
             prevs = allscan(tuple(outgoing), tuple(decays), comm=comm, layout="zigzag")
         else:
@@ -184,7 +184,7 @@ def zeco_ssd(
         ]
         y = torch.cat(outputs or [y[:, :0].float()], 1)
         used = prevs if initial_states is None else (*prevs, initial_states)
-        y = Using.apply((y if z is None else y * F.silu(z.float())).to(x.dtype), *used)
+        y = using(comm, (y if z is None else y * F.silu(z.float())).to(x.dtype), *used)
         if not return_final_states:
             comm._look_for_nan("zeco_ssd", y=y)
             return y
@@ -195,7 +195,7 @@ def zeco_ssd(
             none = torch.zeros_like(last, dtype=torch.float32)
             final = torch.cat([ended.get(i, none) for i in range(len(cu_seqlens) - 1)])
         comm._look_for_nan("zeco_ssd", y=y, final_states=final)
-        final = Using.apply(final, *used)
+        final = using(comm, final, *used)
         packed = cu_seqlens is not None and not per_document
         return final_of_all(y, final, comm, packed, bool(zigzag)) if of_all else (y, final)
 
@@ -370,14 +370,14 @@ def _in_order(
     if not found.outputs:  # without tokens the gradients are zeros, not None
         used = *used, *(t for t in inputs.values() if t is not None)
     # concatenated in float32: torch.autocast to another 16-bit type than x's would reject x's
-    y = Using.apply(torch.cat(found.outputs or [x[:, :0].float()], 1).to(x.dtype), *used)
+    y = using(comm, torch.cat(found.outputs or [x[:, :0].float()], 1).to(x.dtype), *used)
     none = before(None)
     if asked.cu_seqlens is None:
         final = found.final.get(EACH, none)
     else:
         final = torch.cat([found.final.get(i, none) for i in range(len(asked.cu_seqlens) - 1)])
     comm._look_for_nan("zeco_ssd", y=y, final_states=final)
-    return y, Using.apply(final, *used)
+    return y, using(comm, final, *used)
 
 
 def _check(comm: Communicator, inputs: dict[str, Any]) -> tuple[int, int, int, int]:

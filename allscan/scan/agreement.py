@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from ..base.errors import DeferredError
+from ..bindings.torch_compat import without_dispatch_modes
 from ..comm.communicator import Communicator
 from .collective import AllScan
 
@@ -58,7 +59,8 @@ def get_or_create_scan(
         shapes = ("the state's shape", shape), *variant._asdict().items()
         comm.order.agree((("call", call), *shapes, *pairs), deferred, "the first call for a shape")
         if key not in scans:
-            scans[key] = AllScan(comm, shape, **variant._asdict())
+            with without_dispatch_modes():  # selective checkpointing's mode counts torch operators
+                scans[key] = AllScan(comm, shape, **variant._asdict())
         if first:
             arguments.remember((shape, agree))
     if deferred is not None:

@@ -325,6 +325,33 @@ def test_what_goes_by_the_back_end(run, size):
     run(size, gather_case)
 
 
+def many_finals_case(group):
+    """Return how far final states of all ranks, and gradients, are from the sums of each rank's own; and the number of
+    AllScans."""
+    differences = []
+    with allscan.Communicator(group) as comm:
+        generator = torch.Generator().manual_seed(comm.rank)
+        x = torch.randn(1, 24, 2, 16, generator=generator).to(comm.device).requires_grad_()
+        for N in (1, 2, 3, 5, 8, 9, 11, 16, 17):
+            cuts = [i * 24 * comm.size // N for i in range(N + 1)]
+            where = dict(comm=comm, cu_seqlens=cuts, first_token=24 * comm.rank)
+            weight = torch.arange(N, device=comm.device)[:, None, None, None] + 1.0
+            of_all = allscan.zeco_gla(x, x, x, -x.detach().abs(), output_final_state="all", **where)[1]
+            own = allscan.zeco_gla(x, x, x, -x.detach().abs(), output_final_state=True, **where)[1]
+            whole = own.detach().clone()
+            dist.all_reduce(whole, group=group)
+            used = of_all * weight if comm.rank == 0 else 0 * of_all
+            grads = [torch.autograd.grad(y.sum(), x)[0] for y in (used, own * weight)]
+            differences += [error(of_all, whole), error(*grads)]
+        return max(differences), len(comm.agreed.scans)
+
+
+def test_final_states_of_many_sequences(run, size=3):
+    """On all ranks they need memory for some numbers of sequences, not for each."""
+    for difference, scans in run(size, many_finals_case):
+        assert difference < 1e-5 and scans <= 1 + 4
+
+
 def written_final_case(group, operator):
     """Return o's gradients where one rank has written to the final states, which it got with "all"."""
     answers = []

@@ -128,7 +128,12 @@ OTHERS = dict(
     shorter=lambda x: x[..., :-1],
     flat=lambda x: x.flatten() if x.ndim > 1 else x[None],
     elsewhere=lambda x: x.to("meta"),
+    lost=lambda x: raise_(RuntimeError("the saved_tensors_hook has no memory")),
 )
+
+
+def raise_(error):
+    raise error
 
 
 def rejected_saved_case(group, kinds, only, names):
@@ -174,6 +179,9 @@ def test_all_ranks_hear_of_saved_tensors_that_are_others(run):
         2, rejected_saved_case, ["half"], 1, ("zeco_gla, contiguous", "zeco_kda, contig", "allscan, dec")
     )
     assert len(waits) == 4
+    others = run(2, rejected_saved_case, ["lost"], 1, ("zeco_ssd, contig",))
+    assert len(others[0]) == 1
+    waits, rejects = waits | others[0], rejects | others[1]
     for name in waits:
         assert rejects[name][0] == "RuntimeError" and "saved_tensors_hook" in rejects[name][1], rejects[name]
         assert waits[name][0] == "AllScanTimeout" and "saved_tensors_hook" in waits[name][1], waits[name]

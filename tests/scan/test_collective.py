@@ -942,8 +942,9 @@ def test_wrong_decays_in_the_zigzag_layout(run, of, size=2):
 
 def checkpointed_checks_case(group):
     """Return the gradients of a first call and of a later one in selective activation checkpointing, with a comparison
-    of the caller's that is saved."""
-    policy = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.ge.Scalar])
+    and views of the caller's that are saved."""
+    saved = torch.ops.aten.ge.Scalar, torch.ops.aten.slice.Tensor, torch.ops.aten.select.int
+    policy = functools.partial(create_selective_checkpoint_contexts, [*saved])
     with allscan.Communicator(group) as comm:
         generator = torch.Generator().manual_seed(comm.rank)
         x = torch.rand(2, 4, 8, generator=generator).to(comm.device).requires_grad_()
@@ -952,7 +953,8 @@ def checkpointed_checks_case(group):
         def layer(x, q):
             prev = allscan.allscan(x, x.detach()[..., 0], comm=comm)
             o, _ = allscan.zeco_gla(q, q, q, -q.abs(), comm=comm)
-            return (torch.where(x >= 0.5, prev + x * x, 2 * prev)).sum() + (o * (q >= 0.5)).sum()
+            parts = (x[..., :3] * x[..., 3:6]).sum() * (x.select(0, 1) * prev.select(0, 0)).sum()
+            return (torch.where(x >= 0.5, prev + x * x, 2 * prev)).sum() + (o * (q >= 0.5)).sum() + parts
 
         answers = []
         for _ in range(2):
@@ -961,8 +963,8 @@ def checkpointed_checks_case(group):
         return torch.equal(*answers)
 
 
-def test_checks_of_values_in_selective_checkpointing(run, size=2):
-    """They run at the first call alone, so recomputation must not count their operators."""
+def test_first_calls_in_selective_checkpointing(run, size=2):
+    """Checks of values and new workspaces run at the first call alone: recomputation must not count their operators."""
     assert all(run(size, checkpointed_checks_case))
 
 
