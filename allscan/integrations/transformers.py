@@ -3,12 +3,13 @@ their hybrids with softmax attention."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import importlib
 import inspect
 import sys
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -97,9 +98,9 @@ def sequence_parallel(
     Labels are shifted across shard boundaries. ``num_items_in_batch`` is the number of labels on all ranks, equal on
     every rank.
 
-    ``use_cache`` defaults to False. With ``use_cache=True``, on all ranks or on none, every rank's cache is that of the
-    row. Each rank can then generate with the ordinary model by itself: ``sequence_parallel(model, comm=None)``. The
-    rank with the last token has its logits: the last rank, in zigzag the first.
+    ``use_cache`` defaults to False. With ``use_cache=True`` or a cache, on all ranks or on none, every rank's cache is
+    that of the row. Each rank can then generate with the ordinary model by itself: ``sequence_parallel(model,
+    comm=None)``. The rank with the last token has its logits: the last rank, in zigzag the first.
 
     Args:
         model: a causal language model of transformers, its text model, or a module around one, of Qwen3-Next, Qwen3.5
@@ -163,6 +164,7 @@ def sequence_parallel(
         layer.forward = functools.partial(softmax_forward, layer)
     for head in heads:
         head.loss_function = functools.partial(_loss, comm, zigzag, per_document)
+        head.generate = functools.partial(_generate, comm)
         # a subclass may have a forward without one of these
         parameters = inspect.signature(head.forward).parameters
         if "labels" in parameters and any(x.kind is x.VAR_KEYWORD for x in parameters.values()):
@@ -260,9 +262,20 @@ def _restore(bases: Any, heads: Any, layers: Any) -> None:
     for module in (*bases, *layers):
         vars(module).pop("forward", None)
     for head in heads:
-        vars(head).pop("_loss_function", None)
+        for name in ("_loss_function", "generate"):
+            vars(head).pop(name, None)
         if "allscan_hook" in vars(head):
             vars(head).pop("allscan_hook").remove()
+
+
+def _generate(comm: Communicator, *_, **__) -> NoReturn:
+    """Replaces generate(), whose position_ids would begin with 0 on each rank."""
+    reject(comm, "generate() is for the ordinary model: call sequence_parallel(model, comm=None) before it")
+
+
+def _with_gradient(embedding: nn.Module, arguments: Any, output: Tensor) -> Tensor:
+    """Hook after an embedding: its result needs a gradient, even with frozen weights."""
+    return output if output.requires_grad else output.detach().requires_grad_()
 
 
 LABELS = "allscan_labels"  # option of the text model: whether its causal language model was called with labels
@@ -315,6 +328,7 @@ def _model(
     cache = past_key_values if cache is None else cache
     if cache is not None and _tokens_in(cache, comm):
         reject(comm, "past_key_values must be empty: the state before the first rank's tokens is taken as zero")
+    use_cache = use_cache or cache is not None  # layers fill it in any case
     for name in ("output_attentions", "output_router_logits"):
         option = options.get(name)
         if getattr(model.config, name, False) if option is None else option:
@@ -341,10 +355,10 @@ def _model(
     alike = Alike(model, x.device.type, labels, *(options.get(name) for name in ("num_items_in_batch", "shift_labels")))
     asked = SequenceOptions(B, T, cu_seqlens, zigzag, per_document, attention, inner, home, alike)
     sequence, wanted_by_any = agree_sequence(comm, asked, position_ids, wanted, told, kernel)
-    if wanted_by_any and not wanted and torch.is_grad_enabled():
-        # another rank's embeddings are trained: with all else frozen this rank would run no backward
-        x = model.get_input_embeddings()(input_ids) if inputs_embeds is None else inputs_embeds
-        input_ids, inputs_embeds = None, x if x.requires_grad else x.detach().requires_grad_()
+    # another rank's embeddings are trained: with all else frozen this rank would run no backward
+    adds_gradient = wanted_by_any and not wanted and torch.is_grad_enabled()
+    if adds_gradient and inputs_embeds is not None:
+        inputs_embeds = inputs_embeds.detach().requires_grad_()
     if sequence.lengths is not None and attention.memory is not None:
         reject(comm, "packed sequences take all keys at once: attention.memory must be None")
     if sequence.lengths is not None and use_cache:
@@ -365,15 +379,17 @@ def _model(
         position_ids = torch.arange(sequence.first, sequence.first + sequence.own, device=x.device)[None]
     for name in ("cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"):
         options.pop(name, None)
-    outputs = type(model).forward(
-        model,
-        input_ids=input_ids,
-        position_ids=position_ids,
-        inputs_embeds=inputs_embeds,
-        use_cache=bool(use_cache),
-        **{name_of_cache(type(model)): cache, SEQUENCE: sequence},  # type: ignore[arg-type]
-        **options,
-    )
+    embedding = model.get_input_embeddings() if adds_gradient and inputs_embeds is None else None
+    with embedding.register_forward_hook(_with_gradient) if embedding is not None else contextlib.nullcontext():
+        outputs = type(model).forward(
+            model,
+            input_ids=input_ids,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            use_cache=bool(use_cache),
+            **{name_of_cache(type(model)): cache, SEQUENCE: sequence},  # type: ignore[arg-type]
+            **options,
+        )
     if use_cache:
         _of_last_tokens(outputs if isinstance(outputs, tuple) else outputs.values(), sequence)
     return outputs if sequence.own else _without_padding(outputs)

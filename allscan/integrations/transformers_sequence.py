@@ -100,10 +100,7 @@ class SplitSequence:
 
 
 # End of messages about packed sequences that may be unintended
-BY_POSITIONS = (
-    "; position_ids begin a sequence wherever they do not rise by 1 (generate() is for the ordinary model: "
-    "sequence_parallel(model, comm=None))"
-)
+BY_POSITIONS = "; position_ids begin a sequence wherever they do not rise by 1"
 
 
 UNREAD = "a tensor"  # stands for a number that is not read

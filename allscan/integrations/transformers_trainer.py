@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from ..comm.host_exchange import by_rank
 from . import needing
@@ -244,7 +245,9 @@ class SequenceParallelTrainer(Trainer):
             raise ValueError("the model is not split any more as it was when this SequenceParallelTrainer was made")
         batch = dict(batch)
         x = _tokens_of(batch)
-        if self._groups > 1 and ("cu_seq_lens_q" in batch or x.shape[0] == 1 and "position_ids" in batch):
+        places = batch.get("position_ids") if x.shape[0] == 1 else None
+        packed = "cu_seq_lens_q" in batch or (places is not None and bool((places.diff(dim=-1) != 1).any()))
+        if self._groups > 1 and packed:
             raise ValueError("packed sequences, in one row, are covered in one group of ranks only")
         first, end = self._rows(batch, self._group)
         nothing = first == end  # fewer rows than groups: run one row without labels
@@ -257,7 +260,14 @@ class SequenceParallelTrainer(Trainer):
                 batch[name] = torch.full_like(batch[name], -100)
         return cut_batch(batch, comm=comm, layout=self._layout, per_document=self._per_document)
 
+    def train(self, *arguments: Any, **options: Any) -> Any:
+        if self.model_wrapped is self.model:  # an evaluation before has marked it, and accelerate would not wrap it
+            vars(self.model).pop("_is_accelerate_prepared", None)
+        return super().train(*arguments, **options)
+
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        if self.accelerator.num_processes > 1 and not isinstance(model, DistributedDataParallel):
+            raise ValueError(f"expected the model in DistributedDataParallel, which sums gradients, got {type(model)}")
         loss = super().training_step(model, self._part(inputs), num_items_in_batch)
         return self.accelerator.reduce(loss, "mean")  # the logged loss, and its NaN check, are equal on all ranks
 

@@ -93,9 +93,14 @@ def trainer_of(kind, model, **options):
     return found
 
 
-def training(make, **options):
-    """Return losses and norms of gradients of each step, and train()'s result."""
-    trainer = make(train_dataset=rows(11, True), **options)
+def training(make, evaluated=False, positions=False, **options):
+    """Return losses and norms of gradients of each step, and train()'s result. evaluated: there is an evaluation before
+    it. positions: rows have position_ids, and the last batch has one row."""
+    data = rows(9 if positions else 11, True)
+    data = [row | dict(position_ids=torch.arange(LENGTH)) for row in data] if positions else data
+    trainer = make(train_dataset=data, eval_dataset=rows(3, True), **options)
+    if evaluated:
+        trainer.evaluate()
     result = trainer.train()
     history = [entry for entry in trainer.state.log_history if "loss" in entry]
     state = trainer.state
@@ -183,6 +188,8 @@ def checkpoints(make):
 
 CASES = {
     "training": functools.partial(training, include_num_input_tokens_seen="all"),
+    "training after an evaluation": functools.partial(training, evaluated=True),
+    "training with positions": functools.partial(training, positions=True),
     "accumulation": functools.partial(training, gradient_accumulation_steps=2),
     "accumulation over epochs": functools.partial(
         training, gradient_accumulation_steps=4, max_steps=-1, num_train_epochs=2, logging_steps=2
@@ -241,7 +248,7 @@ def different(found, expected, most=2e-5):
             yield name, have, want
 
 
-SOME = ["accumulation", "evaluation", "evaluation without labels"]
+SOME = ["accumulation", "training after an evaluation", "evaluation", "evaluation without labels"]
 
 
 @pytest.mark.cpu
@@ -361,6 +368,7 @@ def rejected_case(folder):
         answers["multiple of 2 * 2"] = raised(make("zigzag").evaluate, odd)
         answers["1 tokens cannot be cut for 2 ranks"] = raised(make().predict, few)
         trainer = make()
+        answers["expected the model in DistributedDataParallel"] = raised(trainer.training_step, trainer.model, {})
         sequence_parallel(trainer.model, comm=None)
         answers["not split any more"] = raised(trainer.predict, rows(4, False))
         os.environ["ACCELERATE_DYNAMO_BACKEND"] = "eager"  # as by `accelerate launch`
