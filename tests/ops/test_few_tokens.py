@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.flop_counter import FlopCounterMode
 
 import allscan
 from allscan.base.checks import Shift
@@ -323,6 +327,42 @@ def gather_case(group):
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_what_goes_by_the_back_end(run, size):
     run(size, gather_case)
+
+
+def saved_case(group, name):
+    """Rank 0 has one packed sequence, the last rank many. Return the bytes that each rank saves for backward, by the
+    number of sequences; and whether a dispatch mode around one of the passes leaves the gradients as they are."""
+    saved, equal = [], []
+    with allscan.Communicator(group) as comm:
+        given = {k: x.to(comm.device) for k, x in drawn(name, 1, 128, 1).items() if k != "initial_state"}
+        x = given["v"].requires_grad_()
+        for sequences in (1, 64):
+            last = 128 * (comm.size - 1)
+            cuts = [*range(0, last + 1, 128), *(last + 128 * (i + 1) // sequences for i in range(sequences))]
+            where = dict(comm=comm, cu_seqlens=cuts, first_token=128 * comm.rank)
+            gradients, memory = [], {}
+
+            def pack(t, memory=memory):
+                memory[t.data_ptr()] = t.nbytes
+                return t
+
+            for modes in ((False, False), (False, True), (True, False)):
+                forward, backward = (FlopCounterMode(display=False) if m else contextlib.nullcontext() for m in modes)
+                hooks = contextlib.nullcontext() if any(modes) else saved_tensors_hooks(pack, lambda t: t)
+                with forward, hooks:
+                    o, _ = called(name, given, False, **where)
+                with backward:
+                    gradients += torch.autograd.grad(o.square().sum(), x)
+            saved.append(sum(memory.values()))
+            equal += [torch.equal(gradients[0], other) for other in gradients[1:]]
+    return saved, equal
+
+
+@pytest.mark.parametrize("name", ["zeco_gla", "zeco_kda", "zeco_gated_delta_rule"])
+def test_a_rank_saves_nothing_for_the_sequences_of_others(run, name, size=2):
+    (first, last), equal = zip(*run(size, saved_case, name))
+    assert first[1] < 1.02 * first[0] and last[1] > 2 * last[0], (first, last)
+    assert all(map(all, equal))
 
 
 def many_finals_case(group):

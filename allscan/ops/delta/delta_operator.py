@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -298,7 +299,7 @@ def _forward(
     comm, tensors = communicator_of(handle), (q, k, v, g, beta, initial_state)
     with comm.call(False, TITLES[rule], tensors):
         options = Options(rule, scale, fields, bound, first_token, zigzag, invariant)
-        prepared = prepare_delta(comm, tensors, cu_seqlens, options)
+        prepared = prepare_delta(comm, tensors, cu_seqlens, options, traced=True)
         return prepared.forward(*tensors, cu_seqlens, final)
 
 
@@ -357,20 +358,18 @@ def _run_backward(prepared: PreparedDelta | None, do: Tensor, dfinal: Tensor | N
         reject_second_derivative("a delta rule")
         if q.ndim != 4:
             raise saved_tensor_error(TITLES[rule], "q", q, "[B, T, H, K]")
+        names = "q k v beta sums scores solved transitions incoming fwd_epoch do"
+        check = partial(restored, TITLES[rule], names, (q, k, v, beta, sums, *others, do))
         if prepared is None:
             own = isinstance(RULES[rule], OwnChunks) and sums.dtype == do.dtype  # the gates have q's dtype
             shapes = shapes_of(q, do, cu_seqlens, invariant)
-            specs = saved_specs(shapes, beta_dtype, do.dtype if own else torch.float32, rule, zigzag)
-        else:
-            specs = prepared.saved_specs
-        names, operands = (
-            "q k v beta sums scores solved transitions incoming fwd_epoch do",
-            (q, k, v, beta, sums, *others, do),
-        )
-        q, k, v, beta, sums, scores, solved, *saved_states, do = restored(TITLES[rule], names, operands, specs)
-        if prepared is None:
+            dtypes = beta_dtype, do.dtype if own else torch.float32
+            incoming = others[3]
+            packed = cu_seqlens is not None and incoming.shape != state_specs(shapes, zigzag)[1][1]  # of an eager call
+            check(saved_specs(shapes, dtypes, rule, zigzag, incoming.shape[0] if packed and incoming.ndim else None))
             options = Options(rule, scale, fields, bound, first_token, zigzag, invariant)
-            prepared = PreparedDelta(comm, shapes, cu_seqlens, options, specs)
+            prepared = PreparedDelta(comm, shapes, cu_seqlens, options, dtypes, traced=not packed)
+        q, k, v, beta, sums, scores, solved, *saved_states, do = check(prepared.saved_specs)
         dinitial = q.new_zeros(prepared.state_shape, dtype=torch.float32) if initial else None
         outer = Outer(do, dfinal, dinitial)
         grads = prepared.backward(Inputs(q, k, v, sums, beta), Saved(scores, solved), outer, SavedStates(*saved_states))

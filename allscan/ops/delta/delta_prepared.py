@@ -41,13 +41,21 @@ class PreparedDelta:
     """State of one call signature. The first call with the signature makes it; later calls find it by their cache key,
     skip all other checks, and run their forward and backward passes by it.
 
-    saved_specs: see the function. fixed: the operator's last inputs."""
+    dtypes: of beta and of the gates that are saved. traced: for a call of the custom operator, whose saved states have
+    the size for any number of pieces of packed sequences; otherwise they have that of this rank's pieces. saved_specs:
+    see the function. fixed: the operator's last inputs."""
 
     def __init__(
-        self, comm: Communicator, x: Shapes, cu_seqlens: Tensor | None, options: Options, saved_specs: list
+        self,
+        comm: Communicator,
+        x: Shapes,
+        cu_seqlens: Tensor | None,
+        options: Options,
+        dtypes: tuple[torch.dtype, torch.dtype],
+        traced: bool = False,
     ) -> None:
         rule, scale, *_, zigzag, _ = options
-        self.comm, self.rule, self.name, self.saved_specs = comm, RULES[rule], TITLES[rule], saved_specs
+        self.comm, self.rule, self.name = comm, RULES[rule], TITLES[rule]
         # fla's kernels process the halves of the zigzag layout as packed sequences, of a batch of one
         self.in_one = bool(zigzag) and not isinstance(self.rule, OwnChunks)
         self.layout = _find_layout(comm, x, cu_seqlens, options)
@@ -55,7 +63,9 @@ class PreparedDelta:
         self.call = ChunkCall(self.states, scale, local(self.layout))
         self.fixed = comm.handle, *options
         self.state_shape = x.sequences, x.HV, x.K, x.V
-        self._state_specs = state_specs(x, zigzag)
+        segments = None if traced or cu_seqlens is None else max(1, self.layout.num_segments)
+        self._state_specs = state_specs(x, zigzag, segments)
+        self.saved_specs = saved_specs(x, dtypes, rule, zigzag, segments)
         carrier = self.states.carrier
         self.pending = partial(carrier.pending, carrier.prepare(x.carried(zigzag)), bool(zigzag))
 
@@ -108,7 +118,9 @@ class PreparedDelta:
         return grads
 
 
-def prepare_delta(comm: Communicator, tensors: tuple, cu_seqlens: Tensor | None, options: Options) -> PreparedDelta:
+def prepare_delta(
+    comm: Communicator, tensors: tuple, cu_seqlens: Tensor | None, options: Options, traced: bool = False
+) -> PreparedDelta:
     """Run the remaining checks; return the PreparedDelta. The first call for a signature checks the tensors and
     compares its arguments with those of the other ranks. tensors: q, k, v, g, beta, initial_state."""
     q, _, v, g, beta, initial_state = tensors
@@ -136,8 +148,7 @@ def prepare_delta(comm: Communicator, tensors: tuple, cu_seqlens: Tensor | None,
         check_first(comm, first, check, g, AllScanCarrier.of(comm, dense=True).prepare)
     x = shapes_of(q, v, cu_seqlens, invariant)
     own = isinstance(RULES[rule], OwnChunks)  # our kernels save the gates, not their sums
-    specs = saved_specs(x, beta.dtype, g.dtype if own else torch.float32, rule, zigzag)
-    return PreparedDelta(comm, x, cu_seqlens, options, specs)
+    return PreparedDelta(comm, x, cu_seqlens, options, (beta.dtype, g.dtype if own else torch.float32), traced)
 
 
 def state_pass(comm: Communicator, layout: Layout, x: Shapes, options: Options) -> StatePass:
@@ -157,10 +168,11 @@ def _in_one(*tensors: Tensor | None) -> Iterator[Any]:
     return (x if x is None else x.flatten(0, 1)[None] for x in tensors)
 
 
-def state_specs(x: Shapes, zigzag: int) -> tuple[tuple[torch.dtype, tuple[int, ...]], ...]:
-    """Return (dtype, shape) of each field of SavedStates, for an upper bound of the number of segments. The first two
-    are saved as integers: see WORDS."""
-    segments = most_segments(x.B, x.T, x.sequences, x.segment_length(), zigzag)
+def state_specs(x: Shapes, zigzag: int, segments: int | None = None) -> tuple[tuple[torch.dtype, tuple[int, ...]], ...]:
+    """Return (dtype, shape) of each field of SavedStates. The first two are saved as integers: see WORDS. segments:
+    their number; None: an upper bound."""
+    if segments is None:
+        segments = most_segments(x.B, x.T, x.sequences, x.segment_length(), zigzag)
     states = ((torch.int32, (segments, x.HV, x.K, width)) for width in (x.K, x.V))
     return *states, (torch.int64, (FWD_EPOCHS,))
 
@@ -175,12 +187,16 @@ def sums_and_chunks(
 
 
 @functools.lru_cache(1024)
-def saved_specs(x: Shapes, beta_dtype: torch.dtype, gate_dtype: torch.dtype, rule: str, zigzag: int) -> list[tuple]:
-    """Return (dtype, shape, device) of the tensors that autograd saves, except cu_seqlens, and of do."""
+def saved_specs(
+    x: Shapes, dtypes: tuple[torch.dtype, torch.dtype], rule: str, zigzag: int, segments: int | None = None
+) -> list[tuple]:
+    """Return (dtype, shape, device) of the tensors that autograd saves, except cu_seqlens, and of do. dtypes, segments:
+    see PreparedDelta and state_specs."""
+    beta_dtype, gate_dtype = dtypes
     keys, of_v, dtype, scalar = (x.B, x.T, x.H, x.K), (x.B, x.T, x.HV), x.dtype, RULES[rule].scalar
     values, chunk = (*of_v, x.V), (*of_v, CHUNK_TOKENS)
     without = scalar and not isinstance(RULES[rule], OwnChunks)
     specs = [(dtype, keys), (dtype, keys), (dtype, values), (beta_dtype, of_v)]
     specs += (gate_dtype, of_v if scalar else (*of_v, x.K)), (WORDS[dtype], (0,) if without else chunk)
-    specs += (dtype, chunk), *state_specs(x, zigzag), (dtype, values)
+    specs += (dtype, chunk), *state_specs(x, zigzag, segments), (dtype, values)
     return [(of, torch.Size(shape), x.device) for of, shape in specs]

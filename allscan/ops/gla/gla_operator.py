@@ -256,13 +256,18 @@ class Prepared:
     later calls find it by their cache key and skip all other checks.
 
     options: ``_find`` returns an equal object for them. saved_specs: see the function. pending: makes the
-    communicator's PendingBackward records of an outstanding backward pass."""
+    communicator's PendingBackward records of an outstanding backward pass.
+
+    packed: the saved buffer has the size for this rank's pieces of packed sequences. Otherwise, also in calls of the
+    custom operator, it has the size for any number of pieces, which tracing knows."""
 
     def __init__(
-        self, carrier: StateCarrier, shape: Shape, layout: Layout, options: Options, saved_specs: list
+        self, carrier: StateCarrier, shape: Shape, layout: Layout, options: Options, packed: bool = False
     ) -> None:
         self.carrier, self.shape, self.layout, self.options = carrier, shape, layout, options
-        self.saved_specs = saved_specs
+        own = layout.num_segments, layout.num_chunks
+        self.saved_words = sum(shape.saved_sizes(*own)) if packed else shape.saved_words
+        self.saved_specs = saved_specs(shape, carrier.comm.device, self.saved_words)
         scan = carrier.prepare((shape.carried * shape.H, shape.K, shape.V))
         self.fixed = carrier.handle, *options  # the operator's last inputs
         self.pending = partial(carrier.pending, scan, bool(shape.zigzag))
@@ -272,10 +277,10 @@ class Prepared:
     def forward(self, *inputs: Any) -> tuple[Tensor, Any, Tensor]:
         """Run forward. ``inputs``: the operator's inputs before ``fixed``.
 
-        Returns (o, final_state or None, the saved buffer of Shape.saved_sizes)."""
+        Returns (o, final_state or None, the buffer of Shape.saved_sizes)."""
         q, k, v, g, initial_state, _, final = inputs
         final_state = q.new_zeros(self._states, dtype=torch.float32) if final else None
-        saved_buffer = q.new_empty(self.shape.saved_words, dtype=SAVED_DTYPE)
+        saved_buffer = q.new_empty(self.saved_words, dtype=SAVED_DTYPE)
         variant = forward_plan, initial_state is None, final_state is None
         (o,) = self._run(variant, q, k, v, g, initial_state, final_state, saved_buffer)
         if self.carrier.comm.debug:
@@ -352,9 +357,11 @@ def _state_shape(q: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> tuple[int, 
     return sequences, q.shape[2], q.shape[3], v.shape[3]
 
 
-def _prepare(carrier: StateCarrier, tensors: Sequence[Any], cu_seqlens: Tensor | None, options: Options) -> Prepared:
+def _prepare(
+    carrier: StateCarrier, tensors: Sequence[Any], cu_seqlens: Tensor | None, options: Options, traced: bool = False
+) -> Prepared:
     """Run the remaining checks; return the Prepared. The first call for a signature checks the tensors and compares
-    its arguments with those of the other ranks."""
+    its arguments with those of the other ranks. traced: for a call of the custom operator."""
     comm, (q, _, v, g, initial_state) = carrier.comm, tensors
     scale, first_token, zigzag, _, invariant, of_all = options
     are_none = initial_state is None, cu_seqlens is None, first_token is None
@@ -374,25 +381,25 @@ def _prepare(carrier: StateCarrier, tensors: Sequence[Any], cu_seqlens: Tensor |
             check_packed(comm, cu_seqlens, q.shape[1], first_token, zigzag)
 
         check_first(comm, FirstCall(signature, shape, agree), check, g, carrier.prepare)
-    return _find(carrier, q, v, g.dtype, cu_seqlens, options)
+    of_call = _shape(q, v, g.dtype, cu_seqlens, options.of_shape)
+    return _find(carrier, of_call, cu_seqlens, options, cu_seqlens is not None and not traced)
 
 
 def _find(
-    carrier: StateCarrier, q: Tensor, v: Tensor, gate_dtype: torch.dtype, cu_seqlens: Tensor | None, options: Options
+    carrier: StateCarrier, shape: Shape, cu_seqlens: Tensor | None, options: Options, packed: bool = False
 ) -> Prepared:
     """Return the Prepared of checked tensors."""
     _, first_token, zigzag, *_ = options
-    shape = _shape(q, v, gate_dtype, cu_seqlens, options.of_shape)
     own = OwnTokens(shape.B, shape.T, cu_seqlens, first_token, zigzag)
     layout = find_layout(carrier.comm, own, shape.segment, aligned=bool(shape.invariant))
-    return Prepared(carrier, shape, layout, options, saved_specs(shape, carrier.comm.device))
+    return Prepared(carrier, shape, layout, options, packed)
 
 
-def saved_specs(shape: Shape, device: torch.device) -> list:
+def saved_specs(shape: Shape, device: torch.device, saved_words: int) -> list:
     """Return (dtype, shape, device) of the tensors that autograd saves (q, k, v, g, the saved buffer) and of do."""
     keys, values = ((shape.B, shape.T, shape.H, width) for width in (shape.K, shape.V))
     specs: list[tuple[torch.dtype, tuple[int, ...]]] = [(shape.dtype, x) for x in (keys, keys, values)]
-    specs += [(shape.gate_dtype, keys), (SAVED_DTYPE, (shape.saved_words,)), (shape.dtype, values)]
+    specs += [(shape.gate_dtype, keys), (SAVED_DTYPE, (saved_words,)), (shape.dtype, values)]
     return [(dtype, torch.Size(x), device) for dtype, x in specs]
 
 
@@ -450,14 +457,13 @@ def _run_backward(prepared: Prepared | None, *inputs: Any) -> tuple[Any, ...]:
         reject_second_derivative("zeco_gla")
         if q.ndim != 4:
             raise saved_tensor_error("zeco_gla", "q", q, "[B, T, H, K]")
+        check = partial(restored, "zeco_gla", "q k v g saved_buffer do", (q, k, v, g, saved_buffer, do))
         if prepared is None:
-            specs = saved_specs(_shape(q, do, gate_dtype, cu_seqlens, options.of_shape), carrier.comm.device)
-        else:
-            specs = prepared.saved_specs
-        q, k, v, g, saved_buffer, do = restored(
-            "zeco_gla", "q k v g saved_buffer do", (q, k, v, g, saved_buffer, do), specs
-        )
-        prepared = prepared or _find(carrier, q, v, gate_dtype, cu_seqlens, options)
+            shape = _shape(q, do, gate_dtype, cu_seqlens, options.of_shape)
+            packed = cu_seqlens is not None and saved_buffer.shape != (shape.saved_words,)  # saved by an eager call
+            check(saved_specs(shape, carrier.comm.device, saved_buffer.numel() if packed else shape.saved_words))
+            prepared = _find(carrier, shape, cu_seqlens, options, packed)
+        q, k, v, g, saved_buffer, do = check(prepared.saved_specs)
         if saved_buffer.data_ptr() % 16:  # kernels need 16-byte alignment; a caller's hook may return other memory
             saved_buffer = saved_buffer.clone()
         return prepared.backward(do, dfinal, (q, k, v, g, saved_buffer), initial)
@@ -485,7 +491,7 @@ def _forward(
     carrier = carrier_of(handle, invariant)
     with carrier.comm.call(False, "zeco_gla", (q, k, v, g, initial_state)):
         options = Options(scale, first_token, zigzag, saves, invariant, of_all)
-        prepared = _prepare(carrier, (q, k, v, g, initial_state), cu_seqlens, options)
+        prepared = _prepare(carrier, (q, k, v, g, initial_state), cu_seqlens, options, traced=True)
         return prepared.forward(q, k, v, g, initial_state, cu_seqlens, final)
 
 

@@ -118,21 +118,21 @@ class Shape:
         fwd_epochs: list[Stored] = [((FWD_EPOCHS,), torch.int64)]
         return fwd_epochs + self.incoming(segments) + (self.intermediates(chunks, False) if self.saves else [])
 
+    def saved_sizes(self, segments: int, chunks: int) -> list[int]:
+        """Words of each buffer of ``all_saved``, rounded up to 256 bytes."""
+        stored = self.all_saved(segments, chunks)
+        return [-(-math.prod(shape) * dtype.itemsize // 256) * (256 // WORD) for shape, dtype in stored]
+
     @functools.cached_property
-    def saved_sizes(self) -> list[int]:
-        """Words of each buffer of ``all_saved`` for the most segments and chunks, rounded up to 256 bytes."""
+    def saved_words(self) -> int:
+        """Sum of ``saved_sizes`` for the most segments and chunks that a rank may have."""
         most = [
             most_segments(self.B, self.T, self.sequences, tokens, self.zigzag)
             for tokens in (self.segment, CHUNK_TOKENS)
         ]
         if self.invariant:  # a piece of a sequence may begin with a segment that is not a whole number of chunks
             most[1] += self.sequences + self.B * bool(self.zigzag)
-        return [-(-math.prod(shape) * dtype.itemsize // 256) * (256 // WORD) for shape, dtype in self.all_saved(*most)]
-
-    @functools.cached_property
-    def saved_words(self) -> int:
-        """Sum of ``saved_sizes``."""
-        return sum(self.saved_sizes)
+        return sum(self.saved_sizes(*most))
 
 
 shape_of = functools.lru_cache(4096)(Shape)  # one object per shape: Shape hashes by identity, so lookups are fast
@@ -596,8 +596,8 @@ class GLAPlan(Plan):
         """Return (forward epoch, IncomingStates, Chunks): see Shape.all_saved. Intermediates that are not saved are
         scratch. Those except gate and strong, which backward uses to the end, share the memory of ``grads`` if they
         fit: backward writes ``grads`` last."""
-        stored = self.shape.all_saved(self.layout.num_segments, self.num_chunks)
-        places = itertools.accumulate(self.shape.saved_sizes, initial=0)
+        own = self.layout.num_segments, self.num_chunks
+        stored, places = self.shape.all_saved(*own), itertools.accumulate(self.shape.saved_sizes(*own), initial=0)
         parts = [self.view(saved_buffer, at, *shape, dtype=dtype) for at, (shape, dtype) in zip(places, stored)]
         intermediates = parts[4:] or [
             self.scratch(*shape, dtype=dtype, before=grads if i > 1 else ())
