@@ -304,9 +304,8 @@ def check_for_an_operator(tensors: dict[str, Any], scale: object) -> None:
     if tensors["q"].ndim != 4:
         raise ValueError(f"q must be [B, T, H, K], got {tuple(tensors['q'].shape)}")
     # backward divides by it in float32
-    if scale is not None and not (
-        isinstance(scale, numbers.Real) and _FLOAT32.tiny <= abs(float(scale)) <= _FLOAT32.max
-    ):
+    value: Any = scale
+    if scale is not None and not (isinstance(scale, numbers.Real) and _FLOAT32.tiny <= abs(value) <= _FLOAT32.max):
         raise ValueError(f"scale must be a finite number of float32's range and not 0, got {scale!r}")
 
 

@@ -387,8 +387,8 @@ def _check(comm: Communicator, inputs: dict[str, Any]) -> tuple[int, int, int, i
         if t is None and name in ("D", "z", "dt_bias"):
             continue
         check_tensor(name, t, None, comm.device, None)
-        if not t.is_floating_point() or t.dtype == torch.float64:
-            raise TypeError(f"{name} must be a tensor of floats of at most 32 bits, got {t.dtype}")
+        if t.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+            raise TypeError(f"{name} must be bfloat16, float16 or float32, got {t.dtype}")
     if x.ndim != 4 or B.ndim != 4 or 0 in (*x.shape[:1], *x.shape[2:], *B.shape[2:]):
         shapes = f"{tuple(x.shape)}, {tuple(B.shape)}"
         raise ValueError(f"x must be [B, T, H, P] and B [B, T, G, N] with no empty dimension but T, got {shapes}")

@@ -176,7 +176,8 @@ def test_bfloat16(run, size=2):
 
 
 WRONG = {
-    "x must be a tensor of floats": dict(x=torch.zeros(1, 4, H, P, dtype=torch.float64)),
+    "x must be bfloat16, float16 or float32": dict(x=torch.zeros(1, 4, H, P, dtype=torch.float64)),
+    "float32, got torch.float8": dict(B=torch.zeros(1, 4, G, N).to(torch.float8_e4m3fn)),
     "x must be [B, T, H, P]": dict(x=torch.zeros(4, H, P)),
     "must be a multiple of the 3 groups": dict(B=torch.zeros(1, 4, 3, N)),
     "dt must be [1, 4, 4]": dict(dt=torch.zeros(1, 4, 2)),

@@ -87,8 +87,8 @@ def zeco_gla(
             Its gradient is non-zero only on the rank with this token; without cu_seqlens, on the first rank.
         output_final_state: whether to return each sequence's state after its last token. Each rank may choose for
             itself. "all", on all ranks or on none: every rank gets the final state, to decode after a sharded prefill.
-            One more scan, with cu_seqlens two, sends it from its rank to the others; its gradient is the sum over the
-            ranks.
+            One more scan, with cu_seqlens two for every 8 sequences, sends it from its rank to the others; its gradient
+            is the sum over the ranks.
         cu_seqlens: packed sequences, B = 1: integers [N + 1] rising from 0 to the number of tokens of *all* ranks;
             sequence i has tokens cu_seqlens[i] .. cu_seqlens[i + 1] - 1 of the row. Equal on all ranks; a tensor
             on the CPU or the GPU, or a list. Sequences may be empty and may span any number of ranks. A communicator

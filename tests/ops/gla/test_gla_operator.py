@@ -500,6 +500,7 @@ def calls_that_are_known_case(group):
             dict(scale=float("nan")),
             dict(scale=1e-46),  # 0 in float32
             dict(scale=1e39),
+            dict(scale=10**400),  # no float
             dict(layout=["contiguous"]),
             dict(first_token=3),  # valid with cu_seqlens only
             dict(scale=Decimal(1)),  # no Python number, although it equals 1
@@ -517,7 +518,7 @@ def calls_that_are_known_case(group):
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_calls_that_are_known(run, size):
-    wanted = ["TypeError"] * 2 + ["ValueError"] * 7 + ["NotImplementedError"]
+    wanted = ["TypeError"] * 2 + ["ValueError"] * 8 + ["NotImplementedError"]
     assert run(size, calls_that_are_known_case) == [wanted] * size
 
 
