@@ -30,6 +30,7 @@ from .calls import Calls
 from .compile_watch import watch
 from .heap import (
     arena_transport,
+    check_transport,
     init,
     outside_inference_mode,
     record_ended_alone,
@@ -149,10 +150,9 @@ class Communicator(Calls):
         self.transport, self._timeout, self.debug, self.invariant = "", 30.0, bool(debug), 0
         node_sizes, most, wrong = None, None, list[Exception]()
         try:
+            if self.size > 1:
+                check_transport(transport)
             self.transport = resolve_transport(transport)
-            if self.size > 1 and (arena := arena_transport()) not in ("auto", self.transport):
-                self.transport = ""
-                raise ValueError(f"this process already uses transport {arena!r}")
             if not isinstance(timeout, (int, float)) or not 0 < timeout < 1e9:
                 raise ValueError(f"timeout must be a positive number of seconds below 1e9, got {timeout!r}")
             self._timeout = float(timeout)

@@ -65,8 +65,7 @@ def init(heap_bytes: int | None = None, *, transport: str = "auto") -> None:
     if not dist.is_initialized():
         raise RuntimeError("torch.distributed is not initialised: call torch.distributed.init_process_group first")
     if _heap is not None and dist.group.WORLD is _job:
-        if transport != _heap.transport and resolve_transport(transport) != _heap.transport:
-            raise ValueError(f"this process already uses transport {_heap.transport!r}")
+        check_transport(transport)
         if heap_bytes is not None and arena_bytes(heap_bytes) != _heap.arena.size:
             raise ValueError(f"the arena exists already with {_heap.arena.size:,} bytes")
         return
@@ -181,6 +180,13 @@ def symmetric_heap(user: object = None) -> SymmetricHeap:
     if user is not None:
         _users.add(user)
     return _heap
+
+
+def check_transport(transport: str) -> None:
+    """Raise ValueError if the arena exists with another transport than this one, and the errors of resolve_transport
+    unless it has this name."""
+    if _heap is not None and transport != _heap.transport and resolve_transport(transport) != _heap.transport:
+        raise ValueError(f"this process already uses transport {_heap.transport!r}")
 
 
 def arena_transport() -> str:

@@ -31,7 +31,7 @@ ABORT_CHECK_S = 0.2  # interval at which a waiting rank checks whether another r
 # Prefixes of decisions. REJECTED: a rank has rejected the call of the exchange. LOST: the order of calls is lost
 _DONE, FAILED, REJECTED, LOST, ABANDONED = "done ", "failed ", "rejected ", "lost ", "abandoned "
 
-_ABSENT = "absent"  # no value of a key, see _find
+_NO_VALUE = "none"  # what _find reads for a key that does not exist
 
 CLOSE = "Communicator.close"  # name of the last exchange of a communicator
 
@@ -351,8 +351,8 @@ def _find(store: dist.Store, key: str) -> str | None:
     """The value of ``key``, None without one. For keys that another rank may delete: a get() after a check() would wait
     until the key is there again."""
     # the stores return the expected value of a key that does not exist, and set nothing unless that is empty
-    found = store.compare_set(key, _ABSENT, _ABSENT).decode()
-    return None if found == _ABSENT else str(found)
+    found = store.compare_set(key, _NO_VALUE, _NO_VALUE).decode()
+    return None if found == _NO_VALUE else str(found)
 
 
 def _forget_waits(store: dist.Store) -> None:

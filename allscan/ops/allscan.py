@@ -508,10 +508,13 @@ def final_of_all(o: Tensor, final: Any, comm: Communicator, packed: bool, zigzag
     if packed:
         count = int(final.shape[0])
         size = min(next_power_of_2(count), FINAL_STATES)
-        parts = F.pad(final, (0, 0, 0, 0, 0, 0, 0, -count % size)).split(size) if count % size else final.split(size)
-    for reverse in [True] * (packed or not zigzag) + [False] * (packed or zigzag):
-        others = [allscan(part, comm=comm, reverse=reverse) for part in parts]
-        found = found + (others[0] if len(others) == 1 else torch.cat(others))[: len(found)]
+        if missing := -count % size:
+            final = F.pad(final, (0, 0, 0, 0, 0, 0, 0, missing))
+        parts = final.split(size)
+    for reverse in (True, False):
+        if packed or reverse != zigzag:
+            others = [allscan(part, comm=comm, reverse=reverse) for part in parts]
+            found = found + (others[0] if len(others) == 1 else torch.cat(others))[: len(found)]
     if found.requires_grad:
         o, found = using(comm, o, found), found.clone()  # using() saves the first one, which must not be written to
     return o, found

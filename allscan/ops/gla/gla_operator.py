@@ -256,18 +256,11 @@ class Prepared:
     later calls find it by their cache key and skip all other checks.
 
     options: ``_find`` returns an equal object for them. saved_specs: see the function. pending: makes the
-    communicator's PendingBackward records of an outstanding backward pass.
+    communicator's PendingBackward records of an outstanding backward pass."""
 
-    packed: the saved buffer has the size for this rank's pieces of packed sequences. Otherwise, also in calls of the
-    custom operator, it has the size for any number of pieces, which tracing knows."""
-
-    def __init__(
-        self, carrier: StateCarrier, shape: Shape, layout: Layout, options: Options, packed: bool = False
-    ) -> None:
+    def __init__(self, carrier: StateCarrier, shape: Shape, layout: Layout, options: Options, saved_words: int) -> None:
         self.carrier, self.shape, self.layout, self.options = carrier, shape, layout, options
-        own = layout.num_segments, layout.num_chunks
-        self.saved_words = sum(shape.saved_sizes(*own)) if packed else shape.saved_words
-        self.saved_specs = saved_specs(shape, carrier.comm.device, self.saved_words)
+        self.saved_words, self.saved_specs = saved_words, saved_specs(shape, carrier.comm.device, saved_words)
         scan = carrier.prepare((shape.carried * shape.H, shape.K, shape.V))
         self.fixed = carrier.handle, *options  # the operator's last inputs
         self.pending = partial(carrier.pending, scan, bool(shape.zigzag))
@@ -381,18 +374,18 @@ def _prepare(
             check_packed(comm, cu_seqlens, q.shape[1], first_token, zigzag)
 
         check_first(comm, FirstCall(signature, shape, agree), check, g, carrier.prepare)
-    of_call = _shape(q, v, g.dtype, cu_seqlens, options.of_shape)
-    return _find(carrier, of_call, cu_seqlens, options, cu_seqlens is not None and not traced)
+    return _find(carrier, _shape(q, v, g.dtype, cu_seqlens, options.of_shape), cu_seqlens, options, traced)
 
 
-def _find(
-    carrier: StateCarrier, shape: Shape, cu_seqlens: Tensor | None, options: Options, packed: bool = False
-) -> Prepared:
-    """Return the Prepared of checked tensors."""
+def _find(carrier: StateCarrier, shape: Shape, cu_seqlens: Tensor | None, options: Options, traced: bool) -> Prepared:
+    """Return the Prepared of checked tensors. traced: for a call of the custom operator, whose saved buffer has the
+    size for any number of pieces of packed sequences; otherwise it has that for this rank's pieces."""
     _, first_token, zigzag, *_ = options
     own = OwnTokens(shape.B, shape.T, cu_seqlens, first_token, zigzag)
     layout = find_layout(carrier.comm, own, shape.segment, aligned=bool(shape.invariant))
-    return Prepared(carrier, shape, layout, options, packed)
+    every_cut = traced or cu_seqlens is None
+    words = shape.saved_words if every_cut else sum(shape.saved_sizes(layout.num_segments, layout.num_chunks))
+    return Prepared(carrier, shape, layout, options, words)
 
 
 def saved_specs(shape: Shape, device: torch.device, saved_words: int) -> list:
@@ -462,7 +455,7 @@ def _run_backward(prepared: Prepared | None, *inputs: Any) -> tuple[Any, ...]:
             shape = _shape(q, do, gate_dtype, cu_seqlens, options.of_shape)
             packed = cu_seqlens is not None and saved_buffer.shape != (shape.saved_words,)  # saved by an eager call
             check(saved_specs(shape, carrier.comm.device, saved_buffer.numel() if packed else shape.saved_words))
-            prepared = _find(carrier, shape, cu_seqlens, options, packed)
+            prepared = _find(carrier, shape, cu_seqlens, options, traced=not packed)
         q, k, v, g, saved_buffer, do = check(prepared.saved_specs)
         if saved_buffer.data_ptr() % 16:  # kernels need 16-byte alignment; a caller's hook may return other memory
             saved_buffer = saved_buffer.clone()
