@@ -30,7 +30,8 @@ def convolved(
     """conv over x [B, T, C], with the n tokens before each shard boundary, and zeros before a sequence's first token.
 
     conv first runs over the whole row. The first n outputs of each piece lack the tokens before it: conv computes them
-    again from 2n tokens, and they overwrite those in conv's result, in place; see ``taken`` for the backward.
+    again from 2n tokens, and they overwrite those in conv's result, in place. The backward of the overwritten outputs
+    receives zeros. No other node may hold the result's gradient: it is changed in place, like that of ``taken``.
     """
     if not x.shape[1]:
         before = halo(x, n, comm=comm, **where)
@@ -38,18 +39,15 @@ def convolved(
     cuts = cached_table(comm, ("convolution", n, *pieces), lambda: _Cuts(pieces, n, comm.device))
     B, T = x.shape[:2]
     x, tokens = taken(x, cuts, comm)
-    ends, after, windows = tokens.split([cuts.ends, len(pieces) * n, 2 * len(pieces) * n], 1)
+    ends, after = tokens.split([cuts.ends, len(pieces) * n], 1)
     after = after.unflatten(1, (-1, n))
     before = halo_of_ends(ends, T, n, comm=comm, **where).unflatten(1, (-1, n))
     if before.shape[1] < len(pieces):
         before = torch.zeros_like(after).index_copy(1, cuts.first, before)
-    y, rows = conv(x), [torch.cat([before, after], 2)]
-    if y.requires_grad:
-        rows.append(windows.unflatten(1, (-1, 2 * n)))
-    replacements = conv(torch.stack(rows).flatten(0, 2))[:, n:].unflatten(0, (len(rows), B, -1)).flatten(2, 3)
-    if len(cuts.valid) < replacements.shape[2]:  # drop outputs beyond pieces of fewer than n tokens
-        replacements = replacements.index_select(2, cuts.valid)
-    return _Replaced.apply(y, cuts.outputs, *replacements.unbind(0))
+    replacements = conv(torch.cat([before, after], 2).flatten(0, 1))[:, n:].unflatten(0, (B, -1)).flatten(1, 2)
+    if len(cuts.valid) < replacements.shape[1]:  # drop outputs beyond pieces of fewer than n tokens
+        replacements = replacements.index_select(1, cuts.valid)
+    return _Replaced.apply(conv(x), cuts.outputs, replacements)
 
 
 def taken(x: Tensor, tokens: Tokens, comm: Communicator, alone: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
@@ -85,17 +83,16 @@ class Tokens(Tables):
 
 
 class _Cuts(Tokens):
-    """Token numbers for ``convolved``: the last n tokens of each half; for each piece n from its start, and the 2n
-    around its start."""
+    """Token numbers for ``convolved``: the last n tokens of each half; n tokens from the start of each piece."""
 
     def __init__(self, pieces: list[TokenRange], n: int, device: torch.device) -> None:
         starts, halves = [*itertools.accumulate((p.tokens for p in pieces), initial=0)], _halves(pieces)
         spans = [(starts[some[0]], starts[some[-1] + 1]) for some in halves]
         ends = [token for start, end in spans for token in range(max(start, end - n), end)]
-        after, windows = ([t for start in starts[:-1] for t in range(start - m, start + n)] for m in (0, n))
+        after = [token for start in starts[:-1] for token in range(start, start + n)]
         places = [(i * n + j, starts[i] + j) for i, piece in enumerate(pieces) for j in range(min(n, piece.tokens))]
         more = [some[0] for some in halves], [at for at, _ in places], [token for _, token in places]
-        super().__init__([*ends, *after, *windows], starts[-1], device, *more)
+        super().__init__([*ends, *after], starts[-1], device, *more)
         self.first, self.valid, self.outputs = self.more
         self.ends = len(ends)
 
@@ -121,14 +118,14 @@ class _Taken(torch.autograd.Function):
 
 
 class _Replaced(torch.autograd.Function):
-    """Write ``replacements`` into y at the indices ``outputs``, in place. ``lost``: the overwritten values, recomputed.
+    """Write ``replacements`` into y at the indices ``outputs``, in place.
 
-    The backward passes the gradient of y on unchanged; the negative gradient of ``lost`` cancels its part at
-    ``outputs``.
+    The backward sets the gradient of y to zero there, in place: a difference to the gradient of the overwritten values
+    would leave their rounding errors, which can exceed the gradients of the replacements.
     """
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, outputs: Tensor, replacements: Tensor, lost: Tensor | None = None) -> torch.Tensor:
+    def forward(ctx: Any, y: Tensor, outputs: Tensor, replacements: Tensor) -> torch.Tensor:
         ctx.outputs = outputs
         if _is_saved(y):
             y = y.clone()
@@ -136,9 +133,10 @@ class _Replaced(torch.autograd.Function):
         return y.detach()
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[torch.Tensor, None, torch.Tensor, torch.Tensor]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[torch.Tensor, None, torch.Tensor]:
         dreplacements = dy.index_select(1, ctx.outputs)
-        return dy, None, dreplacements, -dreplacements
+        alone = not torch.is_grad_enabled() and 0 not in dy.stride()
+        return (dy.index_fill_ if alone else dy.index_fill)(1, ctx.outputs, 0), None, dreplacements
 
 
 _VIEWS = ("Transpose", "Slice", "View", "UnsafeView", "Permute", "Squeeze", "Unsqueeze", "Alias", "Unflatten")

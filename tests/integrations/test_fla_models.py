@@ -238,6 +238,51 @@ def test_few_tokens(run, choice, layout, size=3):
         assert max(errors) < limit, errors
 
 
+def steep_case(group, kind, layout, T=24):
+    """Return, for each convolution, the largest relative difference of a token's gradient to the unsplit model's."""
+    fla = import_fla()
+    from allscan.integrations.fla import sequence_parallel
+
+    with allscan.Communicator(group) as comm:
+        torch.manual_seed(0)
+        model, found = model_of(fla, kind, num_hidden_layers=1, use_short_conv=True).to(comm.device).train(), {}
+        layer = model.model.layers[0].attn
+        for name in "qkv":
+            # with inputs of about 6.5 the history turns sums of -0.1 into -12
+            weight = getattr(layer, f"{name}_conv1d").weight
+            weight.data.copy_(torch.tensor([-0.6, -0.6, -0.6, -0.02]))
+
+            def with_offset(_, __, y, name=name):
+                y = y + 6.5
+                y.register_hook(lambda dy: found.__setitem__(name, dy[0]))
+                return y
+
+            getattr(layer, f"{name}_proj").register_forward_hook(with_offset)
+        whole, weights = torch.randint(97, (1, T)), torch.randn(1, T, 97)
+
+        def gradients(part):
+            logits = model(input_ids=whole[:, part].to(comm.device), use_cache=False).logits
+            (logits * weights[:, part].to(comm.device)).sum().backward()
+            return dict(found)
+
+        with computed_by(fla, kind, RECURRENCES[kind]):
+            alone = gradients(slice(None))
+        part = place(comm, [T // comm.size] * comm.size, layout == "zigzag")
+        sequence_parallel(model, comm=comm, layout=layout)
+        split = gradients(part)
+        expected = {name: x[part] for name, x in alone.items()}
+        return [((split[x] - expected[x]).norm(dim=1) / expected[x].norm(dim=1)).max().item() for x in "qkv"]
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("kind", ["gla", "kda", "gated_deltanet"])
+def test_gradients_beside_a_boundary(run, kind, layout, size=2):
+    """As test_transformers' test of this name."""
+    for errors in run(size, steep_case, kind, layout):
+        assert max(errors) < 5e-5, errors
+
+
 def prefill_case(group, tokens, kind, choices, layout):
     """Return the cache's relative error when the ordinary model continues from each rank's cache."""
     fla = import_fla()

@@ -769,6 +769,71 @@ def test_convolutions(run, activation, layout, size=3):
         assert max(errors) < 2e-6, errors
 
 
+STEEP = -0.6, -0.6, -0.6, -0.02  # weights of a convolution that turns inputs of about 6.5 into -12, the first into -0.1
+
+
+def steep_gradients(family, dtype, part=slice(None), **where):
+    """Return the gradient of the first convolution's input for each token, [T, channels] in float64.
+
+    where: arguments of sequence_parallel, or none for the unsplit model."""
+    from allscan.integrations.transformers import sequence_parallel
+
+    experts = (
+        dict(num_experts_per_tok=4) if "num_experts_per_tok" in CHOICES[family][1] else {}
+    )  # no choice by rounding
+    model, found = made(family, experts_implementation="eager", **experts), []
+    with torch.no_grad():
+        for module in model.modules():
+            if hasattr(module, "conv1d"):
+                module.conv1d.weight[:] = torch.tensor(STEEP)
+                if module.conv1d.bias is not None:
+                    module.conv1d.bias.zero_()
+    model = (
+        sequence_parallel(model.to(torch.bfloat16).to(dtype), **where) if where else model.to(torch.bfloat16).to(dtype)
+    )
+    operator = importlib.import_module(f"transformers.models.{family}.modeling_{family}").causal_conv1d_fn
+    name, at = ("split", 2) if where else ("original", 0)
+    inner = getattr(operator, name)
+
+    def convolution(*arguments, **options):
+        x = arguments[at] + 6.5
+        x.register_hook(lambda dx: found.append(dx[0].T.double()))
+        return inner(*arguments[:at], x, *arguments[at + 1 :], **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(operator, name, convolution)
+        logits = model(input_ids=1 + torch.arange(24)[None, part], use_cache=False).logits
+        (
+            logits.float() * torch.randn(1, 24, VOCABULARY, generator=torch.Generator().manual_seed(1))[:, part]
+        ).sum().backward()
+    return found[-1]
+
+
+def steep_case(group, family, layout):
+    """Return by dtype: the largest error of a token's gradient over that of the unsplit model."""
+    with allscan.Communicator(group) as comm:
+        part, ratios = place(comm, [24 // comm.size] * comm.size, layout == "zigzag"), {}
+        for dtype in (torch.float32, torch.bfloat16):
+            split = steep_gradients(family, dtype, part, comm=comm, layout=layout)
+            exact = steep_gradients(family, torch.float64)
+
+            def errors(x, exact):
+                return (x - exact).norm(dim=1) / exact.norm(dim=1)
+
+            alone = errors(steep_gradients(family, dtype), exact)
+            ratios[dtype] = (errors(split, exact[part]) / alone.clamp_min(alone.median())[part]).max().item()
+        return ratios
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("family", CHOICES)
+def test_gradients_beside_a_boundary(run, family, layout, size=2):
+    """A convolution's gradients there are as exact as the unsplit model's, also where outputs without the tokens of the
+    rank before would have far larger ones."""
+    for ratios in run(size, steep_case, family, layout):
+        assert ratios[torch.float32] < 5 and ratios[torch.bfloat16] < 2, ratios
+
+
 def masks_case(group):
     """Compare sdpa of the last T queries of S keys with the mask for kernels without a mask in memory and with a full
     mask."""
