@@ -314,6 +314,7 @@ class Communicator(Calls):
             ...     comm.step()
             ...     train(batch)
         """
+        self.order.loop = 2
         self.order.steps += 1
         self.order.missed_steps += 1  # if check() raises, the device does not count: see _steps
         self.check()
