@@ -84,8 +84,8 @@ def look_for_head_first(comm: Communicator, name: str, q: torch.Tensor) -> None:
     elif T > 1 and comm.rank == 0 and not comm.attributes.keys() & {HEAD_FIRST, (name, "heads", H)}:
         comm.attributes[HEAD_FIRST] = True
         warnings.warn(
-            f"{name} got {T} tokens of {H} heads, q {list(q.shape)}: are the inputs head-first, [B, H, T, ...]? It wants "
-            "[B, T, H, ...]: see transpose(1, 2). Ignore this if so few tokens are intended",
+            f"{name} got {T} tokens of {H} heads, q {list(q.shape)}: are the inputs head-first, [B, H, T, ...]? It "
+            "wants [B, T, H, ...]: see transpose(1, 2). Ignore this if so few tokens are intended",
             stacklevel=4,
         )
 

@@ -98,7 +98,7 @@ def zeco_ssd(
             ``mamba_chunk_scan_combined``, with x, dt, A, B, C, chunk_size=, D=, seq_idx=, return_final_states=True,
             where dt is d_t; seq_idx is int32 [B, T], or None if all tokens of the rank are of one sequence. A rank
             without tokens calls it with one token of zeros. Default: on GPUs that of mamba_ssm, if installed,
-            otherwise a torch implementation.
+            otherwise a torch implementation; if mamba_ssm is installed and its import fails, a warning says why.
         invariant: as in ``allscan.zeco_gla``: results, and gradients except those of A, D and dt_bias, are bitwise
             equal for every number of ranks. Cost: one call of the chunk scan for each segment and batch entry.
 
