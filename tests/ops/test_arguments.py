@@ -419,7 +419,7 @@ def head_first_case(group):
     found = {}
 
     def texts(call, tokens, heads=heads_of, **options):
-        with allscan.Communicator(group, timeout=5, **options) as comm:
+        with allscan.Communicator(group, **options) as comm:
             x = F.normalize(torch.ones(1, 20, heads, K, device=comm.device), dim=-1)
             with warnings.catch_warnings(record=True) as warned:
                 warnings.simplefilter("always")
@@ -432,7 +432,7 @@ def head_first_case(group):
     found["gla"] = texts(gla, (8, 8, 7), heads=20)
     found["gla, debug"] = texts(gla, (8, 8), heads=20, debug=True)
     found["kda"], found["gated_delta_rule"] = (texts(call, (8,), heads=20) for call in (own_kda, own_gdn))
-    with allscan.Communicator(group, timeout=5) as comm:
+    with allscan.Communicator(group) as comm:
         x = torch.zeros(1, 8, 20, K, device=comm.device)
         A = torch.zeros(8, device=comm.device)  # has one number for each head
         return found, raised(allscan.zeco_ssd, x, x[..., 0], A, x, x, 4, comm=comm)
