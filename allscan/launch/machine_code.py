@@ -16,6 +16,7 @@ import os
 import re
 import subprocess
 import tempfile
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -108,8 +109,8 @@ def disassembled(cubin: bytes) -> list[str]:
 
 
 def reads_unset_registers(compiled: Any) -> bool:
-    """Whether a compiled kernel reads uniform registers that were not written; False if this is unknown. Triton's cache
-    stores the result, so each kernel is disassembled once per machine."""
+    """Whether a compiled kernel reads uniform registers that were not written; False, with a warning, if this is
+    unknown. Triton's cache stores the result, so each kernel is disassembled once per machine."""
     if "wgmma.mma_async" not in compiled.asm.get("ptx", ""):
         return False
     cubin = compiled.asm["cubin"]
@@ -123,7 +124,8 @@ def reads_unset_registers(compiled: Any) -> bool:
     try:
         with told_as_compilation():  # ranks with a warm cache wait for this one
             found = bool(unset_registers(disassembled(cubin)))
-    except (OSError, subprocess.CalledProcessError):
+    except (OSError, subprocess.CalledProcessError) as error:
+        warnings.warn(f"kernels are not checked for wrong code of ptxas: {type(error).__name__}: {error}", stacklevel=2)
         return False
     with contextlib.suppress(OSError):
         if cache is not None:

@@ -47,6 +47,13 @@ def chosen(kernel, **options):
     return machine_code.options_of_right_code(kernel, (1,), (), {}, options)["num_stages"]
 
 
+def test_a_missing_disassembler_is_named(monkeypatch):
+    monkeypatch.setattr(machine_code, "TOOLS", "/nowhere")
+    compiled = types.SimpleNamespace(asm=dict(ptx="wgmma.mma_async", cubin=b"code"))
+    with pytest.warns(UserWarning, match="not checked for wrong code of ptxas: FileNotFoundError: .*nvdisasm"):
+        assert not machine_code.reads_unset_registers(compiled)
+
+
 def test_stages_are_chosen_whose_code_is_right(monkeypatch):
     kernel = Kernel(monkeypatch)
     assert chosen(kernel, BV=32, num_stages=3) == 3
