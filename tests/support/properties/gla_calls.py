@@ -8,8 +8,8 @@ import torch.distributed as dist
 import allscan
 
 from ..gla import gates
-from ..values import chunks, place
-from .draw import AUTOCAST, Draw, Memory, Place, autocast, draw_memory, draw_wanted, told
+from .draw import AUTOCAST, Draw, Memory, autocast, draw_memory, draw_wanted, told
+from .sharding import Sharding
 
 GLA_NAMES = ("q", "k", "v", "g", "initial")
 
@@ -30,68 +30,6 @@ def gla_law(q, k, v, g, initial, lengths, scale):
             outputs.append(scale * torch.einsum("bhk,bhkv->bhv", q[:, t], state))
         finals.append(state)
     return torch.stack(outputs, 1), torch.cat(finals)
-
-
-class Sharding:
-    """A sequence over the ranks: their tokens, of some none; the layout; packed sequences."""
-
-    def __init__(self, draw, size, packed, most=7):
-        self.size = size
-        self.tokens = [draw.choice([0, 1, 1, 2, draw.randint(3, 20), most]) for _ in range(size)]
-        self.tokens[draw.randrange(size)] += 1
-        self.zigzag, self.per_document = draw.happens(0.4), False
-        if self.zigzag:
-            self.tokens = [n + n % 2 for n in self.tokens]
-            self.per_document = packed and draw.happens(0.5)
-        self.lengths = None
-        if self.per_document:  # each rank has two pieces of each sequence
-            pieces = [draw.choice([0, 1, 1, 2, draw.randint(1, most)]) for _ in range(draw.randint(1, 3))]
-            pieces[draw.randrange(len(pieces))] += 1
-            self.lengths = [0]
-            for piece in pieces:
-                self.lengths.append(self.lengths[-1] + 2 * size * piece)
-            self.tokens = [2 * sum(pieces)] * size
-        elif packed:
-            edges, total = [0, *(end for _, _, end in chunks(self.tokens, self.zigzag))], sum(self.tokens)
-            cuts = [draw.choice([draw.randint(0, total), draw.choice(edges)]) for _ in range(draw.randint(0, 6))]
-            self.lengths = sorted([0, total, *cuts, *draw.sample(cuts, len(cuts) // 3)])
-        self.total, self.form = sum(self.tokens), draw.choice(["list", "int32", "int64"])
-        documents = self.lengths if self.per_document else None
-        self.places = [place(Place(rank, size), self.tokens, self.zigzag, documents) for rank in range(size)]
-        self.owner = torch.empty(self.total, dtype=torch.int64)
-        for rank, mine in enumerate(self.places):
-            self.owner[mine] = rank
-        self.text = f"tokens {self.tokens}, {self.options(False)}"
-
-    def options(self, tensors=True):
-        """The call's arguments."""
-        packed = self.lengths
-        if tensors and packed is not None and self.form != "list":
-            packed = torch.tensor(packed, dtype=getattr(torch, self.form))
-        layout = "zigzag" if self.zigzag else "contiguous"
-        return dict(cu_seqlens=packed, layout=layout, per_document=self.per_document)
-
-    def joined(self, parts, whole):
-        """The tokens of all ranks, [B, T, ...], in order; like ``whole``."""
-        found = torch.full_like(whole, float("nan"))
-        for mine, part in zip(self.places, parts, strict=True):
-            found[:, mine] = part.to(whole.dtype)
-        return found
-
-    def check_owners(self, name, parts, last):
-        """A final state (``last``) lies on the rank of the sequence's last token, an initial state's gradient on the
-        first's."""
-        for i in range(parts[0].shape[0]):
-            begin, end = (0, self.total) if self.lengths is None else self.lengths[i : i + 2]
-            having = [p for p in range(self.size) if parts[p][i].any()]
-            if self.lengths is None and not self.tokens[-1 if last and not self.zigzag else 0]:
-                owner = 0 if self.zigzag or not last else self.size - 1  # of states, also without tokens
-            elif begin < end:
-                owner = self.owner[end - 1 if last else begin].item()
-            else:
-                assert len(having) <= 1, (name, i, having)
-                continue
-            assert having in ([], [owner]), (name, i, having)
 
 
 class GlaCall:
@@ -195,14 +133,7 @@ class GlaCall:
             if whole is None:
                 continue
             parts = [found[name] for found in by_rank]
-            if name == "final" and self.final == "all":
-                assert all(torch.equal(part, parts[0]) for part in parts), name
-                actual = parts[0].double()
-            elif name in ("final", "dinitial"):
-                self.cut.check_owners(name, parts, name == "final")
-                actual = sum(part.double() for part in parts)
-            else:
-                actual = self.cut.joined(parts, whole)
+            actual = self.cut.assembled(name, parts, whole, self.final == "all")
             assert actual.shape == whole.shape, (name, actual.shape, whole.shape)
             if name == "dg":  # see support/gla.py
                 actual = actual.masked_fill(self.g.isinf(), 0.0)

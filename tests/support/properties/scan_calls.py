@@ -171,9 +171,7 @@ class ScanCall:
             how = [states[0], decays[0], transitions[0]], dict(reverse=self.reverse)
         (state, decay, transition), options = how
         with autocast(self.autocast):
-            found = allscan.allscan(
-                state, decay, comm=comm, transition=transition, initial_state=initial, **options
-            )
+            found = allscan.allscan(state, decay, comm=comm, transition=transition, initial_state=initial, **options)
         found = found if self.zigzag else (found,)
         values, gradients, of_initial = self.expected(comm.rank)
         for chunk, value in zip(found, values, strict=True):
