@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 import allscan
 
-from ..gla import gates
+from ..gla import LIMIT, gates
 from .draw import AUTOCAST, Draw, Memory, autocast, draw_memory, draw_wanted, told
 from .sharding import Sharding
 
@@ -127,7 +127,7 @@ class GlaCall:
         return backward
 
     def errors(self, by_rank):
-        """{name: relative error over the whole sequence} of what the ranks have found."""
+        """{name: relative error over the whole sequence, over its limit} of what the ranks have found."""
         expected, errors = self.expected(), {}
         for name, whole in expected.items():
             if whole is None:
@@ -138,7 +138,12 @@ class GlaCall:
             if name == "dg":  # see support/gla.py
                 actual = actual.masked_fill(self.g.isinf(), 0.0)
             assert actual.isfinite().all(), f"{name} is not finite"
-            errors[name] = ((actual - whole).norm() / whole.norm().clamp_min(self.least(name, whole))).item()
+            rounded = whole.to(parts[0].dtype).double()
+            if name == "dg":
+                rounded = rounded.masked_fill(self.g.isinf(), 0.0)
+            norm = whole.norm().clamp_min(self.least(name, whole))
+            limit = max(LIMIT[self.dtype], 3 * ((rounded - whole).norm() / norm).item())
+            errors[name] = ((actual - whole).norm() / norm).item() / limit
         return errors
 
     def least(self, name, whole):
