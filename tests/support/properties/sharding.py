@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from ..gla import owners
 from ..values import chunks, place
 from .draw import Place
 
@@ -39,6 +40,32 @@ class Sharding:
             self.owner[mine] = rank
         self.text = f"tokens {self.tokens}, {self.options(False)}"
 
+    def draw_loss(self, draw, batch):
+        """Draw which ranks return final states, and what is in the loss. Every rank uses a result."""
+        self.finals = draw.choice([[False], [True], [True], ["all"], [draw.happens(0.5) for _ in self.tokens]])
+        self.finals = (self.finals * self.size)[: self.size]
+        loss = draw.choice(["o", "both", "final"])
+        self.uses_o = [loss != "final" or not final for final in self.finals]
+        self.uses_final = [loss != "o" and bool(final) for final in self.finals]
+        sequences = batch if self.lengths is None else len(self.lengths) - 1
+        last = owners(self.tokens, None if self.per_document else self.lengths, sequences, self.zigzag)[1]
+        self.shown, self.weighed = ([bool(used[r]) for r in last] for used in (self.finals, self.uses_final))
+        self.text += f", final states {self.finals}, loss of {loss}"
+
+    def of_loss(self, do, dfinal):
+        """Gradients of the whole's (o, final states), float64, if each rank uses what uses_o and uses_final say."""
+        do, dfinal = do.double().clone(), dfinal.double().clone()
+        for mine, used in zip(self.places, self.uses_o, strict=True):
+            do[:, mine] *= used
+        if self.finals[0] == "all":  # every rank's loss has the same gradient
+            return do, dfinal * self.size * self.uses_final[0]
+        dfinal[[not used for used in self.weighed]] = 0.0
+        return do, dfinal
+
+    def backward(self, rank, o, final, do, dfinal):
+        results = [(o, do)] * self.uses_o[rank] + [(final, dfinal)] * self.uses_final[rank]
+        torch.autograd.backward(*zip(*results, strict=True))
+
     def options(self, tensors=True):
         """The call's arguments."""
         packed = self.lengths
@@ -69,13 +96,13 @@ class Sharding:
                 continue
             assert having in ([], [owner]), (name, i, having)
 
-    def assembled(self, name, parts, whole, of_all):
-        """What the ranks have found of a tensor of tokens, of "final" or of "dinitial", like ``whole``; of_all: every
-        rank has all final states."""
+    def assembled(self, name, parts, whole):
+        """What the ranks have found of a tensor of tokens, of "final" or of "dinitial", like ``whole``."""
         if name not in ("final", "dinitial"):
             return self.joined(parts, whole)
-        if name == "final" and of_all:
+        if name == "final" and self.finals[0] == "all":
             assert all(torch.equal(part, parts[0]) for part in parts), name
             return parts[0].double()
+        parts = [torch.zeros_like(whole) if part is None else part for part in parts]
         self.check_owners(name, parts, name == "final")
         return sum(part.double() for part in parts)

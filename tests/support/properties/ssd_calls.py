@@ -23,6 +23,7 @@ class SsdCall:
         packed = draw.happens(0.5)
         self.cut = Sharding(draw, size, packed, most=draw.randint(30, 80) if draw.happens(0.15) else 7)
         batch, G, P, N = 1 if packed else draw.choice([1, 1, 2]), draw.choice([1, 1, 2]), draw.randint(1, 7), 5
+        self.cut.draw_loss(draw, batch)
         H, T = G * draw.choice([1, 2, 3]), self.cut.total
         sequences = batch if not packed else len(self.cut.lengths) - 1
         self.dtype, more = draw.choice([F32, F32, BF16, F16]), draw.choice([None, F32, BF16])
@@ -49,30 +50,24 @@ class SsdCall:
         self.of_loss = {name: self.memories[name].alike(x) for name, x in of_loss.items()}
         self.steps = dict(dt_softplus=draw.happens(0.5), dt_limit=draw.choice([(0.0, float("inf")), (0.01, 1.5)]))
         self.chunk_sizes = [draw.choice([1, 4, 64]) for _ in range(size)]
-        self.final, self.autocast = draw.choice([False, True, True, "all"]), draw.choice(AUTOCAST)
-        self.loss = draw.choice(["y", "both", "final"]) if self.final else "y"
+        self.autocast = draw.choice(AUTOCAST)
         self.wanted = draw_wanted(draw, [*self.inputs])
         self.text = (
             f"{self.cut.text}, x {list(inputs['x'].shape)}, groups {G}, "
             f"{ {name: str(x.dtype) for name, x in inputs.items()} }, {self.steps}, chunks of {self.chunk_sizes}, "
-            f"final={self.final}, autocast={self.autocast}, loss of {self.loss}, gradients of {sorted(self.wanted)}, "
+            f"autocast={self.autocast}, gradients of {sorted(self.wanted)}, "
             f"memory { {name: str(m) for name, m in self.memories.items() if m.kind != 'own'} }"
         )
-
-    def backward(self, y, final, dy, dfinal):
-        results = [(y, dy)] * (self.loss != "final") + [(final, dfinal)] * (self.loss != "y")
-        torch.autograd.backward(*zip(*results, strict=True))
 
     def expected(self):
         """{name: tensor} over the whole sequence."""
         leaves = {name: x.double().requires_grad_(name in self.wanted) for name, x in self.inputs.items()}
         y, final = ssd_reference(**leaves, **self.steps, cu_seqlens=self.cut.lengths)
-        found = dict(y=y.detach()) | (dict(final=final.detach()) if self.final else {})
+        shown = torch.tensor(self.cut.shown, dtype=torch.bool)[:, None, None, None]
+        found = dict(y=y.detach(), final=torch.where(shown, final.detach(), 0.0))
         if self.wanted:
             zero = 0.0 * sum(x.sum() for x in leaves.values())
-            users = self.cut.size if self.final == "all" else 1  # every rank's loss has the same gradient
-            dfinal = self.of_loss["dfinal"].double() * users
-            self.backward(y + zero, final + zero, self.of_loss["dy"].double(), dfinal)
+            torch.autograd.backward([y + zero, final + zero], self.cut.of_loss(*self.of_loss.values()))
         return found | {"d" + name: x.grad for name, x in leaves.items() if name in self.wanted}
 
     def run(self, comm):
@@ -81,17 +76,18 @@ class SsdCall:
         for name, x in self.inputs.items():
             part = x[:, mine] if name in OF_TOKENS else x
             leaves[name] = self.memories[name].of(part.to(comm.device)).requires_grad_(name in self.wanted)
-        options = self.steps | self.cut.options() | dict(return_final_states=self.final)
+        wanted = self.cut.finals[comm.rank]
+        options = self.steps | self.cut.options() | dict(return_final_states=wanted)
         with autocast(self.autocast):
             found = allscan.zeco_ssd(**leaves, chunk_size=self.chunk_sizes[comm.rank], comm=comm, **options)
-        y, final = found if self.final else (found, None)
+        y, final = found if wanted else (found, None)
         assert y.dtype == self.dtype
         if self.wanted:
             dy, dfinal = (x.to(comm.device) for x in (self.of_loss["dy"][:, mine], self.of_loss["dfinal"]))
-            self.backward(y, final, self.memories["dy"].of(dy), self.memories["dfinal"].of(dfinal))
-        found = dict(y=y.detach().cpu()) | (dict(final=final.detach().cpu()) if self.final else {})
+            self.cut.backward(comm.rank, y, final, self.memories["dy"].of(dy), self.memories["dfinal"].of(dfinal))
+        found = dict(y=y.detach().cpu(), final=None if final is None else final.detach().cpu())
         for name, leaf in leaves.items():
-            if name in self.wanted and self.loss == "final" and leaf.grad is None:  # C, D, z
+            if name in self.wanted and not self.cut.uses_o[comm.rank] and leaf.grad is None:  # C, D, z
                 leaf.grad = torch.zeros_like(leaf)
             assert (leaf.grad is not None) == (name in self.wanted), name
             if leaf.grad is not None:
@@ -108,12 +104,12 @@ class SsdCall:
                 actual, least = sum(x.double() for x in parts), sum(x.double().norm() for x in parts).item() + 1e-2
             else:
                 alias = {"dinitial_states": "dinitial"}.get(name, name)
-                actual = self.cut.assembled(alias, parts, whole, self.final == "all")
+                actual = self.cut.assembled(alias, parts, whole)
             assert actual.shape == whole.shape, (name, actual.shape, whole.shape)
             assert actual.isfinite().all(), f"{name} is not finite"
             error = ((actual - whole).norm() / whole.norm().clamp_min(least)).item()
             # gradients are sums over results of y's dtype
-            errors[name] = error / LIMIT[parts[0].dtype]
+            errors[name] = error / LIMIT[F32 if name == "final" else parts[0].dtype]
         return errors
 
 
