@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import pytest
 
-from support.gla import LIMIT
 from support.properties.delta_calls import delta_case
 from support.properties.draw import size_of
 from support.properties.gla_calls import gla_calls, gla_case
 from support.properties.halo_calls import halo_case
 from support.properties.life_cycle import life_cycle_case
 from support.properties.scan_calls import scans_case
+from support.properties.segment_calls import segments_case
+from support.properties.ssd_calls import ssd_calls, ssd_case
 
 pytestmark = pytest.mark.cpu  # GPUs would compile kernels for every case
 
@@ -33,7 +34,19 @@ def test_gla(run, seed, size):
     calls, _ = gla_calls(seed, size)
     for number, call in enumerate(calls):
         errors = call.errors([found[number] for found in answers])
-        assert max(errors.values()) < LIMIT[call.dtype], f"SEED {seed}, {size} ranks: {call.text}: {errors}"
+        assert max(errors.values()) < 1, f"SEED {seed}, {size} ranks: {call.text}: {errors}"
+
+
+def test_ssd(run, seed, size):
+    answers = run(size, ssd_case, seed)
+    for number, call in enumerate(ssd_calls(seed, size)):
+        by_rank = [found[number] for found in answers]
+        errors = {} if by_rank[0] is None else call.errors(by_rank)
+        assert max(errors.values(), default=0) < 1, f"SEED {seed}, {size} ranks: {call.text}: {errors}"
+
+
+def test_segments(run, seed, size):
+    run(size, segments_case, seed)
 
 
 def test_delta_rules(run, seed, size):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+from typing import NamedTuple
 
 import torch
 
@@ -43,9 +44,73 @@ class Draw(random.Random):
         return self.random() < chance
 
 
-def strided(x):
-    """The same values with the last two dimensions exchanged in memory."""
-    return x.transpose(-1, -2).contiguous().transpose(-1, -2)
+class Place(NamedTuple):
+    """What place() reads of a communicator."""
+
+    rank: int
+    size: int
+
+
+class Memory(NamedTuple):
+    """How a tensor lies in memory: "own"; "turned": the last two dimensions exchanged; "offset": not aligned; "sliced":
+    every second element; "negated": with the negative bit; "expanded": a dimension with stride 0.
+
+    Elements of the memory that are not the tensor's are NaN, and the largest integer."""
+
+    kind: str = "own"
+    dim: int = 0  # which one is expanded
+
+    def alike(self, x):
+        """Values that such memory can have: along an expanded dimension all are the first."""
+        return self.of(x).clone() if self.kind == "expanded" else x
+
+    def of(self, x):
+        """These values in such memory; a leaf, as if it were a model's parameter."""
+        x, kind = x.detach(), self.kind
+        if kind == "turned" and x.ndim > 1:
+            return x.mT.contiguous().mT
+        if kind == "offset":
+            memory = _not_of_it(x, x.numel() + 5)
+            return memory[3 : 3 + x.numel()].view(x.shape).copy_(x)
+        if kind == "sliced" and x.ndim:
+            return _not_of_it(x, *x.shape[:-1], 2 * x.shape[-1] + 1)[..., 1::2].copy_(x)
+        if kind == "negated":
+            return torch._neg_view(-x)
+        if kind == "expanded" and x.numel():
+            return x.narrow(self.dim, 0, 1).clone().expand(x.shape)
+        return x.clone()
+
+    def __str__(self):
+        return f"expanded by {self.dim}" if self.kind == "expanded" else self.kind
+
+
+def _not_of_it(x, *shape):
+    filler = float("nan") if x.is_floating_point() else torch.iinfo(x.dtype).max
+    return torch.full(shape, filler, dtype=x.dtype, device=x.device)
+
+
+def draw_memory(draw, x):
+    """Memory for ``x``, or for tensors of such a shape and dtype."""
+    kinds = ["own", "own", "turned", "offset", "sliced"]
+    kinds += ["negated"] * x.is_floating_point() + ["expanded"] * (x.ndim > 0)
+    kind = draw.choice(kinds)
+    return Memory(kind, draw.randrange(x.ndim) if kind == "expanded" else 0)
+
+
+def draw_wanted(draw, names, present=None):
+    """Which inputs require a gradient: any of them, only one, all, or none."""
+    names = [name for name in names if present is None or name in present]
+    if draw.happens(0.4):
+        return {draw.choice(names)}
+    return {name for name in names if draw.happens(draw.choice([0.0, 0.5, 0.5, 1.0]))}
+
+
+AUTOCAST = None, None, None, torch.bfloat16, torch.float16
+
+
+def autocast(dtype):
+    """torch.autocast of CPUs to ``dtype``, unless None."""
+    return torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None)
 
 
 def off(actual, expected) -> float:

@@ -7,9 +7,9 @@ import torch.distributed as dist
 
 import allscan
 
-from ..gla import gates
-from ..values import chunks, place
-from .draw import Draw, strided, told
+from ..gla import LIMIT, gates
+from .draw import AUTOCAST, Draw, Memory, autocast, draw_memory, draw_wanted, told
+from .sharding import Sharding
 
 GLA_NAMES = ("q", "k", "v", "g", "initial")
 
@@ -36,98 +36,81 @@ class GlaCall:
     """One call: the whole sequence and how it is cut."""
 
     def __init__(self, draw, size, B, H, K, V, dtype, packed):
-        long = draw.happens(0.15)
-        self.tokens = [
-            draw.choice([1, 1, 2, draw.randint(3, 20), draw.randint(30, 150) if long else 7]) for _ in range(size)
-        ]
-        self.zigzag = draw.happens(0.3)
-        if self.zigzag:
-            self.tokens = [n + n % 2 for n in self.tokens]
-        self.chunks, total = list(chunks(self.tokens, self.zigzag)), sum(self.tokens)
-        self.lengths = None
-        if packed:
-            edges = [0, *(end for _, _, end in self.chunks)]
-            cuts = [draw.choice([draw.randint(0, total), draw.choice(edges)]) for _ in range(draw.randint(0, 6))]
-            self.lengths = sorted([0, total, *cuts, *draw.sample(cuts, len(cuts) // 3)])
+        self.cut = Sharding(draw, size, packed, most=draw.randint(30, 150) if draw.happens(0.15) else 7)
+        total, self.lengths = self.cut.total, self.cut.lengths
         sequences = B if self.lengths is None else len(self.lengths) - 1
         self.kind = draw.choice(["mild", "weak", "strong", "zero", "mixed", "closed"])
         self.dtype, self.gate_dtype = dtype, draw.choice([torch.float32, dtype])
-        self.q, self.k, self.v = (draw.normal(B, total, H, w).to(dtype) for w in (K, K, V))
-        self.g = gates(self.kind, (B, total, H, K), draw.generator())
+        q, k, v = (draw.normal(B, total, H, w).to(dtype) for w in (K, K, V))
+        g = gates(self.kind, (B, total, H, K), draw.generator())
         if self.kind == "closed":  # -inf here and there
-            self.g[draw.uniform_tensor(B, total, H, K) < 0.2] = float("-inf")
-        self.g = self.g.to(self.gate_dtype)
-        self.initial = draw.normal(sequences, H, K, V) if draw.happens(0.6) else None
-        self.final = draw.happens(0.6)
+            g[draw.uniform_tensor(B, total, H, K) < 0.2] = float("-inf")
+        initial = draw.normal(sequences, H, K, V) if draw.happens(0.6) else None
+        inputs = q, k, v, g.to(self.gate_dtype), initial
+        self.cut.draw_loss(draw, B)
         self.scale = draw.choice([None, None, 1.0, -0.3])
-        self.do, self.dfinal = draw.normal(B, total, H, V).to(dtype), draw.normal(sequences, H, K, V)
-        self.loss = draw.choice(["o", "both", "final"]) if self.final else "o"
-        self.wanted = {name for name in GLA_NAMES if draw.happens(0.5)} if draw.happens(0.85) else set()
-        if self.initial is None:
-            self.wanted.discard("initial")
-        self.strided, self.form = draw.happens(0.3), draw.choice(["list", "int32", "int64"])
-        self.recompute = draw.happens(0.5)
+        do, dfinal = draw.normal(B, total, H, V).to(dtype), draw.normal(sequences, H, K, V)
+        self.memories = {
+            name: Memory() if x is None else draw_memory(draw, x)
+            for name, x in zip((*GLA_NAMES, "do", "dfinal"), (*inputs, do, dfinal), strict=True)
+        }
+        alike = [None if x is None else m.alike(x) for x, m in zip((*inputs, do, dfinal), self.memories.values())]
+        *self.inputs, self.do, self.dfinal = alike
+        self.g = self.inputs[3]
+        self.wanted = draw_wanted(draw, GLA_NAMES if initial is not None else GLA_NAMES[:4])
+        self.recompute, self.autocast = draw.happens(0.5), draw.choice(AUTOCAST)
+        memories = {name: str(m) for name, m in self.memories.items() if m.kind != "own"}
         self.text = (
-            f"tokens {self.tokens}, zigzag={self.zigzag}, recompute={self.recompute}, "
-            f"B={B}, H={H}, K={K}, V={V}, {dtype}, "
-            f"gates {self.kind} {self.gate_dtype}, cu_seqlens {self.lengths} as {self.form}, "
-            f"initial={self.initial is not None}, final={self.final}, "
-            f"scale={self.scale}, loss of {self.loss}, gradients of {sorted(self.wanted)}, strided={self.strided}"
+            f"{self.cut.text}, recompute={self.recompute}, "
+            f"B={B}, H={H}, K={K}, V={V}, {dtype}, gates {self.kind} {self.gate_dtype}, "
+            f"initial={initial is not None}, autocast={self.autocast}, "
+            f"scale={self.scale}, gradients of {sorted(self.wanted)}, memory {memories}"
         )
 
     def leaves(self, take, convert):
-        given = take(self.q), take(self.k), take(self.v), take(self.g), self.initial
+        *of_tokens, initial = self.inputs
         return [
-            None if x is None else convert(x).requires_grad_(name in self.wanted)
-            for name, x in zip(GLA_NAMES, given, strict=True)
+            None if x is None else convert(name, x).requires_grad_(name in self.wanted)
+            for name, x in zip(GLA_NAMES, (*map(take, of_tokens), initial), strict=True)
         ]
-
-    def total_loss(self, o, do, final):
-        parts = []
-        if self.loss != "final":
-            parts.append((o.double() * do.double()).sum())
-        if self.loss != "o":
-            parts.append((final.double() * self.dfinal.double().to(final.device)).sum())
-        return sum(parts)
 
     def expected(self):
         """{name: tensor} over the whole sequence."""
-        leaves = self.leaves(lambda x: x, lambda x: x.double().clone())
-        scale = self.q.shape[-1] ** -0.5 if self.scale is None else self.scale
+        leaves = self.leaves(lambda x: x, lambda name, x: x.double().clone())
+        scale = self.inputs[0].shape[-1] ** -0.5 if self.scale is None else self.scale
         o, final = gla_law(*leaves, self.lengths, scale)
-        found = dict(o=o.detach(), final=final.detach() if self.final else None)
-        loss = self.total_loss(o, self.do, final)
-        if loss.requires_grad:
-            loss.backward()
+        shown = torch.tensor(self.cut.shown, dtype=torch.bool)[:, None, None, None]
+        found = dict(o=o.detach(), final=torch.where(shown, final.detach(), 0.0))
+        if self.wanted:
+            zero = 0.0 * sum(x.masked_fill(x.isinf(), 0).sum() for x in leaves if x is not None)
+            torch.autograd.backward([o + zero, final + zero], self.cut.of_loss(self.do, self.dfinal))
         for name, leaf in zip(GLA_NAMES, leaves, strict=True):
             if name in self.wanted:
-                found["d" + name] = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+                found["d" + name] = leaf.grad
         return found
 
     def forward(self, comm):
         """The call on a rank; returns what runs backward and gives {name: tensor} of this rank."""
-        mine = place(comm, self.tokens, self.zigzag)
-        leaves = self.leaves(lambda x: x[:, mine], lambda x: x.clone().to(comm.device))
-        packed = self.lengths
-        if packed is not None and self.form != "list":
-            packed = torch.tensor(packed, dtype=getattr(torch, self.form))
-        given = [strided(x) if self.strided else x for x in leaves[:4]]
-        o, final = allscan.zeco_gla(
-            *given,
-            comm=comm,
-            scale=self.scale,
-            initial_state=leaves[4],
-            output_final_state=self.final,
-            cu_seqlens=packed,
-            layout="zigzag" if self.zigzag else "contiguous",
-            recompute=self.recompute,
-        )
-        assert o.dtype == self.dtype and (final is not None) == self.final
+        mine = self.cut.places[comm.rank]
+        memories = self.memories
+        leaves = self.leaves(lambda x: x[:, mine], lambda name, x: memories[name].of(x.to(comm.device)))
+        with autocast(self.autocast):
+            o, final = allscan.zeco_gla(
+                *leaves[:4],
+                comm=comm,
+                scale=self.scale,
+                initial_state=leaves[4],
+                output_final_state=self.cut.finals[comm.rank],
+                recompute=self.recompute,
+                **self.cut.options(),
+            )
+        assert o.dtype == self.dtype and (final is not None) == bool(self.cut.finals[comm.rank])
 
         def backward():
             if self.wanted:
-                self.total_loss(o, self.do[:, mine].to(o.device), final).backward()
-            found = dict(o=o.detach().cpu(), final=final.detach().cpu() if self.final else None)
+                do, dfinal = self.do[:, mine].to(o.device), self.dfinal.to(o.device)
+                self.cut.backward(comm.rank, o, final, memories["do"].of(do), memories["dfinal"].of(dfinal))
+            found = dict(o=o.detach().cpu(), final=None if final is None else final.detach().cpu())
             for name, leaf in zip(GLA_NAMES, leaves, strict=True):
                 if name in self.wanted:
                     found["d" + name] = leaf.grad.cpu()
@@ -138,42 +121,26 @@ class GlaCall:
         return backward
 
     def errors(self, by_rank):
-        """{name: relative error over the whole sequence} of what the ranks have found."""
+        """{name: relative error over the whole sequence, over its limit} of what the ranks have found."""
         expected, errors = self.expected(), {}
         for name, whole in expected.items():
-            if whole is None:
-                continue
             parts = [found[name] for found in by_rank]
-            if name in ("final", "dinitial"):
-                self._check_owners(name, parts)
-                actual = sum(part.double() for part in parts)
-            else:
-                actual = torch.empty_like(whole)
-                for rank, part in enumerate(parts):
-                    where = [torch.arange(begin, end) for r, begin, end in self.chunks if r == rank]
-                    actual[:, torch.cat(where)] = part.double()
+            actual = self.cut.assembled(name, parts, whole)
             assert actual.shape == whole.shape, (name, actual.shape, whole.shape)
             if name == "dg":  # see support/gla.py
                 actual = actual.masked_fill(self.g.isinf(), 0.0)
             assert actual.isfinite().all(), f"{name} is not finite"
-            errors[name] = ((actual - whole).norm() / whole.norm().clamp_min(self.least(name, whole))).item()
+            rounded = whole.to(parts[0].dtype if name != "final" else torch.float32).double()
+            if name == "dg":
+                rounded = rounded.masked_fill(self.g.isinf(), 0.0)
+            norm = whole.norm().clamp_min(self.least(name, whole))
+            limit = max(LIMIT[self.dtype], 4 * ((rounded - whole).norm() / norm).item())
+            errors[name] = ((actual - whole).norm() / norm).item() / limit
         return errors
 
     def least(self, name, whole):
         """The norm below which a tensor counts as 0."""
         return 1e-2 * whole.numel() ** 0.5
-
-    def _check_owners(self, name, parts):
-        """A final state lies on the rank of the sequence's last token, an initial state's gradient on the first's."""
-        size = len(self.tokens)
-        owner = [p for p, begin, end in self.chunks for _ in range(begin, end)]
-        for i in range(parts[0].shape[0]):
-            begin, end = (0, len(owner)) if self.lengths is None else self.lengths[i : i + 2]
-            having = [p for p in range(size) if parts[p][i].any()]
-            if begin < end:
-                assert having in ([], [owner[end - 1 if name == "final" else begin]]), (name, i, having)
-            else:
-                assert len(having) <= 1, (name, i, having)
 
 
 def gla_calls(seed, size):

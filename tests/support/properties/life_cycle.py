@@ -197,7 +197,7 @@ class LifeCycle:
     def halo(self, comm, draw):
         call, simple = None, (["float32"], ["int64"])
         while call is None or call.dtypes not in simple or tuple(call.lengths or ()) in comm["lengths"]:
-            call = HaloCall(draw, len(comm["ranks"]))
+            call = HaloCall(draw, len(comm["ranks"]), contiguous=True)
         if call.lengths is not None:
             comm["lengths"].add(tuple(call.lengths))
         self.log.append("halo " + call.text)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import allscan
 from allscan.base.tiling import transition_tile
 
-from .draw import TIMEOUT, Draw, off, strided, told, words
+from .draw import AUTOCAST, TIMEOUT, Draw, autocast, draw_memory, draw_wanted, off, told, words
 
 
 def scan_law(states, decays, transitions, initial, reverse):
@@ -75,88 +75,117 @@ def draw_decay(draw, shape, differentiable=False):
     return decay
 
 
-class ScanCall:
-    """What all ranks give to one call, and what they are to get."""
+SCAN_NAMES = ("state", "decay", "transition", "initial")
 
-    def __init__(self, draw, size, shape, dense_allowed, gradients=False, debug=False):
+
+class ScanCall:
+    """What all ranks give to one call, and what they are to get. In the zigzag layout each rank has two chunks."""
+
+    def __init__(self, draw, size, shape, dense_allowed, gradients=False, debug=False, zigzag=False):
         """debug: of the communicator's, in which NaN is rejected, also where it was given."""
-        self.shape, self.gradients, self.debug = shape, gradients, debug
-        dense = [dense_allowed and draw.happens(0.3)] * size
-        if not gradients and dense[0] and draw.happens(0.3):
-            dense = [draw.happens(0.5) for _ in range(size)]  # ranks may mix the two
+        self.shape, self.gradients, self.debug, self.zigzag = shape, gradients, debug, zigzag
+        chunks = size * (1 + zigzag)
+        self.own = [[p, chunks - 1 - p][: 1 + zigzag] for p in range(size)]
+        dense = [dense_allowed and draw.happens(0.3)] * chunks
+        if not gradients and not zigzag and dense[0] and draw.happens(0.3):
+            dense = [draw.happens(0.5) for _ in range(chunks)]  # ranks may mix the two
         special = not gradients and not any(dense) and draw.happens(0.5) and not debug
         K = shape[-2]
         self.dense = dense
-        self.states = [draw_state(draw, shape, special) for _ in range(size)]
-        self.transitions = [draw.normal(*shape[:-1], K) / (2 * K**0.5) if d else None for d in dense]
-        self.decays = [None if d else draw_decay(draw, shape) for d in dense]
-        self.initial = draw_state(draw, shape, special) if draw.happens(0.5) else None
-        self.reverse, self.adjoint = draw.happens(0.5), not gradients and draw.happens(0.3)
+        states = [draw_state(draw, shape, special) for _ in range(chunks)]
+        transitions = [draw.normal(*shape[:-1], K) / (2 * K**0.5) if d else None for d in dense]
+        decays = [None if d else draw_decay(draw, shape) for d in dense]
+        initial = draw_state(draw, shape, special) if draw.happens(0.5) else None
+        self.inputs, self.memories = [], []  # of each chunk
+        of_initial = None if initial is None else draw_memory(draw, initial)
+        for given in zip(states, decays, transitions, strict=True):
+            memories = [draw_memory(draw, x) if isinstance(x, torch.Tensor) else None for x in given] + [of_initial]
+            of_chunk = zip(memories, (*given, initial), strict=True)
+            self.inputs.append([x if m is None else m.alike(x) for m, x in of_chunk])
+            self.memories.append(memories)
+        self.states, self.decays, self.transitions, (self.initial, *_) = map(list, zip(*self.inputs, strict=True))
+        self.reverse, self.adjoint = not zigzag and draw.happens(0.5), not gradients and draw.happens(0.3)
         self.waits = [draw.choice([0, 0, 1, 3, 8]) * draw.random() / 1000 for _ in range(size)]
-        self.strided, self.out = draw.happens(0.3), draw.choice(["none", "none", "new", "state"])
-        self.weights = [draw.normal(*shape) for _ in range(size)]
+        self.out = "none" if zigzag else draw.choice(["none", "none", "new", "state"])
+        weights = [draw.normal(*shape) for _ in range(chunks)]
+        self.of_weights = [draw_memory(draw, x) for x in weights]
+        self.weights = [m.alike(x) for m, x in zip(self.of_weights, weights, strict=True)]
+        self.used = [draw.choice([[0], [1], [0, 1]]) if zigzag else [0] for _ in range(size)]  # results, by rank
+        self.autocast = draw.choice(AUTOCAST)
         self.tensors = [isinstance(d, torch.Tensor) for d in self.decays]
-        wanted = {name for name in ("state", "decay", "transition", "initial") if draw.happens(0.6)}
+        wanted = draw_wanted(draw, SCAN_NAMES)
         backed = "state" in wanted or ("initial" in wanted and self.initial is not None)
         if not backed and not ("decay" in wanted and all(self.tensors)) and not ("transition" in wanted and all(dense)):
             wanted.add("state")  # every rank must have a backward pass
         self.wanted = wanted
         self.text = (
-            f"shape {shape}, reverse={self.reverse}, dense {dense}, adjoint={self.adjoint}, special={special}, "
-            f"initial={self.initial is not None}, decays {', '.join(map(words, self.decays))}, strided={self.strided}, "
-            f"out={self.out}" + (f", gradients of {sorted(wanted)}" if gradients else "")
+            f"shape {shape}, reverse={self.reverse}, zigzag={zigzag}, dense {dense}, adjoint={self.adjoint}, "
+            f"special={special}, initial={self.initial is not None}, decays {', '.join(map(words, self.decays))}, "
+            f"out={self.out}, autocast={self.autocast}, memory of [state, decay, transition, initial] "
+            + str([[str(m) for m in memories] for memories in self.memories])
+            + (f", gradients of {sorted(wanted)}, of weights in {[*map(str, self.of_weights)]}" if gradients else "")
         )
 
-    def leaves(self, rank, convert):
-        """(state, decay, transition, initial) of a rank, where wanted with gradients."""
-        given = self.states[rank], self.decays[rank], self.transitions[rank], self.initial
-        names = "state", "decay", "transition", "initial"
+    def leaves(self, chunk, convert):
+        """(state, decay, transition, initial) of a chunk, where wanted with gradients. convert(x, its memory)."""
         return [
-            convert(x).requires_grad_(self.gradients and name in self.wanted) if isinstance(x, torch.Tensor) else x
-            for name, x in zip(names, given, strict=True)
+            convert(x, m).requires_grad_(self.gradients and name in self.wanted) if isinstance(x, torch.Tensor) else x
+            for name, x, m in zip(SCAN_NAMES, self.inputs[chunk], self.memories[chunk], strict=True)
         ]
 
+    def on_rank(self, comm):
+        """(states, decays, transitions, initial) that this rank gives: lists of its chunks'."""
+        leaves = [self.leaves(chunk, lambda x, m: m.of(x.to(comm.device))) for chunk in self.own[comm.rank]]
+        states, decays, transitions, (initial, *_) = map(list, zip(*leaves, strict=True))
+        return states, decays, transitions, initial
+
     def expected(self, rank):
-        """(R_rank, gradients of this rank's leaves by place)."""
+        """([R of each chunk of this rank], [gradients of the chunk's state, decay and transition], initial's)."""
         initial = None
         if self.initial is not None:
             initial = self.initial.double().requires_grad_(self.gradients)
-        leaves = [self.leaves(p, lambda x: x.double().clone()) for p in range(len(self.states))]
+        leaves = [self.leaves(p, lambda x, m: x.double().clone()) for p in range(len(self.states))]
         states, decays, transitions, _ = zip(*leaves, strict=True)
         if self.adjoint:
             transitions = [t if t is None else t.transpose(-1, -2) for t in transitions]
         received = scan_law(states, decays, transitions, initial, self.reverse)
+        own = self.own[rank]
         if not self.gradients:
-            return received[rank], None
-        loss = sum((w.double() * r).sum() for w, r in zip(self.weights, received, strict=True))
+            return [received[chunk] for chunk in own], None, None
+        places = [(chunks, i) for chunks, used in zip(self.own, self.used, strict=True) for i in used]
+        loss = sum((self.weights[chunks[i]].double() * received[chunks[i]]).sum() for chunks, i in places)
         if loss.requires_grad:
             loss.backward()
-        first = rank == (len(self.states) - 1 if self.reverse else 0)
-        found = [getattr(x, "grad", None) for x in leaves[rank][:3]]
-        found.append(initial.grad if first and initial is not None else None)
-        return received[rank].detach(), found
+        first = rank == (len(self.own) - 1 if self.reverse else 0)
+        found = [[getattr(x, "grad", None) for x in leaves[chunk][:3]] for chunk in own]
+        of_initial = initial.grad if first and initial is not None else None
+        return [received[chunk].detach() for chunk in own], found, of_initial
 
     def forward(self, comm):
         """allscan() with gradients; returns what runs backward and compares."""
-        state, decay, transition, initial = self.leaves(comm.rank, lambda x: x.clone().to(comm.device))
+        states, decays, transitions, initial = self.on_rank(comm)
         time.sleep(self.waits[comm.rank])
-        found = allscan.allscan(
-            strided(state) if self.strided else state,
-            decay,
-            comm=comm,
-            transition=transition,
-            initial_state=initial,
-            reverse=self.reverse,
-        )
-        value, gradients = self.expected(comm.rank)
-        assert off(found, value) < 1e-5, ("value", found, value)
+        if self.zigzag:
+            how = [states, decays, transitions], dict(layout="zigzag")
+        else:
+            how = [states[0], decays[0], transitions[0]], dict(reverse=self.reverse)
+        (state, decay, transition), options = how
+        with autocast(self.autocast):
+            found = allscan.allscan(state, decay, comm=comm, transition=transition, initial_state=initial, **options)
+        found = found if self.zigzag else (found,)
+        values, gradients, of_initial = self.expected(comm.rank)
+        for chunk, value in zip(found, values, strict=True):
+            assert off(chunk, value) < 1e-5, ("value", chunk, value)
 
         def backward():
             time.sleep(self.waits[-1 - comm.rank])
-            (found * self.weights[comm.rank].to(comm.device)).sum().backward()
-            for name, leaf, wanted in zip(
-                ("state", "decay", "transition", "initial"), (state, decay, transition, initial), gradients, strict=True
-            ):
+            own, used = self.own[comm.rank], self.used[comm.rank]
+            weights = [self.of_weights[own[i]].of(self.weights[own[i]].to(comm.device)) for i in used]
+            torch.autograd.backward([found[i] for i in used], weights)
+            leaves = [("initial", initial, of_initial)]
+            for i, of_chunk in enumerate(gradients):
+                leaves += zip(SCAN_NAMES, (states[i], decays[i], transitions[i]), of_chunk, strict=False)
+            for name, leaf, wanted in leaves:
                 if not isinstance(leaf, torch.Tensor) or not leaf.requires_grad:
                     assert getattr(leaf, "grad", None) is None, name
                     continue
@@ -168,23 +197,28 @@ class ScanCall:
 
     def scan(self, comm, scan=None):
         """AllScan.scan, or allscan() without gradients; compares."""
-        state, decay, transition, initial = self.leaves(comm.rank, lambda x: x.clone().to(comm.device))
-        state = strided(state) if self.strided else state
+        states, decays, transitions, initial = self.on_rank(comm)
+        state, decay, transition = states[0], decays[0], transitions[0]
         out = None
-        if self.out == "new" or (self.out == "state" and (transition is not None or not state.is_contiguous())):
+        kept = state.is_contiguous() and not state.is_neg() and transition is None
+        if self.out == "new" or (self.out == "state" and not kept):
             out = torch.full(self.shape, float("nan"), device=comm.device)
         elif self.out == "state":
             out = state
         time.sleep(self.waits[comm.rank])
         options = dict(transition=transition, initial_state=initial, reverse=self.reverse, out=out)
-        with torch.no_grad():
-            if scan is None:
+        with torch.no_grad(), autocast(self.autocast):
+            if self.zigzag:
+                options = dict(transition=transitions, initial_state=initial, layout="zigzag")
+                found = allscan.allscan(states, decays, comm=comm, **options)
+            elif scan is None:
                 found = allscan.allscan(state, decay, comm=comm, **options)
             else:
                 found = scan.scan(state, decay, transpose=self.adjoint, **options)
         assert out is None or found is out
-        value, _ = self.expected(comm.rank)
-        assert off(found, value) < 1e-5, ("value", found, value)
+        values, *_ = self.expected(comm.rank)
+        for chunk, value in zip(found if self.zigzag else (found,), values, strict=True):
+            assert off(chunk, value) < 1e-5, ("value", chunk, value)
 
 
 def draw_allscan(draw, shape):
@@ -236,13 +270,13 @@ def scans_case(group, seed):
                     with told(seed, f"call {number}.{epoch}", settings[which], options, call.text):
                         call.scan(comms[which], scan)
             elif kind == "function":
-                call = ScanCall(draw, size, draw.choice(shapes), True, debug=settings[which]["debug"])
-                call.dense = [call.dense[0]] * size
+                zigzag = draw.happens(0.3)
+                call = ScanCall(draw, size, draw.choice(shapes), True, False, settings[which]["debug"], zigzag)
                 call = _alike(call, draw, size)
                 with told(seed, f"call {number}, allscan()", settings[which], call.text):
                     call.scan(comms[which])
             else:
-                call = ScanCall(draw, size, draw.choice(shapes), True, gradients=True)
+                call = ScanCall(draw, size, draw.choice(shapes), True, gradients=True, zigzag=draw.happens(0.3))
                 what = f"call {number}, allscan() with gradients", settings[which], call.text
                 with told(seed, *what):
                     waiting.append((what, call.forward(comms[which])))
@@ -257,7 +291,7 @@ def scans_case(group, seed):
 def _alike(call, draw, size):
     """allscan() keeps an AllScan of its own for transitions: all ranks have them or none. It takes no ``adjoint``."""
     while len(set(t is None for t in call.transitions)) > 1 or call.adjoint:
-        call = ScanCall(draw, size, call.shape, True, debug=call.debug)
+        call = ScanCall(draw, size, call.shape, True, False, call.debug, call.zigzag)
     return call
 
 
