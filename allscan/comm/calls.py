@@ -16,7 +16,6 @@ from ..bindings.torch_compat import forward_ad, num_dispatch_modes, recorded, tr
 from ..launch.streams import Streams
 from ..shmem_kernels.wait import RECORD_SET
 from .call_order import Order
-from .compile_watch import end_failed, kernels_under_way
 
 _SET = RECORD_SET.value
 
@@ -65,8 +64,6 @@ class _Call(tuple[Any, ...]):
     def __enter__(self) -> None:
         comm, reverse, _, inputs = self
         order = comm.order
-        if kernels_under_way:  # this thread's have failed, since it makes a call
-            end_failed()
         if comm._closed or comm.host_record[_SET] or order.desync_reason is not None:
             comm.check()
         if order.inside is not None:

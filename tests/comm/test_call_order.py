@@ -528,7 +528,7 @@ def interrupted_first_call_case(group):
     with allscan.Communicator(group, timeout=5.0, debug=True) as comm:
         x = torch.ones(2, 16, device=comm.device)
 
-        def interrupt(_):
+        def interrupt():
             raise KeyboardInterrupt
 
         if comm.rank == 1:
