@@ -25,7 +25,6 @@ from ..launch.graph_cache import MOST_BYTES, GraphCounts, Graphs
 from ..launch.streams import Streams
 from ..shmem_kernels import wait
 from .agreed import CACHE_SIZE, Agreed, Recent
-from .bounded_store import StoreGone
 from .call_order import Order
 from .calls import Calls
 from .heap import (
@@ -37,7 +36,18 @@ from .heap import (
     resolve_transport,
     symmetric_heap,
 )
-from .host_exchange import CLOSE, FAILED, GRACE_S, LOST, TIMEOUT_S, Abandoned, StoreExchange, by_rank, differing
+from .host_exchange import (
+    CLOSE,
+    FAILED,
+    GRACE_S,
+    LOST,
+    TIMEOUT_S,
+    Abandoned,
+    StoreExchange,
+    StoreGone,
+    by_rank,
+    differing,
+)
 from .memory import Line, Memory
 from .process_groups import is_desynchronized, mark_desynchronized
 from .topology import Topology, check_algorithm, reach

@@ -1,6 +1,7 @@
 """Exchange of small values between the ranks of a group on the host, through the store of torch.distributed.
 
-It uses no GPU, no stream and no collective of a backend. Every wait is bounded.
+It uses no GPU, no stream and no collective of a backend. Every wait for another rank is bounded. torch's client of the
+store waits without a limit while the store's process is stopped (SIGSTOP).
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -16,7 +18,6 @@ import torch.distributed as dist
 
 from ..base.errors import AllScanHostTimeout, AllScanOutOfStep, AllScanRejected
 from ..bindings.torch_compat import default_store
-from .bounded_store import StoreGone, bounded
 
 TIMEOUT_S = 120.0  # default of Communicator(timeout=); time limit of exchanges before there is a communicator
 GRACE_S = 5.0  # additional time limit of exchanges: ranks whose kernels wait for the same rank report it before
@@ -38,10 +39,38 @@ _WAITS = "allscan/waits/"  # with a global rank, the key of (name of the StoreEx
 _world: dist.ProcessGroup | None = None  # torch.distributed's default group to which the next two belong
 _exchanges: dict[str, int] = {}  # name of a StoreExchange -> number of its exchanges, equal on all its ranks
 _wait_keys: list[str] = []  # keys that say where this process has waited in vain, until its next exchange
+_inherited: dist.ProcessGroup | None = None  # the default group of the process from which this one was forked
 
 
 class Abandoned(RuntimeError):
     """A rank has reported, by ``abandon``, that it will not come to the last exchange."""
+
+
+class StoreGone(RuntimeError):
+    """torch.distributed or the process of its store has ended, or this process is none of its ranks."""
+
+
+class JobStore:
+    """The store of torch.distributed's default group. Requests raise StoreGone once that group was destroyed or
+    replaced. Raises StoreGone in a process that was forked from a rank, whose connection it would share."""
+
+    def __init__(self) -> None:
+        self.world, self._store = dist.group.WORLD, default_store()
+        if self.world is _inherited:
+            raise StoreGone("this process was forked from a rank of torch.distributed, and is none itself")
+
+    def __getattr__(self, request: str) -> Any:
+        if not (dist.is_initialized() and dist.group.WORLD is self.world):
+            raise StoreGone("torch.distributed was ended, or restarted, since this communicator was made")
+        return getattr(self._store, request)
+
+
+def _forked() -> None:
+    global _inherited
+    _inherited = dist.group.WORLD if dist.is_initialized() else None
+
+
+os.register_at_fork(after_in_child=_forked)
 
 
 def by_rank(values: Iterable[object]) -> str:
@@ -90,7 +119,7 @@ class StoreExchange:
         self.store: Any = None
         if self.size > 1:
             self.rank = self.ranks.index(dist.get_rank())
-            self.store = bounded(default_store())
+            self.store = JobStore()
             if _world is not dist.group.WORLD:  # torch.distributed was restarted
                 _world = dist.group.WORLD
                 _exchanges.clear()
@@ -252,11 +281,8 @@ class StoreExchange:
     @staticmethod
     def _decide(store: Any, base: str, decision: str) -> str:
         """Set the decision, unless a rank has set it before. Returns the one that holds."""
-        with contextlib.suppress(dist.DistError):
-            try:
-                return str(store.compare_set(f"{base}decision", "", decision).decode())
-            except StoreGone:  # others may wait: as soon as it answers
-                store.compare_set_later(f"{base}decision", "", decision)
+        with contextlib.suppress(dist.DistError, StoreGone):
+            return str(store.compare_set(f"{base}decision", "", decision).decode())
         return decision
 
     def _end(
@@ -279,8 +305,8 @@ class StoreExchange:
                     keys += [f"{self._prefix}{n}/{key}" for n in (count, count + 1) for key in names]
                     keys += [f"{self._prefix}rejected/{key}" for key in (*range(self.size), "any")]
                     keys.append(f"{self._prefix}fault")
-                for first in range(0, len(keys), 64):  # a request has a limit of seconds
-                    store.delete_keys(keys[first : first + 64])
+                for key in keys:
+                    store.delete_key(key)
                 return
             begun = time.monotonic()
             while until_all and store.check([f"{base}decision"]) and (waited := time.monotonic() - begun) < GRACE_S:
@@ -297,7 +323,8 @@ class StoreExchange:
         """Delete what ``post_rejections`` published. Call it when no rank needs posted rejections any more."""
         if self.size > 1:
             with contextlib.suppress(dist.DistError, StoreGone):
-                self.store.delete_keys([f"{self._prefix}rejected/{key}" for key in (self.rank, "any")])
+                for key in (self.rank, "any"):
+                    self.store.delete_key(f"{self._prefix}rejected/{key}")
 
     def posted_rejections(self) -> dict[int, Any]:
         """{rank: its posted rejections}. Does not wait for other ranks."""
