@@ -227,7 +227,7 @@ class _Move(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, comm: Communicator, to: bool) -> Tensor:
         ctx.handle, ctx.to = comm.handle, to  # the autograd graph must not keep the communicator alive
-        ctx.save_for_backward(comm.nothing)  # so that activation checkpointing recomputes here, on every rank
+        ctx.save_for_backward(comm.placeholder)  # so that activation checkpointing recomputes here, on every rank
         return _moved(x, comm, to)
 
     @staticmethod

@@ -18,7 +18,7 @@ tags.
 from __future__ import annotations
 
 import time
-from types import FrameType
+import weakref
 from typing import Any, TypeVar
 
 from ..base.errors import (
@@ -64,7 +64,7 @@ class Order:
         # Debug mode: number of the last call in which this rank has launched a kernel. Without it no exchange follows a
         # launch in a call
         self._launched = -1
-        self.inside: FrameType | None = None  # frame of the running call, or None; nested calls are part of it
+        self.inside: weakref.ref[Any] | None = None  # the running call; nested calls are part of it. Dead: interrupted
         self.reverse = False  # direction of the current call
         self.everywhere = False  # whether all ranks raise the error that ends the current call
         # Stamp of the current call, for its launches outside of plans (a plan has its own). Launches add the call count
@@ -129,21 +129,24 @@ class Order:
         """Handle the ``error`` that ended a call: remember it as a rejection if only this rank raises it."""
         if self.everywhere:
             self.call_counts[reverse] -= 1
-            self.inside = None  # with it: Ctrl-C later must not repeat this
             self._launched = -1  # the next call has the same number
         elif stops_recomputation(error):
             pass  # activation checkpointing stopped its recomputation early; the call was made
         elif self.store_exchange.size > 1 and not self._record[_SET]:
-            # counts as a forward call, since ranks that reject it may have given different directions. At once: Ctrl-C
-            # may repeat this
-            forward, reverse_ = self.call_counts
-            self.call_counts, self.reverse = [forward + reverse, reverse_ - reverse], False
-            self._reject(error)
+            # counts as a forward call, since ranks that reject it may have given different directions
+            self.call_counts[0] += reverse
+            self.call_counts[1] -= reverse
+            self.reverse = False
+            self.rejected = sum(self.call_counts), described(error)
+            self._rejections = [*self._rejections[-1:], self.rejected]
+            self.store_exchange.post_rejections(self._rejections)
 
-    def _reject(self, error: BaseException) -> None:
-        self.rejected = sum(self.call_counts), described(error)
-        self._rejections = [*self._rejections[-1:], self.rejected]
-        self.store_exchange.post_rejections(self._rejections)
+    def check_interrupted(self) -> None:
+        """Raise AllScanOutOfStep if Ctrl-C has ended a call before that was counted as failed."""
+        if self.inside is not None and self.inside() is None:
+            self.inside = None
+            number, rank = sum(self.call_counts), self.store_exchange.rank
+            raise self.desynchronized(f"rank {rank} was interrupted in its call {number}. {REMEDY}.")
 
     def wait_for_rejections(self) -> None:
         """After a call that this rank has rejected: wait until every rank has rejected it. Raises AllScanOutOfStep if
@@ -211,6 +214,7 @@ class Order:
         Raises AllScanOutOfStep on every rank if they have made different numbers of calls so far, or have moved tokens
         by different calls, or if a rank makes no further calls because it has raised AllScanOutOfStep or
         AllScanTimeout."""
+        self.check_interrupted()
         try:
             reverse = self.reverse if self.inside else None
             mine = value, tuple(self.call_counts), self.rejected, reverse, self.all_to_all_hash

@@ -198,7 +198,7 @@ class Communicator(Calls):
             self.memory = Memory(heap, self.device)
             self.line = Line(self.rank, pes, self.memory, self._timeout)
             self.host_record = self.memory.record.numpy().data  # a view of the same memory, faster to read
-            self.nothing = torch.zeros(1, dtype=torch.float32, device=self.device)  # saved in place of an absent tensor
+            self.placeholder = torch.zeros(1, dtype=torch.float32, device=self.device)  # saved for an absent tensor
             self.streams = Streams(self.device)
             self.streams.synchronize()  # the words are initialized before any stream updates them
         except RuntimeError as error:  # out of memory
@@ -402,7 +402,6 @@ class Communicator(Calls):
             >>> comm.barrier()                                                    # on every rank of the group
         """
         self.check()
-        self.end_interrupted()
         self.streams.synchronize()
         self.check()
         self.order.exchange("barrier", "Communicator.barrier")
@@ -429,7 +428,6 @@ class Communicator(Calls):
         """
         if self._closed:
             return
-        self.end_interrupted()
         if self.broken or self.gone:
             self.streams.synchronize()
         else:

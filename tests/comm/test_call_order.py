@@ -933,7 +933,7 @@ def interrupted_call_case(group, functions, wrong_decay, debug):
 
 @pytest.mark.cpu
 def test_ctrl_c_where_a_call_begins_and_ends(run):
-    functions = calls._Call.__enter__, calls._Call.__exit__
+    functions = calls._Call.__enter__, calls._leave
     for count, wrong in run(2, interrupted_call_case, functions, False, False, timeout=100):
         assert count > 15 and not wrong, wrong
 
@@ -941,7 +941,7 @@ def test_ctrl_c_where_a_call_begins_and_ends(run):
 @pytest.mark.cpu
 @pytest.mark.parametrize("debug", [False, True])
 def test_ctrl_c_where_a_call_fails(run, debug):
-    functions = calls._Call.__exit__, Order.failed, Order._reject
+    functions = calls._leave, Order.failed
     for count, wrong in run(2, interrupted_call_case, functions, True, debug, timeout=100):
         assert count > 10 and not wrong, wrong
 
@@ -994,7 +994,7 @@ def interrupted_rejection_case(group):
 
 def test_ctrl_c_before_a_rejection_is_recorded(run):
     for end, _, closed in run(2, interrupted_rejection_case):
-        assert end[0] == "AllScanOutOfStep" and "rejected" in end[1] and closed, end
+        assert end[0] == "AllScanOutOfStep" and "rank 1 was interrupted in its call 2" in end[1] and closed, end
 
 
 def failed_block_case(group):
