@@ -33,7 +33,7 @@ from ..base.errors import (
 from ..bindings.torch_compat import stops_recomputation
 from ..shmem_kernels import wait
 from ..shmem_kernels.channel import STAMPS
-from .host_exchange import FAILED, LOST, REJECTED, StoreExchange, by_rank, differing
+from .host_exchange import FAILED, LOST, REJECTED, StoreExchange, by_rank, differing, if_late
 from .tags import different_tags, hash_of
 
 E = TypeVar("E", bound=Exception)
@@ -156,7 +156,7 @@ class Order:
             reason = self.store_exchange.fault() or self.store_exchange.rank_in_close()
             if reason or time.monotonic() - begun > self._timeout:
                 why = f"{why}, and not all ranks have; its next calls would meet other calls of theirs"
-                raise self.desynchronized(f"{why}{reason and f'; {reason}' or ''}. {REMEDY}.")
+                raise self.desynchronized(f"{why}; {reason}. {REMEDY}." if reason else f"{why}. {REMEDY}.")
             time.sleep(2e-2)
         self.rejected = None
 
@@ -190,23 +190,22 @@ class Order:
             return f"rank {self.store_exchange.rank} timed out waiting for another rank"
         return self.store_exchange.fault()
 
-    def _abort_reason(self) -> str | None:
-        """The ``abort_check`` of exchanges that are calls or parts of calls: no rank comes to them after a fault."""
+    def _abort_reason(self, late: str) -> str | None:
+        """The AbortCheck of exchanges that are calls or parts of calls: no rank comes to them after a fault."""
         if self.inside and (reason := self._rejected_by_another()):
             return (LOST if self._launched == sum(self.call_counts) else REJECTED) + reason
         fault = self.fault() or self.store_exchange.rank_in_close()
-        return fault and LOST + fault
+        return LOST + fault if fault else if_late(late)
 
     def _explained(self, problem: object) -> str:
         """``problem`` as sentences, followed by the reported fault if there is one and ``problem`` lacks it."""
         fault = self.fault()
         return f"{problem}. {REMEDY}." if fault is None or fault in str(problem) else f"{problem}; {fault}. {REMEDY}."
 
-    def late_after_fault(self, kind: str, text: str) -> str:
-        """The decision of an exchange that ranks enter after a fault, too, if one does not come: begins with ``kind``
-        if a fault is known."""
-        fault = self.fault() or self._unsettled()
-        return f"{FAILED}{text}" if fault is None else f"{kind}{text}, after a fault: {fault}"
+    def late_after_fault(self, kind: str, late: str) -> str | None:
+        """The AbortCheck of exchanges that ranks enter after a fault, too. Decisions then begin with ``kind``."""
+        fault = (self.fault() or self._unsettled()) if late else None
+        return f"{kind}{late}, after a fault: {fault}" if fault else if_late(late)
 
     def exchange(self, value: Any, what: str) -> list[Any]:
         """Return every rank's ``value`` in rank order. Collective on the host: waits for all ranks of the group.

@@ -53,8 +53,8 @@ class Calls:
 
 class _Call(functools.partial):  # type: ignore[type-arg]
     """See ``Calls.call``. The ``with`` statement holds the only reference to it, so ``Order.inside``, a weak one, tells
-    whether the block still runs, also if Ctrl-C has prevented that ``_leave`` runs. A partial of ``_leave``, whose
-    frame, and so a traceback, does not refer to it."""
+    whether the block still runs, also if Ctrl-C has prevented that ``_leave`` runs. It is a partial of ``_leave``
+    because then no frame of a traceback refers to it."""
 
     __exit__ = functools.partial.__call__
 

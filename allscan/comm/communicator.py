@@ -359,7 +359,7 @@ class Communicator(Calls):
             # another rank may have learnt of the fault just now, in another call: it comes to resync() next
             with contextlib.suppress(AllScanOutOfStep, AllScanRejected):
                 mine = self._steps(), [tuple(scan.spec) for scan in scans], is_desynchronized(self.group)
-                answers = store_exchange.exchange(mine, "Communicator.resync", limit=limit, if_late=late)
+                answers = store_exchange.exchange(mine, "Communicator.resync", late, limit=limit)
                 steps, specs, failed = zip(*answers, strict=True)
                 break
         if len(set(steps)) > 1:
@@ -473,7 +473,7 @@ class Communicator(Calls):
             return ()
         why = f", rejected {order.rejected[0]}" if order.rejected else ""
         late = functools.partial(order.late_after_fault, LOST)
-        return tuple(order.store_exchange.exchange(order.describe_call_counts() + why, CLOSE, last=True, if_late=late))
+        return tuple(order.store_exchange.exchange(order.describe_call_counts() + why, CLOSE, late, last=True))
 
     def __enter__(self) -> Communicator:
         return self

@@ -36,6 +36,10 @@ CLOSE = "Communicator.close"  # name of the last exchange of a communicator
 
 _WAITS = "allscan/waits/"  # with a global rank, the key of (name of the StoreExchange, name of the call) of its wait
 
+# abort_check(late): a decision that ends the exchange, or None to wait on. late: "", or at the time limit a text that
+# names an absent rank
+AbortCheck = Callable[[str], str | None]
+
 _world: dist.ProcessGroup | None = None  # torch.distributed's default group to which the next two belong
 _exchanges: dict[str, int] = {}  # name of a StoreExchange -> number of its exchanges, equal on all its ranks
 _wait_keys: list[str] = []  # keys that say where this process has waited in vain, until its next exchange
@@ -92,6 +96,11 @@ def differing(answers: Sequence[Iterable[tuple[str, object]]]) -> str:
             if name == "call":
                 break
     return ". ".join(lines)
+
+
+def if_late(late: str) -> str | None:
+    """The AbortCheck that waits for the time limit only: AllScanHostTimeout."""
+    return FAILED + late if late else None
 
 
 class StoreExchange:
@@ -156,10 +165,9 @@ class StoreExchange:
         self,
         value: Any,
         what: str,
-        abort_check: Callable[[], str | None] | None = None,
+        abort_check: AbortCheck = if_late,
         last: bool = False,
         limit: float | None = None,
-        if_late: Callable[[str], str] = FAILED.__add__,
         if_interrupted: str = FAILED,
     ) -> list[Any]:
         """Return every rank's ``value``, in rank order. Raises AllScanOutOfStep unless ``what`` is equal on all ranks.
@@ -168,8 +176,7 @@ class StoreExchange:
         all ranks, which raise AllScanRejected if it begins with REJECTED, AllScanOutOfStep if with LOST. last: whether
         this is the last exchange of this StoreExchange, after which processes may end. After AllScanHostTimeout it can
         be made again; after any other end, making it again has the same result. limit: seconds; default ``timeout`` +
-        GRACE_S. if_late(text): the decision at this limit, of a text that names an absent rank. if_interrupted: how
-        the decision begins if this rank is interrupted, other than by a RuntimeError.
+        GRACE_S. if_interrupted: how the decision begins if this rank is interrupted, other than by a RuntimeError.
         Raises AllScanHostTimeout, on all ranks, if a rank does not come within the limit or is interrupted; Abandoned
         if a rank has called ``abandon``."""
         if self.size == 1:
@@ -188,7 +195,7 @@ class StoreExchange:
                         store.set(f"{base}came", str(self.rank))
                     store.set(f"{base}{self.rank}", word)
                     limit = self.timeout + GRACE_S if limit is None else limit
-                    decision = self._decision(store, base, what, abort_check, limit, if_late)
+                    decision = self._decision(store, base, what, abort_check, limit)
                 except BaseException as error:
                     kind = FAILED if isinstance(error, RuntimeError) else if_interrupted
                     own = f"{kind}rank {self.ranks[self.rank]} (global) was interrupted by {type(error).__name__}"
@@ -227,15 +234,7 @@ class StoreExchange:
                 decision = self._decide(self.store, f"allscan/{name}/{number}/", why)
                 self._end(self.store, name, number, decision, last=True)
 
-    def _decision(
-        self,
-        store: dist.Store,
-        base: str,
-        what: str,
-        abort_check: Callable[[], str | None] | None,
-        limit: float,
-        if_late: Callable[[str], str],
-    ) -> str:
+    def _decision(self, store: dist.Store, base: str, what: str, abort_check: AbortCheck, limit: float) -> str:
         """Wait for the decision and return it. O(1) requests to the store per rank and poll; O(size) to find a missing
         rank."""
         keys = [f"{base}{rank}" for rank in range(self.size)]
@@ -253,10 +252,10 @@ class StoreExchange:
             elif time.monotonic() - begun > limit:
                 absent = next((self.ranks[r] for r, key in enumerate(keys) if not store.check([key])), self.ranks[0])
                 where = self._elsewhere(store, absent)
-                own = if_late(f"rank {absent} (global) did not come within {limit:g} s{where}")
+                own = abort_check(f"rank {absent} (global) did not come within {limit:g} s{where}")
             elif time.monotonic() - looked > ABORT_CHECK_S:
                 looked = time.monotonic()
-                own = abort_check() if abort_check is not None else None
+                own = abort_check("")
             if own:
                 decision = store.compare_set(f"{base}decision", "", own).decode()
                 break

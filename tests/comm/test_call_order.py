@@ -528,7 +528,7 @@ def interrupted_first_call_case(group):
     with allscan.Communicator(group, timeout=5.0, debug=True) as comm:
         x = torch.ones(2, 16, device=comm.device)
 
-        def interrupt():
+        def interrupt(late):
             raise KeyboardInterrupt
 
         if comm.rank == 1:
@@ -1114,8 +1114,8 @@ def interrupted_resync_case(group):
     with allscan.Communicator(group, timeout=2) as comm:
         x, exchange = torch.ones(2, 16, 16, device=comm.device), comm.order.store_exchange.exchange
 
-        def interrupted(value, what, *rest):
-            exchange(value, what, *rest)
+        def interrupted(value, what, *rest, **options):
+            exchange(value, what, *rest, **options)
             raise KeyboardInterrupt
 
         found = []

@@ -261,7 +261,7 @@ def test_texts_for_other_ranks():
 def test_an_interrupted_wait_is_forgotten(monkeypatch):
     """Later messages say nothing of a wait that Ctrl-C has ended."""
 
-    def interrupt():
+    def interrupt(late):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(host_exchange, "TELL_S", 0.05)
