@@ -141,12 +141,11 @@ class Order:
             self._rejections = [*self._rejections[-1:], self.rejected]
             self.store_exchange.post_rejections(self._rejections)
 
-    def check_interrupted(self) -> None:
-        """Raise AllScanOutOfStep if Ctrl-C has ended a call before that was counted as failed."""
-        if self.inside is not None and self.inside() is None:
-            self.inside = None
-            number, rank = sum(self.call_counts), self.store_exchange.rank
-            raise self.desynchronized(f"rank {rank} was interrupted in its call {number}. {REMEDY}.")
+    def interrupted(self) -> AllScanOutOfStep:
+        """The error of the next call after one that Ctrl-C has ended before it was counted as failed."""
+        self.inside = None
+        number, rank = sum(self.call_counts), self.store_exchange.rank
+        return self.desynchronized(f"rank {rank} was interrupted in its call {number}. {REMEDY}.")
 
     def wait_for_rejections(self) -> None:
         """After a call that this rank has rejected: wait until every rank has rejected it. Raises AllScanOutOfStep if
@@ -213,11 +212,14 @@ class Order:
         Raises AllScanOutOfStep on every rank if they have made different numbers of calls so far, or have moved tokens
         by different calls, or if a rank makes no further calls because it has raised AllScanOutOfStep or
         AllScanTimeout."""
-        self.check_interrupted()
+        if self.inside is not None and self.inside() is None:
+            raise self.interrupted()
         try:
             reverse = self.reverse if self.inside else None
             mine = value, tuple(self.call_counts), self.rejected, reverse, self.all_to_all_hash
-            answers = self._exchange(mine, what)
+            # a rank that is interrupted in a call rejects it on all ranks, unless this one has launched in it
+            kind = REJECTED if self.inside and self._launched != sum(self.call_counts) else FAILED
+            answers = self.store_exchange.exchange(mine, what, self._abort_reason, if_interrupted=kind)
         except AllScanRejected:
             raise  # this rank rejects the call, too
         except AllScanOutOfStep as problem:  # ranks are at different calls: this rank must not continue
@@ -253,12 +255,6 @@ class Order:
             )
         return list(values)
 
-    def _exchange(self, value: Any, what: str) -> list[Any]:
-        # a rank that is interrupted in a call rejects it on all ranks, unless this one has launched in it
-        rejects = self.inside and self._launched != sum(self.call_counts)
-        kind = REJECTED if rejects else FAILED
-        return self.store_exchange.exchange(value, what, self._abort_reason, if_interrupted=kind)
-
     def _lost(self, problem: AllScanOutOfStep) -> Exception:
         error = self.raised_everywhere(self.desynchronized(self.desync_reason or self._explained(problem)))
         return self.error_of_record() if self._record[_SET] else error  # the record names rank, tile and epoch
@@ -288,15 +284,17 @@ class Order:
         """Debug mode: raise AllScanOutOfStep on every rank unless all ranks are about to launch ``what``."""
         number = self.launches + 1
         try:
-            answers = self._exchange((what, self.steps), f"launch {number}")
+            kind = REJECTED if self.inside and self._launched != sum(self.call_counts) else FAILED  # as in exchange()
+            mine = what, self.steps
+            answers = self.store_exchange.exchange(mine, f"launch {number}", self._abort_reason, if_interrupted=kind)
         except AllScanRejected:
             raise  # this rank rejects the call, too
         except AllScanOutOfStep as problem:  # another rank is about to do something other than a launch
             why = self._explained(f"{problem}; this rank launches {what}")
             raise self.raised_everywhere(self.desynchronized(why)) from None
         except RuntimeError as error:
-            kind = AllScanHostTimeout if isinstance(error, AllScanHostTimeout) else RuntimeError
-            raise self.raised_everywhere(kind(f"{error}; this rank launches {what}")) from error
+            of_type = AllScanHostTimeout if isinstance(error, AllScanHostTimeout) else RuntimeError
+            raise self.raised_everywhere(of_type(f"{error}; this rank launches {what}")) from error
         self.launches = number
         if len(set(answers)) == 1:
             self._launched = sum(self.call_counts)

@@ -64,7 +64,7 @@ class _Call(functools.partial):  # type: ignore[type-arg]
         if comm._closed or comm.host_record[_SET] or order.desync_reason is not None:
             comm.check()
         if order.inside is not None:
-            order.check_interrupted()
+            raise order.interrupted()
         if order.rejected is not None:
             order.wait_for_rejections()
         order.everywhere, order.reverse, order.stamp = False, reverse, 0

@@ -1111,7 +1111,7 @@ def test_resync_again_after_one_that_failed_on_one_rank(run):
 
 def interrupted_resync_case(group):
     """Rank 1 gets Ctrl-C once the others go on in resync(), twice; it calls step() between the attempts."""
-    with allscan.Communicator(group, timeout=2) as comm:
+    with allscan.Communicator(group, timeout=20) as comm:
         x, exchange = torch.ones(2, 16, 16, device=comm.device), comm.order.store_exchange.exchange
 
         def interrupted(value, what, *rest, **options):
