@@ -32,8 +32,8 @@ def to_zigzag(x: Tensor, *, comm: Communicator) -> Tensor:
             with them compares them on the host, on CPU ranks every call does. On GPUs a later call with other known
             ones, or with the inverse function, on some ranks gives wrong results or waits for NCCL's timeout; the next
             barrier(), close() or first call raises AllScanOutOfStep. If other ranks do not make the same call, the
-            comparison fails after 120 s. Ranks that already wait in the all-to-all fail after the communicator's
-            timeout on CPUs, and after the process group's NCCL timeout on GPUs.
+            comparison fails after ``timeout`` + 5 s. Ranks that already wait in the all-to-all fail after the
+            communicator's timeout on CPUs, and after the process group's NCCL timeout on GPUs.
         comm: the communicator.
 
     Returns:
@@ -227,7 +227,7 @@ class _Move(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, comm: Communicator, to: bool) -> Tensor:
         ctx.handle, ctx.to = comm.handle, to  # the autograd graph must not keep the communicator alive
-        ctx.save_for_backward(comm.nothing)  # so that activation checkpointing recomputes here, on every rank
+        ctx.save_for_backward(comm.placeholder)  # so that activation checkpointing recomputes here, on every rank
         return _moved(x, comm, to)
 
     @staticmethod

@@ -11,7 +11,6 @@ Checked against the sources of Triton 3.6 to 3.9:
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import inspect
 import re
@@ -30,11 +29,6 @@ from triton.runtime.jit import JITCallable
 
 from .cuda_driver import KernelNode
 
-try:
-    from triton.runtime import _async_compile
-except ImportError:
-    _async_compile = None
-
 SCRATCH = (0, 8)  # (bits, bytes) of a null pointer: two follow a kernel's arguments, for unused scratch memory
 FLOATS = {"fp32": ("<f", 4), "f32": ("<f", 4), "fp64": ("<d", 8)}
 
@@ -45,7 +39,6 @@ _ONE_BY_ONE = triton.__version__.startswith("3.6.")
 _IN_A_TUPLE = triton.__version__.startswith(("3.7.", "3.8.", "3.9."))
 
 _held: set[Any] = set()
-_told: list[tuple[Callable[[object], None], Callable[[object], None]]] = []  # callbacks of compilations_told
 
 
 def hold(compiled: Any) -> None:
@@ -120,43 +113,6 @@ def launchable(addresses: Sequence[int]) -> bool:
     return not (bits & 15 or getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
-def compilations_told(begin: Callable[[object], None], end: Callable[[object], None]) -> None:
-    """Call ``begin(kernel)`` and ``end(kernel)`` around each compilation of any kernel; hooks of other packages stay.
-
-    kernel: stands for the kernel with its types and options; None in ``told_as_compilation``. Without ``end`` if the
-    compilation fails: Triton then calls no hook."""
-    _told.append((begin, end))
-    runtime = knobs.runtime
-    before, after = runtime.jit_cache_hook, runtime.jit_post_compile_hook
-
-    def cache_hook(*args: Any, **options: Any) -> Any:
-        answer = before(*args, **options) if before else None
-        if not answer:  # else Triton does not compile
-            begin((options.get("repr"), options.get("key")))
-        return answer
-
-    def post_compile_hook(*args: Any, **options: Any) -> Any:
-        end((options.get("repr"), options.get("key")))
-        return after(*args, **options) if after else None
-
-    runtime.jit_cache_hook, runtime.jit_post_compile_hook = cache_hook, post_compile_hook
-
-
-def compiles_in_pool() -> bool:
-    """Whether Triton's AsyncCompileMode is active: other threads compile."""
-    return _async_compile is not None and _async_compile.active_mode.get() is not None
-
-
-@contextlib.contextmanager
-def told_as_compilation() -> Iterator[None]:
-    """Call the functions of ``compilations_told`` around work that takes as long as compiling a kernel."""
-    with contextlib.ExitStack() as stack:
-        for begin, end in _told:
-            begin(None)
-            stack.callback(end, None)
-        yield
-
-
 def interpreting() -> bool:
     """Check whether a kernel defined now is interpreted."""
     return knobs.runtime.interpret
@@ -201,8 +157,7 @@ def functions_of(library: str, names: Sequence[str]) -> str:
     cache = get_cache_manager(hashlib.sha256(repr((content, triton.__version__, names)).encode()).hexdigest())
     if (found := cache.get_file("functions.ll")) is not None:
         return found
-    with told_as_compilation():
-        return cache.put(_text_of(library, names), "functions.ll", binary=False)
+    return cache.put(_text_of(library, names), "functions.ll", binary=False)
 
 
 NOT_SO_IN_THIS_TRITON = ImportError, AttributeError, TypeError, RuntimeError

@@ -5,9 +5,9 @@ read a clock, may see different values and then take different branches around a
 atomic addition of 0, which Triton compiles to a load, and shares the value with the block. All threads poll a tile's
 own words and reduce the result over the block.
 
-**Faults.** Every wait ends after ``timeout`` by the clock, or later if another rank compiles. A tile from a
-desynchronized rank (channel.py) is not taken. The first fault of a communicator writes the record below, in memory that
-the host can read; later waits of the communicator give up at once.
+**Faults.** Every wait ends after ``timeout`` by the clock. A tile from a desynchronized rank (channel.py) is not taken.
+The first fault of a communicator writes the record below, in memory that the host can read; later waits of the
+communicator give up at once.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ INFO_FAULT = tl.constexpr(6)  # address of an int64: 1 once there was a fault in
 INFO_RECORD = tl.constexpr(7)  # address of the record below, in memory that the host can read
 INFO_WORDS = 8
 
-# Words of the record (int64), written once, by the first fault, RECORD_SET last; then a word shared by host and waits
+# Words of the record (int64), written once, by the first fault, RECORD_SET last
 RECORD_SET = tl.constexpr(0)
 RECORD_KIND = tl.constexpr(1)
 RECORD_RANK = tl.constexpr(2)
@@ -38,10 +38,7 @@ RECORD_NEIGHBOUR = tl.constexpr(3)
 RECORD_TILE = tl.constexpr(4)
 RECORD_EXPECTED = tl.constexpr(5)  # TIMED_OUT: an epoch. OUT_OF_STEP: the arrival word (links.py) that was expected
 RECORD_SEEN = tl.constexpr(6)  # likewise
-# Not part of a fault: nanoseconds, an even number, by which the host extends the timeout (comm/compile_watch.py); odd
-# once a wait has taken a quarter of the timeout
-RECORD_EXTRA = tl.constexpr(7)
-RECORD_WORDS = 8
+RECORD_WORDS = 7
 
 TIMED_OUT = tl.constexpr(0)
 OUT_OF_STEP = tl.constexpr(1)
@@ -134,13 +131,9 @@ def fault(channel, KIND: tl.constexpr, NEIGHBOUR: tl.constexpr, tile, expected, 
 def gave_up(channel, started, NEIGHBOUR: tl.constexpr, tile, expected, seen):
     """Check whether a wait that began at ``started`` must end: timed out, or after a fault elsewhere."""
     over = poll_word(tl.load(channel.info + INFO_FAULT).to(tl.pointer_type(tl.int64))) != 0
-    waited = now(channel, tile) - started
-    timeout = tl.load(channel.info + INFO_TIMEOUT_NS)
-    if 4 * waited > timeout:
-        p_record = tl.load(channel.info + INFO_RECORD).to(tl.pointer_type(tl.int64))
-        if waited > timeout + tl.atomic_or(p_record + RECORD_EXTRA, 1, sem="relaxed", scope="sys"):
-            fault(channel, TIMED_OUT, NEIGHBOUR, tile, expected, seen)
-            over = True
+    if now(channel, tile) - started > tl.load(channel.info + INFO_TIMEOUT_NS):
+        fault(channel, TIMED_OUT, NEIGHBOUR, tile, expected, seen)
+        over = True
     return over
 
 

@@ -18,8 +18,8 @@ tags.
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Sequence
-from types import FrameType
 from typing import Any, TypeVar
 
 from ..base.errors import (
@@ -34,14 +34,12 @@ from ..base.errors import (
 from ..bindings.torch_compat import stops_recomputation
 from ..shmem_kernels import wait
 from ..shmem_kernels.channel import STAMPS
-from .compile_watch import another_compiles, end_all
-from .host_exchange import FAILED, GRACE_S, LOST, REJECTED, AbortCheck, StoreExchange, by_rank, differing
+from .host_exchange import FAILED, LOST, REJECTED, StoreExchange, by_rank, differing, if_late
 from .tags import different_tags, hash_of
 
 E = TypeVar("E", bound=Exception)
 
 _SET = wait.RECORD_SET.value
-SETTLE_S = 10.0  # how long a rank that has rejected a call waits until all ranks have rejected it
 
 
 class Order:
@@ -61,9 +59,6 @@ class Order:
 
     def restart(self) -> None:
         """Reset all counts and errors, as if no call had been made."""
-        # Limit in seconds of exchanges inside calls; None: the default. After a resync() a rank may fail again before a
-        # first call: the others then wait for it as long as their kernels would
-        self._first_call_timeout = self._timeout + GRACE_S if self.generation >= 0 else None
         self.generation += 1
         self.call_counts = [0, 0]  # calls entered so far, forward and reverse
         self.all_to_all_hash = 0  # of calls that move tokens by torch's all-to-all, whose messages have no tags
@@ -74,7 +69,7 @@ class Order:
         # Debug mode: number of the last call in which this rank has launched a kernel. Without it no exchange follows a
         # launch in a call
         self._launched = -1
-        self.inside: FrameType | None = None  # frame of the running call, or None; nested calls are part of it
+        self.inside: weakref.ref[Any] | None = None  # the running call; nested calls are part of it. Dead: interrupted
         self.reverse = False  # direction of the current call
         self.everywhere = False  # whether all ranks raise the error that ends the current call
         # Stamp of the current call, for its launches outside of plans (a plan has its own). Launches add the call count
@@ -137,45 +132,43 @@ class Order:
 
     def failed(self, reverse: bool, error: BaseException) -> None:
         """Handle the ``error`` that ended a call: remember it as a rejection if only this rank raises it."""
-        end_all()  # compilations
         if self.everywhere:
             self.call_counts[reverse] -= 1
-            self.inside = None  # with it: Ctrl-C later must not repeat this
             self._launched = -1  # the next call has the same number
         elif stops_recomputation(error):
             pass  # activation checkpointing stopped its recomputation early; the call was made
         elif self.store_exchange.size > 1 and not self._record[_SET]:
-            # counts as a forward call, since ranks that reject it may have given different directions. At once: Ctrl-C
-            # may repeat this
-            forward, reverse_ = self.call_counts
-            self.call_counts, self.reverse = [forward + reverse, reverse_ - reverse], False
-            self._reject(error)
+            # counts as a forward call, since ranks that reject it may have given different directions
+            self.call_counts[0] += reverse
+            self.call_counts[1] -= reverse
+            self.reverse = False
+            self.rejected = sum(self.call_counts), described(error)
+            self._rejections = [*self._rejections[-1:], self.rejected]
+            self.store_exchange.post_rejections(self._rejections)
 
-    def _reject(self, error: BaseException) -> None:
-        self.rejected = sum(self.call_counts), described(error)
-        self._rejections = [*self._rejections[-1:], self.rejected]
-        self.store_exchange.post_rejections(self._rejections)
+    def interrupted(self) -> AllScanOutOfStep:
+        """The error of the next call after one that Ctrl-C has ended before it was counted as failed."""
+        self.inside = None
+        number, rank = sum(self.call_counts), self.store_exchange.rank
+        return self.desynchronized(f"rank {rank} was interrupted in its call {number}. {REMEDY}.")
 
     def wait_for_rejections(self) -> None:
         """After a call that this rank has rejected: wait until every rank has rejected it. Raises AllScanOutOfStep if
-        they have not within SETTLE_S (or the timeout, if shorter), in which no other process has compiled."""
-        assert self.rejected is not None
-        number, why = self.rejected
-        limit = min(SETTLE_S, self._timeout)
-        deadline = time.monotonic() + limit
-        while True:
-            if self._rejected_by_all(number, self.store_exchange.posted_rejections()):
-                self.rejected = None
-                return
-            if another_compiles(self.store_exchange.store):
-                deadline = time.monotonic() + limit
-            if time.monotonic() > deadline:
-                break
+        they have not within the timeout, or once another rank has reported a fault or is in close()."""
+        begun = time.monotonic()
+        while (why := self._unsettled()) is not None:
+            reason = self.store_exchange.fault() or self.store_exchange.rank_in_close()
+            if reason or time.monotonic() - begun > self._timeout:
+                why = f"{why}, and not all ranks have; its next calls would meet other calls of theirs"
+                raise self.desynchronized(f"{why}; {reason}. {REMEDY}." if reason else f"{why}. {REMEDY}.")
             time.sleep(2e-2)
-        raise self.desynchronized(
-            f"rank {self.store_exchange.rank} has rejected its call {number} ({why}), and not all ranks have; its "
-            f"next calls would meet other calls of theirs. {REMEDY}."
-        )
+        self.rejected = None
+
+    def _unsettled(self) -> str | None:
+        """A text that names the last call that this rank has rejected; None if all ranks have rejected it."""
+        if self.rejected is None or self._rejected_by_all(self.rejected[0], self.store_exchange.posted_rejections()):
+            return None
+        return f"rank {self.store_exchange.rank} has rejected its call {self.rejected[0]} ({self.rejected[1]})"
 
     def _rejected_by_all(self, number: int, rejected: dict[int, Any]) -> bool:
         return sum(any(number == n for n, _ in some) for some in rejected.values()) == self.store_exchange.size
@@ -198,44 +191,25 @@ class Order:
     def fault(self) -> str | None:
         """Why this rank, or another rank that has reported it, makes no further calls; None without a fault."""
         if self._record[_SET]:
-            return f"rank {self.store_exchange.rank} has waited in vain for another one"
+            return f"rank {self.store_exchange.rank} timed out waiting for another rank"
         return self.store_exchange.fault()
 
-    def _abort_reason(self, _: Callable[[], int]) -> str | None:
-        """The ``AbortCheck`` of exchanges that are calls or parts of calls: no rank comes to them after a fault."""
+    def _abort_reason(self, late: str) -> str | None:
+        """The AbortCheck of exchanges that are calls or parts of calls: no rank comes to them after a fault."""
         if self.inside and (reason := self._rejected_by_another()):
             return (LOST if self._launched == sum(self.call_counts) else REJECTED) + reason
         fault = self.fault() or self.store_exchange.rank_in_close()
-        return fault and LOST + fault
+        return LOST + fault if fault else if_late(late)
 
     def _explained(self, problem: object) -> str:
         """``problem`` as sentences, followed by the reported fault if there is one and ``problem`` lacks it."""
         fault = self.fault()
         return f"{problem}. {REMEDY}." if fault is None or fault in str(problem) else f"{problem}; {fault}. {REMEDY}."
 
-    def abort_after_fault(self, kind: str, times: float) -> AbortCheck:
-        """The ``AbortCheck`` of an exchange that ranks enter after a fault, too. It ends the exchange with a decision
-        that begins with ``kind`` once this rank has known of a fault for ``times`` the timeout + GRACE_S, in which no
-        other process has compiled."""
-        known: float | None = None
-        limit = times * self._timeout + GRACE_S
-
-        def abort_check(missing: Callable[[], int]) -> str | None:
-            nonlocal known
-            fault = self.fault()
-            if fault is None and self.rejected is not None:
-                number, why = self.rejected
-                if not self._rejected_by_all(number, self.store_exchange.posted_rejections()):
-                    fault = f"rank {self.store_exchange.rank} has rejected its call {number}: {why}"
-            if fault is None or another_compiles(self.store_exchange.store):
-                known = None
-                return None
-            known = time.monotonic() if known is None else known
-            if time.monotonic() - known < limit:
-                return None
-            return f"{kind}rank {missing()} (global) did not come within {limit:g} s after a fault: {fault}"
-
-        return abort_check
+    def late_after_fault(self, kind: str, late: str) -> str | None:
+        """The AbortCheck of exchanges that ranks enter after a fault, too. Decisions then begin with ``kind``."""
+        fault = (self.fault() or self._unsettled()) if late else None
+        return f"{kind}{late}, after a fault: {fault}" if fault else if_late(late)
 
     def exchange(self, value: Any, what: str) -> list[Any]:
         """Return every rank's ``value`` in rank order. Collective on the host: waits for all ranks of the group.
@@ -243,14 +217,14 @@ class Order:
         Raises AllScanOutOfStep on every rank if they have made different numbers of calls so far, or have moved tokens
         by different calls, or if a rank makes no further calls because it has raised AllScanOutOfStep or
         AllScanTimeout."""
+        if self.inside is not None and self.inside() is None:
+            raise self.interrupted()
         try:
             reverse = self.reverse if self.inside else None
             mine = value, tuple(self.call_counts), self.rejected, reverse, self.all_to_all_hash
-            within = self._first_call_timeout if self.inside else None
             # a rank that is interrupted in a call rejects it on all ranks, unless this one has launched in it
-            rejects = self.inside and self._launched != sum(self.call_counts)
-            kind = REJECTED if rejects else FAILED
-            answers = self.store_exchange.exchange(mine, what, self._abort_reason, within=within, if_interrupted=kind)
+            kind = REJECTED if self.inside and self._launched != sum(self.call_counts) else FAILED
+            answers = self.store_exchange.exchange(mine, what, self._abort_reason, if_interrupted=kind)
         except AllScanRejected:
             raise  # this rank rejects the call, too
         except AllScanOutOfStep as problem:  # ranks are at different calls: this rank must not continue
@@ -306,9 +280,9 @@ class Order:
         the exchange, equal on all ranks."""
         try:
             answers = self.exchange((fields, deferred and deferred.text, more), what)
-        except RuntimeError as nobody_came:
+        except RuntimeError as timeout_error:
             if deferred is not None:
-                raise deferred.take() from nobody_came
+                raise deferred.take() from timeout_error
             raise
         if deferred is not None:
             raise self.raised_everywhere(deferred.take())
@@ -323,20 +297,17 @@ class Order:
         """Debug mode: raise AllScanOutOfStep on every rank unless all ranks are about to launch ``what``."""
         number = self.launches + 1
         try:
-            within, mine = self._first_call_timeout if self.inside else None, (what, self.steps)
-            rejects = self.inside and self._launched != sum(self.call_counts)  # as in exchange()
-            of_rank = REJECTED if rejects else FAILED
-            answers = self.store_exchange.exchange(
-                mine, f"launch {number}", self._abort_reason, within=within, if_interrupted=of_rank
-            )
+            kind = REJECTED if self.inside and self._launched != sum(self.call_counts) else FAILED  # as in exchange()
+            mine = what, self.steps
+            answers = self.store_exchange.exchange(mine, f"launch {number}", self._abort_reason, if_interrupted=kind)
         except AllScanRejected:
             raise  # this rank rejects the call, too
         except AllScanOutOfStep as problem:  # another rank is about to do something other than a launch
             why = self._explained(f"{problem}; this rank launches {what}")
             raise self.raised_everywhere(self.desynchronized(why)) from None
         except RuntimeError as error:
-            kind = AllScanHostTimeout if isinstance(error, AllScanHostTimeout) else RuntimeError
-            raise self.raised_everywhere(kind(f"{error}; this rank launches {what}")) from error
+            of_type = AllScanHostTimeout if isinstance(error, AllScanHostTimeout) else RuntimeError
+            raise self.raised_everywhere(of_type(f"{error}; this rank launches {what}")) from error
         self.launches = number
         if len(set(answers)) == 1:
             self._launched = sum(self.call_counts)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import sys
+import functools
 import warnings
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from types import FrameType
 from typing import Any, NoReturn
 
 import torch
@@ -17,7 +17,6 @@ from ..bindings.torch_compat import forward_ad, graph_task, num_dispatch_modes, 
 from ..launch.streams import Streams
 from ..shmem_kernels.wait import RECORD_SET
 from .call_order import Order
-from .compile_watch import end_failed, kernels_under_way
 
 _SET = RECORD_SET.value
 
@@ -45,15 +44,10 @@ class Calls:
         ``what``: name of the called function. ``inputs``: its inputs; tensors and tuples of tensors among them are
         checked. Raises NotImplementedError for forward-mode derivatives, and inside of torch.func's transforms and
         make_fx."""
-        outer = self.order.inside
-        return _Call((self, bool(reverse), what, inputs)) if outer is None or not _runs(outer) else _INSIDE
-
-    def end_interrupted(self) -> None:
-        """Count a call as failed that Ctrl-C has ended in ``_Call.__exit__``."""
-        order = self.order
-        if order.inside is not None and not _runs(order.inside):
-            order.failed(order.reverse, KeyboardInterrupt("at the end of the call"))
-            order.inside = None
+        inside = self.order.inside
+        if inside is not None and inside() is not None:
+            return _NESTED
+        return _Call(_leave, self, bool(reverse), what, inputs)
 
     def _look_for_steps(self) -> None:
         """Warn on the first rank, once, of a loop without ``step()``: at the first call outside of backward passes
@@ -73,55 +67,51 @@ class Calls:
         self.order.compare_results(what, found)
 
 
-class _Call(tuple[Any, ...]):
-    """See ``Calls.call``: (communicator, reverse, what, inputs)."""
+class _Call(functools.partial):  # type: ignore[type-arg]
+    """See ``Calls.call``. The ``with`` statement holds the only reference to it, so ``Order.inside``, a weak one, tells
+    whether the block still runs, also if Ctrl-C has prevented that ``_leave`` runs. It is a partial of ``_leave``
+    because then no frame of a traceback refers to it."""
 
-    __slots__ = ()
+    __exit__ = functools.partial.__call__
 
     def __enter__(self) -> None:
-        comm, reverse, _, inputs = self
+        comm, reverse, what, inputs = self.args
         order = comm.order
-        if kernels_under_way:  # this thread's have failed, since it makes a call
-            end_failed()
         if comm._closed or comm.host_record[_SET] or order.desync_reason is not None:
             comm.check()
         if order.inside is not None:
-            comm.end_interrupted()
+            raise order.interrupted()
         if order.rejected is not None:
             order.wait_for_rejections()
+        order.everywhere, order.reverse, order.stamp = False, reverse, 0
         try:
-            order.inside, order.everywhere, order.reverse, order.stamp = sys._getframe(1), False, reverse, 0
-            order.call_counts[reverse] += 1
+            order.inside, order.call_counts[reverse] = weakref.ref(self), order.call_counts[reverse] + 1
             if order.loop < 2 and (graph_task() != -1) != order.loop:  # without a function, for speed
                 comm._look_for_steps()
             if transforms_active() or (forward_ad._current_level >= 0 and has_tangents(inputs)):
-                self._reject()
+                _reject(what)
             if num_dispatch_modes() and recorded():
-                raise NotImplementedError(f"make_fx cannot record {self[2]} with these arguments")
-        except BaseException as error:  # also Ctrl-C: without an entry there is no __exit__
-            self.__exit__(type(error), error, None)
+                raise NotImplementedError(f"make_fx cannot record {what} with these arguments")
+        except BaseException as error:  # also Ctrl-C: without an entry there is no exit
+            if order.inside is not None:
+                _leave(*self.args, type(error), error, None)
             raise
 
-    def _reject(self) -> NoReturn:
-        if transforms_active():
-            why = "allscan does not work inside of torch.func's transforms (vmap, grad, jvp)"
-        else:
-            why = f"{self[2]} has no forward-mode derivatives (torch.func.jvp, forward_ad)"
-        raise NotImplementedError(why)
 
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        comm = self[0]
-        if error is not None:
-            comm.order.failed(self[1], error)
-        comm.order.inside = None  # last: after Ctrl-C above the next call finds that this one has not ended
+def _leave(comm: Calls, reverse: bool, *rest: Any) -> None:
+    """The exit of a call: ``rest`` ends with the type, value and traceback of its exception, or three times None."""
+    error = rest[-2]
+    if error is not None:
+        comm.order.failed(reverse, error)
+    comm.order.inside = None  # last: after Ctrl-C above the next call finds that this one was interrupted
 
 
-_INSIDE = contextlib.nullcontext()  # context manager of a nested call
+def _reject(what: str) -> NoReturn:
+    if transforms_active():
+        why = "allscan does not work inside of torch.func's transforms (vmap, grad, jvp)"
+    else:
+        why = f"{what} has no forward-mode derivatives (torch.func.jvp, forward_ad)"
+    raise NotImplementedError(why)
 
 
-def _runs(frame: FrameType, top: FrameType | None = None) -> bool:
-    """Whether a function runs below ``top``, by default in any thread. It does not if Ctrl-C has ended it."""
-    here = top or sys._getframe(1)
-    while here is not None and here is not frame:
-        here = here.f_back  # type: ignore[assignment]
-    return here is frame or (top is None and any(_runs(frame, other) for other in sys._current_frames().values()))
+_NESTED: AbstractContextManager[None] = contextlib.nullcontext()  # context manager of a nested call

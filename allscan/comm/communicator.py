@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import itertools
 import os
@@ -24,10 +25,8 @@ from ..launch.graph_cache import MOST_BYTES, GraphCounts, Graphs
 from ..launch.streams import Streams
 from ..shmem_kernels import wait
 from .agreed import CACHE_SIZE, Agreed, Recent
-from .bounded_store import StoreGone
 from .call_order import Order
 from .calls import Calls
-from .compile_watch import watch
 from .heap import (
     arena_transport,
     check_transport,
@@ -37,7 +36,18 @@ from .heap import (
     resolve_transport,
     symmetric_heap,
 )
-from .host_exchange import CLOSE, FAILED, LOST, Abandoned, StoreExchange, by_rank, differing
+from .host_exchange import (
+    CLOSE,
+    FAILED,
+    GRACE_S,
+    LOST,
+    TIMEOUT_S,
+    Abandoned,
+    StoreExchange,
+    StoreGone,
+    by_rank,
+    differing,
+)
 from .memory import Line, Memory
 from .process_groups import is_desynchronized, mark_desynchronized
 from .topology import Topology, check_algorithm, reach
@@ -76,8 +86,8 @@ class Communicator(Calls):
     is therefore collective over the job. **All ranks of the group make the same calls in the same order.** After
     construction the host waits for the other ranks in the first call with a shape or a cu_seqlens, in ``AllScan(...)``,
     in ``barrier``, in ``close``, in ``resync``, in ``AllScan.close``, and with ``debug`` at every launch. It also
-    waits up to 10 s after a call that this rank has rejected, and for the neighbour's next launch after a call with
-    gradients whose backward did not run.
+    waits after a call that this rank has rejected, until all ranks have, and for the neighbour's next launch after a
+    call with gradients whose backward did not run.
 
     Ranks that leave this order are detected (``allscan.AllScanOutOfStep``, ``allscan.AllScanTimeout``). If a call
     raises on a rank, and not on every rank, that rank makes no further calls and reports this to the others. If a rank
@@ -90,10 +100,8 @@ class Communicator(Calls):
             group; without torch.distributed, None is a group of this process alone.
         transport: "auto", "nvshmem", "ipc" or "shm"; see ``init``.
         timeout: seconds that a kernel waits for another rank before it gives up and the communicator is broken. It must
-            exceed the longest time that a rank is busy otherwise, such as writing a checkpoint. Time in which Triton or
-            torch.compile compiles on any rank of the job does not count, up to 10 minutes per compilation. The host
-            waits as long, and at least 120 s, in ``barrier``, ``close`` and first calls (timeout + 5 s in first calls
-            after ``resync``).
+            exceed the longest time that a rank is busy otherwise, such as compiling kernels or writing a checkpoint.
+            The host waits 5 s longer, in ``barrier``, ``close`` and first calls; at least 125 s in this constructor.
         debug: compare every launch with the other ranks' launches on the host, before it is made. This is slow, but
             every rank names the first launch that differs in kernel, shape, direction or ``step`` (AllScanOutOfStep).
             Also compares the arguments of every call (ValueError), checks its gates, and checks its results for NaN
@@ -134,7 +142,7 @@ class Communicator(Calls):
         group: Any = None,
         *,
         transport: str = "auto",
-        timeout: float = 30.0,
+        timeout: float = 120.0,
         debug: bool | None = None,
         max_ctas: int | None = None,
         nodes: Sequence[int] | None = None,
@@ -147,7 +155,7 @@ class Communicator(Calls):
         store_exchange = StoreExchange((0,) if self.group is None else dist.get_process_group_ranks(self.group))
         self.rank, self.size = store_exchange.rank, store_exchange.size
         # of a rank with a wrong argument, until the exchange below, after which all ranks raise
-        self.transport, self._timeout, self.debug, self.invariant = "", 30.0, bool(debug), 0
+        self.transport, self._timeout, self.debug, self.invariant = "", TIMEOUT_S, bool(debug), 0
         node_sizes, most, wrong = None, None, list[Exception]()
         try:
             if self.size > 1:
@@ -171,7 +179,7 @@ class Communicator(Calls):
             if self.size == 1:
                 raise
             wrong.append(error)
-        store_exchange.timeout = self._timeout
+        store_exchange.timeout = max(TIMEOUT_S, self._timeout)
         heap, pes = None, [0]
         if self.size > 1:
             init(transport=self.transport or arena_transport())
@@ -190,7 +198,7 @@ class Communicator(Calls):
             self.memory = Memory(heap, self.device)
             self.line = Line(self.rank, pes, self.memory, self._timeout)
             self.host_record = self.memory.record.numpy().data  # a view of the same memory, faster to read
-            self.nothing = torch.zeros(1, dtype=torch.float32, device=self.device)  # saved in place of an absent tensor
+            self.placeholder = torch.zeros(1, dtype=torch.float32, device=self.device)  # saved for an absent tensor
             self.streams = Streams(self.device)
             self.streams.synchronize()  # the words are initialized before any stream updates them
         except RuntimeError as error:  # out of memory
@@ -226,12 +234,11 @@ class Communicator(Calls):
             mark_desynchronized(self.group)
         self.topology = Topology(reaches, node_sizes, hosts, self._algorithm)
         self.mapped = all(self.topology.mapped_links)
-        self.order = Order(
-            store_exchange.private(token) if self.size > 1 else store_exchange, self._timeout, self.host_record
-        )
-        self._closed = False
         if self.size > 1:
-            watch(self)
+            store_exchange = store_exchange.private(token)
+        store_exchange.timeout = self._timeout
+        self.order = Order(store_exchange, self._timeout, self.host_record)
+        self._closed = False
 
     @property
     def closed(self) -> bool:
@@ -333,8 +340,8 @@ class Communicator(Calls):
         has failed, to_zigzag(), from_zigzag() and softmax layers raise on all ranks.
 
         Raises:
-            AllScanHostTimeout: if a rank does not come. After a fault that this rank knows of, it waits for 2 *
-                ``timeout`` + 5 s, in which the others learn of the fault; at its end once more for ``timeout`` + 5 s.
+            AllScanHostTimeout: if a rank does not come within 2 * ``timeout`` + 5 s, in which the others learn of this
+                rank's fault, or at its end within ``timeout`` + 5 s.
             AllScanOutOfStep: on every rank if they have called ``step`` different numbers of times: close the
                 communicator and make a new one on all ranks, and begin with the same batch.
             RuntimeError: if the ranks do not have the same AllScans, or if the communicator is closed.
@@ -346,15 +353,15 @@ class Communicator(Calls):
         if self._closed:
             self.check()
         self._drain()
-        abort_check = self.order.abort_after_fault(FAILED, 2)
         gc.collect()  # AllScans that only an exception's frames hold, on some ranks
         scans = sorted(self.collectives, key=lambda scan: scan.number)
         store_exchange = self.order.store_exchange
+        late, limit = functools.partial(self.order.late_after_fault, FAILED), 2 * self._timeout + GRACE_S
         while True:
             # another rank may have learnt of the fault just now, in another call: it comes to resync() next
             with contextlib.suppress(AllScanOutOfStep, AllScanRejected):
                 mine = self._steps(), [tuple(scan.spec) for scan in scans], is_desynchronized(self.group)
-                answers = store_exchange.exchange(mine, "Communicator.resync", abort_check)
+                answers = store_exchange.exchange(mine, "Communicator.resync", late, limit=limit)
                 steps, specs, failed = zip(*answers, strict=True)
                 break
         if len(set(steps)) > 1:
@@ -378,7 +385,7 @@ class Communicator(Calls):
             scan._reset()
         self._drain()
         self.order.restart()
-        store_exchange.exchange(None, "the end of Communicator.resync", self.order.abort_after_fault(FAILED, 1))
+        store_exchange.exchange(None, "the end of Communicator.resync")
 
     def _steps(self) -> int:
         """Number of calls of ``step``, including replays of CUDA graphs. Waits."""
@@ -397,7 +404,6 @@ class Communicator(Calls):
             >>> comm.barrier()                                                    # on every rank of the group
         """
         self.check()
-        self.end_interrupted()
         self.streams.synchronize()
         self.check()
         self.order.exchange("barrier", "Communicator.barrier")
@@ -408,7 +414,7 @@ class Communicator(Calls):
         If the communicator is broken on any rank, or an exception ends the ``with`` block of any rank, no rank frees
         its memory, because a straggler may still write to it; the other ranks get a warning with the reason. The same
         holds if torch.distributed was destroyed and the ranks cannot communicate any more.
-        After a fault that this rank knows of, it waits at most ``timeout`` + 5 s for the others.
+        It waits at most ``timeout`` + 5 s for the others.
 
         Raises:
             AllScanOutOfStep: after closing, if this rank has not raised it before: on every rank if they have made
@@ -424,7 +430,6 @@ class Communicator(Calls):
         """
         if self._closed:
             return
-        self.end_interrupted()
         if self.broken or self.gone:
             self.streams.synchronize()
         else:
@@ -469,8 +474,8 @@ class Communicator(Calls):
             order.store_exchange.abandon(alone)
             return ()
         why = f", rejected {order.rejected[0]}" if order.rejected else ""
-        abort_check = order.abort_after_fault(LOST, 1)
-        return tuple(order.store_exchange.exchange(order.describe_call_counts() + why, CLOSE, abort_check, last=True))
+        late = functools.partial(order.late_after_fault, LOST)
+        return tuple(order.store_exchange.exchange(order.describe_call_counts() + why, CLOSE, late, last=True))
 
     def __enter__(self) -> Communicator:
         return self

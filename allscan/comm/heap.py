@@ -24,8 +24,7 @@ from ..bindings.shared_memory import SharedMemoryHeap
 from ..bindings.transport import SymmetricHeap
 from ..bindings.triton_compat import interpreting
 from ..shmem_kernels.scan import scan_kernel
-from .bounded_store import StoreGone
-from .host_exchange import StoreExchange, by_rank, differing
+from .host_exchange import StoreExchange, StoreGone, by_rank, differing
 
 _heap: SymmetricHeap | None = None
 _job: dist.ProcessGroup | None = None  # torch.distributed's default group at creation of the heap
@@ -203,7 +202,7 @@ def _interpreted() -> bool:
     if triton_is and ours_are:
         raise RuntimeError(
             "TRITON_INTERPRET is off, and was on when triton and allscan were imported: their kernels are interpreted "
-            "for the rest of this process. Set it before Python starts, and leave it"
+            "for the rest of this process. Set it before starting Python and do not change it"
         )
     raise RuntimeError(
         f"TRITON_INTERPRET was set too late: triton{'' if ours_are else ' and allscan'} had been imported, and kernels "

@@ -1,6 +1,7 @@
 """Exchange of small values between the ranks of a group on the host, through the store of torch.distributed.
 
-It uses no GPU, no stream and no collective of a backend. Every wait is bounded.
+It uses no GPU, no stream and no collective of a backend. Every wait for another rank is bounded. torch's client of the
+store waits without a limit while the store's process is stopped (SIGSTOP).
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -16,12 +18,9 @@ import torch.distributed as dist
 
 from ..base.errors import AllScanHostTimeout, AllScanOutOfStep, AllScanRejected
 from ..bindings.torch_compat import default_store
-from .bounded_store import StoreGone, bounded
-from .compile_watch import another_compiles, end_failed, kernels_under_way
 
-EXCHANGE_TIMEOUT_S = 120.0  # minimum of an exchange's time limit
-ABSENT_TIMEOUT_S = 10.0  # maximum of the limit if one of the ranks missed the last exchange
-GRACE_S = 5.0  # additional time that the others wait for rank 0, which waits for all
+TIMEOUT_S = 120.0  # default of Communicator(timeout=); time limit of exchanges before there is a communicator
+GRACE_S = 5.0  # additional time limit of exchanges: ranks whose kernels wait for the same rank report it before
 
 # Polls come at an eighth of the wait so far, between these bounds; those of 32 ranks and more are longer in proportion
 SHORTEST_S, LONGEST_S = 2e-5, 5e-3
@@ -37,17 +36,45 @@ CLOSE = "Communicator.close"  # name of the last exchange of a communicator
 
 _WAITS = "allscan/waits/"  # with a global rank, the key of (name of the StoreExchange, name of the call) of its wait
 
-# abort_check(missing): a decision that ends the exchange, or None to wait on. missing(): a rank that has not come
-AbortCheck = Callable[[Callable[[], int]], str | None]
+# abort_check(late): a decision that ends the exchange, or None to wait on. late: "", or at the time limit a text that
+# names an absent rank
+AbortCheck = Callable[[str], str | None]
 
-_world: dist.ProcessGroup | None = None  # torch.distributed's default group to which the next three belong
+_world: dist.ProcessGroup | None = None  # torch.distributed's default group to which the next two belong
 _exchanges: dict[str, int] = {}  # name of a StoreExchange -> number of its exchanges, equal on all its ranks
 _wait_keys: list[str] = []  # keys that say where this process has waited in vain, until its next exchange
-_absent: set[int] = set()  # global ranks that missed the last exchange at which they were expected
+_inherited: dist.ProcessGroup | None = None  # the default group of the process from which this one was forked
 
 
 class Abandoned(RuntimeError):
     """A rank has reported, by ``abandon``, that it will not come to the last exchange."""
+
+
+class StoreGone(RuntimeError):
+    """torch.distributed or the process of its store has ended, or this process is none of its ranks."""
+
+
+class JobStore:
+    """The store of torch.distributed's default group. Requests raise StoreGone once that group was destroyed or
+    replaced. Raises StoreGone in a process that was forked from a rank, whose connection it would share."""
+
+    def __init__(self) -> None:
+        self.world, self._store = dist.group.WORLD, default_store()
+        if self.world is _inherited:
+            raise StoreGone("this process was forked from a rank of torch.distributed, and is none itself")
+
+    def __getattr__(self, request: str) -> Any:
+        if not (dist.is_initialized() and dist.group.WORLD is self.world):
+            raise StoreGone("torch.distributed was ended, or restarted, since this communicator was made")
+        return getattr(self._store, request)
+
+
+def _forked() -> None:
+    global _inherited
+    _inherited = dist.group.WORLD if dist.is_initialized() else None
+
+
+os.register_at_fork(after_in_child=_forked)
 
 
 def by_rank(values: Iterable[object]) -> str:
@@ -71,6 +98,11 @@ def differing(answers: Sequence[Iterable[tuple[str, object]]]) -> str:
     return ". ".join(lines)
 
 
+def if_late(late: str) -> str | None:
+    """The AbortCheck that waits for the time limit only: AllScanHostTimeout."""
+    return FAILED + late if late else None
+
+
 class StoreExchange:
     """Exchanges of values between some ranks of the job. All of these make the same exchanges in the same order.
 
@@ -84,12 +116,11 @@ class StoreExchange:
     on to the next.
     """
 
-    timeout = 0.0  # of the communicator, in seconds: exchanges wait at least as long as kernels
-
     def __init__(self, ranks: Iterable[int], name: str = "") -> None:
         global _world
         self.ranks = tuple(ranks)
         self.size = len(self.ranks)
+        self.timeout = TIMEOUT_S
         self.name = name or hashlib.sha256(str(self.ranks).encode()).hexdigest()[:16]
         self._prefix = f"allscan/{self.name}/"
         self._last_decision = ""  # that of the last exchange, once this rank knows it
@@ -97,20 +128,17 @@ class StoreExchange:
         self.store: Any = None
         if self.size > 1:
             self.rank = self.ranks.index(dist.get_rank())
-            self.store = bounded(default_store())
+            self.store = JobStore()
             if _world is not dist.group.WORLD:  # torch.distributed was restarted
                 _world = dist.group.WORLD
                 _exchanges.clear()
                 _wait_keys.clear()
-                _absent.clear()
         self._counts = _exchanges
 
     def private(self, token: str) -> StoreExchange:
         """A StoreExchange of the same ranks in a namespace of its own. ``token``: equal on all ranks and never used
         before, since a store may outlive its process group."""
-        other = StoreExchange(self.ranks, f"{self.name}/{token}")
-        other.timeout = self.timeout
-        return other
+        return StoreExchange(self.ranks, f"{self.name}/{token}")
 
     def _next(self, store: dist.Store, last: bool) -> tuple[str, int, str]:
         """(namespace, number, decision or "") of the next exchange. Skips exchanges that have failed without this rank.
@@ -137,26 +165,23 @@ class StoreExchange:
         self,
         value: Any,
         what: str,
-        abort_check: AbortCheck | None = None,
+        abort_check: AbortCheck = if_late,
         last: bool = False,
-        within: float | None = None,
+        limit: float | None = None,
         if_interrupted: str = FAILED,
     ) -> list[Any]:
         """Return every rank's ``value``, in rank order. Raises AllScanOutOfStep unless ``what`` is equal on all ranks.
 
-        ``abort_check``: polled while this rank waits; its result is a decision that ends the exchange on all ranks,
-        which raise AllScanRejected if it begins with REJECTED, AllScanOutOfStep if with LOST. last: whether this is
-        the last exchange of this StoreExchange, after which processes may end. After AllScanHostTimeout it can be made
-        again; after any other end, making it again has the same result. within: time limit in seconds; default
-        max(EXCHANGE_TIMEOUT_S, timeout). if_interrupted: how the decision begins if this rank is interrupted,
-        other than by a RuntimeError.
-        Raises AllScanHostTimeout, on all ranks, if a rank does not come within this limit, which is extended while a
-        rank compiles, or if a rank is interrupted; Abandoned if a rank has called ``abandon``."""
+        ``abort_check``: polled while this rank waits; its result, unless None, is a decision that ends the exchange on
+        all ranks, which raise AllScanRejected if it begins with REJECTED, AllScanOutOfStep if with LOST. last: whether
+        this is the last exchange of this StoreExchange, after which processes may end. After AllScanHostTimeout it can
+        be made again; after any other end, making it again has the same result. limit: seconds; default ``timeout`` +
+        GRACE_S. if_interrupted: how the decision begins if this rank is interrupted, other than by a RuntimeError.
+        Raises AllScanHostTimeout, on all ranks, if a rank does not come within the limit or is interrupted; Abandoned
+        if a rank has called ``abandon``."""
         if self.size == 1:
             return [value]
         store = self.store
-        if kernels_under_way:  # compilations that this thread began have failed: it is not compiling now
-            end_failed()
         word = json.dumps((what, value))
         decision = self._last_decision if last else ""
         if not decision:
@@ -169,7 +194,8 @@ class StoreExchange:
                     else:
                         store.set(f"{base}came", str(self.rank))
                     store.set(f"{base}{self.rank}", word)
-                    decision = self._decision(store, base, what, abort_check, within)
+                    limit = self.timeout + GRACE_S if limit is None else limit
+                    decision = self._decision(store, base, what, abort_check, limit)
                 except BaseException as error:
                     kind = FAILED if isinstance(error, RuntimeError) else if_interrupted
                     own = f"{kind}rank {self.ranks[self.rank]} (global) was interrupted by {type(error).__name__}"
@@ -208,24 +234,13 @@ class StoreExchange:
                 decision = self._decide(self.store, f"allscan/{name}/{number}/", why)
                 self._end(self.store, name, number, decision, last=True)
 
-    def _decision(
-        self, store: dist.Store, base: str, what: str, abort_check: AbortCheck | None, within: float | None
-    ) -> str:
+    def _decision(self, store: dist.Store, base: str, what: str, abort_check: AbortCheck, limit: float) -> str:
         """Wait for the decision and return it. O(1) requests to the store per rank and poll; O(size) to find a missing
         rank."""
-
-        def missing() -> int:
-            return next((self.ranks[r] for r, key in enumerate(keys) if not store.check([key])), self.ranks[0])
-
-        limit = max(EXCHANGE_TIMEOUT_S, self.timeout) if within is None else within
-        if _absent & set(self.ranks):
-            limit = min(limit, ABSENT_TIMEOUT_S)
         keys = [f"{base}{rank}" for rank in range(self.size)]
         if _wait_keys:
             _forget_waits(store)
         begun, told = time.monotonic(), False
-        grace = GRACE_S if self.rank else 0.0
-        deadline = begun + limit + grace
         looked, many = begun, max(1, self.size // 16)
         own: str | None = None  # this rank's decision, which holds if no rank has set one before
         while True:
@@ -234,15 +249,13 @@ class StoreExchange:
             elif store.check([f"{base}decision"]):
                 decision = store.get(f"{base}decision").decode()
                 break
-            elif time.monotonic() > deadline and not another_compiles(store):
-                absent = missing()
-                own = f"{FAILED}rank {absent} (global) did not come within {limit:g} s{self._elsewhere(store, absent)}"
-                _absent.add(absent)
+            elif time.monotonic() - begun > limit:
+                absent = next((self.ranks[r] for r, key in enumerate(keys) if not store.check([key])), self.ranks[0])
+                where = self._elsewhere(store, absent)
+                own = abort_check(f"rank {absent} (global) did not come within {limit:g} s{where}")
             elif time.monotonic() - looked > ABORT_CHECK_S:
                 looked = time.monotonic()
-                if looked > deadline - limit / 4 and another_compiles(store):  # several kernels, with pauses
-                    deadline = looked + limit / 4 + grace
-                own = abort_check(missing) if abort_check is not None else None
+                own = abort_check("")
             if own:
                 decision = store.compare_set(f"{base}decision", "", own).decode()
                 break
@@ -252,10 +265,8 @@ class StoreExchange:
                 _wait_keys.append(f"{_WAITS}{self.ranks[self.rank]}")
                 store.set(f"{_WAITS}{self.ranks[self.rank]}", json.dumps((self.name, what)))
             time.sleep(min(max(SHORTEST_S * many, waited / 8), LONGEST_S * many))
-        if decision.startswith(_DONE):
-            _absent.difference_update(self.ranks)
-            if _wait_keys:
-                _forget_waits(store)
+        if decision.startswith(_DONE) and _wait_keys:
+            _forget_waits(store)
         return decision
 
     def _elsewhere(self, store: dist.Store, rank: int) -> str:
@@ -269,11 +280,8 @@ class StoreExchange:
     @staticmethod
     def _decide(store: Any, base: str, decision: str) -> str:
         """Set the decision, unless a rank has set it before. Returns the one that holds."""
-        with contextlib.suppress(dist.DistError):
-            try:
-                return str(store.compare_set(f"{base}decision", "", decision).decode())
-            except StoreGone:  # others may wait: as soon as it answers
-                store.compare_set_later(f"{base}decision", "", decision)
+        with contextlib.suppress(dist.DistError, StoreGone):
+            return str(store.compare_set(f"{base}decision", "", decision).decode())
         return decision
 
     def _end(
@@ -296,8 +304,8 @@ class StoreExchange:
                     keys += [f"{self._prefix}{n}/{key}" for n in (count, count + 1) for key in names]
                     keys += [f"{self._prefix}rejected/{key}" for key in (*range(self.size), "any")]
                     keys.append(f"{self._prefix}fault")
-                for first in range(0, len(keys), 64):  # a request has a limit of seconds
-                    store.delete_keys(keys[first : first + 64])
+                for key in keys:
+                    store.delete_key(key)
                 return
             begun = time.monotonic()
             while until_all and store.check([f"{base}decision"]) and (waited := time.monotonic() - begun) < GRACE_S:
@@ -314,7 +322,8 @@ class StoreExchange:
         """Delete what ``post_rejections`` published. Call it when no rank needs posted rejections any more."""
         if self.size > 1:
             with contextlib.suppress(dist.DistError, StoreGone):
-                self.store.delete_keys([f"{self._prefix}rejected/{key}" for key in (self.rank, "any")])
+                for key in (self.rank, "any"):
+                    self.store.delete_key(f"{self._prefix}rejected/{key}")
 
     def posted_rejections(self) -> dict[int, Any]:
         """{rank: its posted rejections}. Does not wait for other ranks."""

@@ -24,7 +24,7 @@ import triton
 from torch import Tensor
 from triton import JITFunction
 
-from ..bindings.triton_compat import get_cache_manager, told_as_compilation
+from ..bindings.triton_compat import get_cache_manager
 
 WRONG = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9)  # Triton 3.9 has ptxas 13.4
 TOOLS = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin")
@@ -122,8 +122,7 @@ def reads_unset_registers(compiled: Any) -> bool:
     except OSError:  # the cache is read-only
         cache = None
     try:
-        with told_as_compilation():  # ranks with a warm cache wait for this one
-            found = bool(unset_registers(disassembled(cubin)))
+        found = bool(unset_registers(disassembled(cubin)))
     except (OSError, subprocess.CalledProcessError) as error:
         warnings.warn(f"kernels are not checked for wrong code of ptxas: {type(error).__name__}: {error}", stacklevel=2)
         return False

@@ -318,7 +318,7 @@ class _AllScan(Function):
         _, _, of_decay, of_transition, _ = ctx.needs_input_grad
         # save two tensors on every rank, whichever inputs it has: torch's activation checkpointing decides by the saved
         # and unpacked tensors what it recomputes, and when
-        nothing, factor = comm.nothing, decay if transition is None else transition
+        nothing, factor = comm.placeholder, decay if transition is None else transition
         ctx.save_for_backward(nothing if factor is None else factor, prev if of_decay or of_transition else nothing)
         pending = (
             None if again else PendingBackward(prepared.launcher.backwards, prepared.reverse, fwd_epoch, fwd_epochs)

@@ -204,7 +204,7 @@ class _AllScanSegments(Function):
             raise
         factor, uses = decays if transitions is None else transitions, any(ctx.needs_input_grad[2:4])
         # save two tensors on every rank, whichever inputs it has: see ops/allscan.py
-        ctx.save_for_backward(comm.nothing if factor is None else factor, incoming if uses else comm.nothing)
+        ctx.save_for_backward(comm.placeholder if factor is None else factor, incoming if uses else comm.placeholder)
         ctx.set_materialize_grads(False)
         pending = None if again else PendingBackward(scans.launcher.backwards, direction.reverse, fwd_epoch, free)
         shapes = states.shape, None if factor is None else factor.shape
@@ -228,7 +228,7 @@ class _AllScanSegments(Function):
             reject_second_derivative(NAME)
             comm.order.stamp = stamp_of_call
             uses = any(ctx.needs_input_grad[2:4])
-            shapes = (factor_shape or comm.nothing.shape, shape if uses else comm.nothing.shape)
+            shapes = (factor_shape or comm.placeholder.shape, shape if uses else comm.placeholder.shape)
             kinds = [(torch.float32, x, comm.device) for x in shapes]
             factor, incoming = restored(NAME, "decays_or_transitions incoming", saved, kinds)
             decays, transitions = (factor, None) if has_decays else (number, None if factor_shape is None else factor)

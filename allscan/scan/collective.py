@@ -196,7 +196,6 @@ class AllScan:
         if self.launcher.closed:
             return
         if comm.size > 1 and not (comm.closed or comm.broken or comm.gone or comm.order.desync_reason is not None):
-            comm.end_interrupted()
             comm._drain()
             comm.order.exchange("close", f"AllScan.close, of shape {self.shape}")
             comm.memory.free(*self._offsets)

@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 
 import allscan
-from allscan.comm import host_exchange
 
 from ..values import raised
 from .draw import Draw, told
@@ -409,5 +408,4 @@ def _without_adjoint(call):
 
 
 def life_cycle_case(seed):
-    host_exchange.EXCHANGE_TIMEOUT_S = 60.0  # of ranks that end with this test
     LifeCycle(seed).run()
