@@ -29,7 +29,7 @@ pytestmark = pytest.mark.cpu
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 # Folders of the package, and files at its top. Each imports only from its own line's folder or from lines above
 ROOMS = """
-bindings
+bindings | bindings.interpreter
 base
 shmem_kernels
 launch
@@ -176,8 +176,9 @@ def test_no_six_lines_come_twice():
     assert not twice, twice
 
 
-OF_INTERPRETER = "", "_blocks", "_launches", "_operations"
-COMPAT = "bindings.torch_compat", "bindings.triton_compat", *(f"bindings.interpreter{x}" for x in OF_INTERPRETER)
+OF_INTERPRETER = "corrections", "fast_blocks", "fast_launches", "fast_operations"
+COMPAT = "bindings.torch_compat", "bindings.triton_compat", "bindings.interpreter"
+COMPAT += (*(f"bindings.interpreter.{x}" for x in OF_INTERPRETER),)
 OF_TRITON = "runtime compiler backends knobs tools language.core".split()  # private parts, which change without notice
 OF_KERNELS = "_init_handles packed_metadata launch_cooperative_grid device_caches launch_enter_hook".split()
 
@@ -431,7 +432,7 @@ def test_every_function_says_what_it_returns():
     assert not missing, "\n".join(missing)
 
 
-OF_THE_INTERPRETER = *(f"interpreter{x}.py" for x in OF_INTERPRETER), "rails.py"  # functions that replace Triton's
+OF_THE_INTERPRETER = *(f"{x}.py" for x in OF_INTERPRETER), "rails.py"  # functions that replace Triton's
 
 
 @pytest.mark.quick

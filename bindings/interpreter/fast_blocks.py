@@ -1,8 +1,7 @@
-"""Triton's interpreter: types, shapes and blocks of numbers are computed once (interpreter.py)."""
+"""Triton's interpreter: types, shapes and blocks of numbers are computed once ."""
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -74,9 +73,8 @@ def remember_types(core, interpreter) -> None:
 
 
 def shorten_operations(core, interpreter) -> None:
-    """Check and convert operands of equal types and numbers without a promotion; do not detect overflow."""
-    builder, semantic = interpreter.interpreter_builder, interpreter.TritonSemantic
-    builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
+    """Check and convert operands of equal types and numbers without a promotion."""
+    semantic = interpreter.TritonSemantic
     check = semantic.binary_op_type_checking_impl
     alike = {core.float32.name, core.int32.name, core.int64.name}  # two operands of one such type need no promotion
 
