@@ -39,7 +39,6 @@ from allscan.tokens.packing import Layout, TokenRange
 from allscan.tools import compiled as tool
 from allscan.tools.compiled import channel_type
 from allscan.tools.timing import copy_kernel
-from allscan.tools.virtual import gated_rails_kernel
 from support.delta import saved_states_for
 from support.launches import (
     VERSION,
@@ -53,6 +52,7 @@ from support.launches import (
     with_gpu_blocks,
 )
 from support.sm90 import Compiled
+from support.virtual import gated_rails_kernel
 
 pytestmark = pytest.mark.cpu
 
