@@ -483,7 +483,7 @@ def local_kda() -> str:
 
 
 def local_kda_shapes(run: str = "local_kda") -> str:
-    """docs/delta_kernels.md: delta rules by shape, allscan's chunk kernels and fla's operators; ``run``: the file's name."""
+    """docs/delta_kernels.md: delta rules by shape, allscan's kernels and fla's operators; ``run``: the file's name."""
     rows, passes = [], ("forward_us", "forward_backward_us")
     for row in _rows(run):
         if not row["method"].endswith("chunk=allscan"):

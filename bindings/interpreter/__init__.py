@@ -2,7 +2,7 @@
 
 ``corrections``      what kernels need. The rest of this folder may be deleted, and results stay bit-identical:
 ``fast_launches``    patches of ``triton.language`` and signatures are cached; Triton makes them at every call.
-``fast_blocks``      types, shapes and constant blocks are cached; Triton computes them at every operation.
+``fast_blocks``      types, shapes and scalars are cached; Triton computes them at every operation.
 ``fast_operations``  the most frequent operations are single numpy calls.
 """
 
@@ -27,6 +27,5 @@ def prepare_interpreter() -> None:
         fast_launches.shorten_launches(interpreter)
         fast_blocks.remember_types(core, interpreter)
         fast_blocks.shorten_operations(core, interpreter)
-        fast_blocks.remember_blocks(core, interpreter)
         operations = fast_operations.operations_by_numpy(core, interpreter)
         fast_launches.patch_with_less(core, interpreter, operations)

@@ -1,4 +1,4 @@
-"""Triton's interpreter: types, shapes and blocks of numbers are computed once ."""
+"""Triton's interpreter: types, shapes and scalars are computed once."""
 
 from __future__ import annotations
 
@@ -9,9 +9,6 @@ if TYPE_CHECKING:
     from numpy import ndarray as Array
     from triton.language.core import block_type as BlockType
     from triton.language.core import tensor as Block
-    from triton.runtime.interpreter import TensorHandle
-
-MOST_BLOCKS = 256  # remembered blocks of one number each, of each kind
 
 
 def remember_types(core, interpreter) -> None:
@@ -73,59 +70,8 @@ def remember_types(core, interpreter) -> None:
 
 
 def shorten_operations(core, interpreter) -> None:
-    """Check and convert operands of equal types and numbers without a promotion."""
+    """Convert operands that need no conversion, and numbers that occurred before, without Triton's checks."""
     semantic = interpreter.TritonSemantic
-    check = semantic.binary_op_type_checking_impl
-    alike = {core.float32.name, core.int32.name, core.int64.name}  # two operands of one such type need no promotion
-
-    constants: dict = {}
-
-    def constant(block, number) -> Block | None:
-        """Return a Python number as a block of ``block``'s type and shape; None if the result has another type."""
-        of_floats = block.dtype.name == core.float32.name
-        if not block.type.is_block() or block.dtype.name not in alike or number != number:
-            return None
-        if type(number) is not int and not (of_floats and type(number) is float) or str(number) == "-0.0":
-            return None
-        key = block.dtype.name, number, *block.type.shape.values
-        if key not in constants:
-            if len(constants) >= MOST_BLOCKS:
-                constants.clear()
-            dtype = interpreter._get_np_dtype(block.dtype)
-            data = interpreter.np.full(block.type.shape.values, number, dtype=dtype)
-            constants[key] = core.tensor(interpreter.TensorHandle(data, block.dtype), block.type)
-        return constants[key]
-
-    def types_of_operands(self, lhs, rhs, *options, **named) -> tuple[Block, Block]:
-        if isinstance(lhs, core.tensor) and isinstance(rhs, core.tensor):
-            name = lhs.dtype.name
-            if name == rhs.dtype.name and name in alike and lhs.type.is_block() == rhs.type.is_block():
-                return common_shape(self, lhs, rhs)
-        elif isinstance(lhs, core.tensor) and (number := constant(lhs, rhs)) is not None:
-            return lhs, number
-        return check(self, lhs, rhs, *options, **named)
-
-    broadcast = semantic.broadcast_impl_value
-    common: dict = {}
-
-    def common_shape(self, lhs, rhs) -> tuple[Block, Block]:
-        if not (lhs.type.is_block() and rhs.type.is_block()) or len(lhs.type.shape) != len(rhs.type.shape):
-            return broadcast(self, lhs, rhs)
-        key = *lhs.type.shape.values, None, *rhs.type.shape.values
-        if key not in common:
-            found = broadcast(self, lhs, rhs)
-            common[key] = list(found[0].type.shape.values)
-            return found
-        shape = common[key]
-        return tuple(
-            x
-            if x.type.shape.values == shape
-            else core.tensor(self.builder.create_broadcast(x.handle, shape), core.block_type(x.type.scalar, shape))
-            for x in (lhs, rhs)
-        )
-
-    semantic.binary_op_type_checking_impl, semantic.broadcast_impl_value = types_of_operands, common_shape
-
     as_tensor, scalar_constant, cast = semantic.to_tensor, semantic.scalar_constant, semantic.cast
     tensor, handle, unwrap, constexpr = core.tensor, interpreter.TensorHandle, core._unwrap_if_constexpr, core.constexpr
     scalars: dict = {}
@@ -168,61 +114,3 @@ def shorten_operations(core, interpreter) -> None:
     interpreter._convert_float = convert_float
     semantic.to_tensor, semantic.scalar_constant, semantic.cast = to_tensor, scalar, cast_to
     core._unwrap_if_constexpr = unwrapped
-
-
-def remember_blocks(core, interpreter) -> None:
-    """Create each range and each block of one number once, and check the operands' types of each kind of product once.
-    Arrays that several blocks share are read-only."""
-    builder, semantic = interpreter.interpreter_builder, interpreter.TritonSemantic
-    tensor, handle = core.tensor, interpreter.TensorHandle
-    arange, full, dot, multiply = semantic.arange, semantic.full, semantic.dot, builder.create_dot
-    blocks: dict = {}
-    products: dict = {}  # types of operands -> (the accumulator without one, create_dot's options, type of the result)
-
-    def shared(key, create, *arguments) -> Block:
-        if key not in blocks:
-            if len(blocks) >= MOST_BLOCKS:
-                blocks.clear()
-            created = create(*arguments)
-            created.handle.data.flags.writeable = False
-            blocks[key] = created
-        known = blocks[key]
-        return tensor(handle(known.handle.data, known.handle.dtype), known.type)
-
-    def remembered_range(self, start, end, **options) -> Block:
-        if options or type(start) is not int or type(end) is not int:
-            return arange(self, start, end, **options)
-        return shared((start, end), arange, self, start, end)
-
-    def remembered_full(self, shape, value, dtype) -> Block:
-        if type(value) not in (int, float) or value != value or dtype is None or not shape:
-            return full(self, shape, value, dtype)
-        key = type(value), value or str(value), dtype.name, *shape  # -0.0 == 0.0
-        return shared(key, full, self, shape, value, dtype)
-
-    def remembered_dot(self, lhs, rhs, acc, *options, **named) -> Block:
-        if named:
-            return dot(self, lhs, rhs, acc, *options, **named)
-        key = lhs.type.name, rhs.type.name, None if acc is None else acc.type.name, *map(str, options)
-        if key not in products:
-            calls: list = []
-
-            def recorded(*arguments) -> TensorHandle:
-                calls.append(arguments)
-                return multiply(*arguments)
-
-            builder.create_dot = recorded
-            try:
-                found = dot(self, lhs, rhs, acc, *options)
-            finally:
-                del builder.create_dot
-            left, right, start, *others = calls[0]
-            alike = left is lhs.handle and right is rhs.handle and (acc is None or start is acc.handle)
-            products[key] = (start, others, found.type) if alike and len(calls) == 1 else None
-            return found
-        if products[key] is None:
-            return dot(self, lhs, rhs, acc, *options)
-        start, others, kind = products[key]
-        return tensor(multiply(lhs.handle, rhs.handle, start if acc is None else acc.handle, *others), kind)
-
-    semantic.arange, semantic.full, semantic.dot = remembered_range, remembered_full, remembered_dot
