@@ -1,8 +1,9 @@
 """Triton's interpreter for CPU ranks: ``prepare_interpreter`` corrects it, and makes it about twelve times as fast.
 
-``corrections``      what kernels need. The rest of this folder may be deleted, and results stay bit-identical:
-``fast_launches``    patches of ``triton.language`` and signatures are cached; Triton makes them at every call.
-``fast_blocks``      types, shapes and scalars are cached; Triton computes them at every operation.
+``corrections``      what kernels need. The other files change no bit of a result:
+``fast_launches``    patches of ``triton.language`` and signatures are cached; Triton makes them at every call. Also
+                     rejects launches of two threads, and completes what Ctrl-C has interrupted.
+``fast_blocks``      types and shapes are cached; Triton computes them at every operation.
 ``fast_operations``  the most frequent operations are single numpy calls.
 """
 

@@ -1,4 +1,4 @@
-"""Triton's interpreter: types, shapes and scalars are computed once."""
+"""Triton's interpreter: types and shapes are computed once."""
 
 from __future__ import annotations
 
@@ -70,22 +70,13 @@ def remember_types(core, interpreter) -> None:
 
 
 def shorten_operations(core, interpreter) -> None:
-    """Convert operands that need no conversion, and numbers that occurred before, without Triton's checks."""
+    """Return operands that need no conversion without Triton's checks."""
     semantic = interpreter.TritonSemantic
-    as_tensor, scalar_constant, cast = semantic.to_tensor, semantic.scalar_constant, semantic.cast
-    tensor, handle, unwrap, constexpr = core.tensor, interpreter.TensorHandle, core._unwrap_if_constexpr, core.constexpr
-    scalars: dict = {}
+    as_tensor, cast = semantic.to_tensor, semantic.cast
+    tensor, unwrap, constexpr = core.tensor, core._unwrap_if_constexpr, core.constexpr
 
     def to_tensor(self, x, check_type=True) -> Block:
         return x if type(x) is tensor else as_tensor(self, x, check_type)
-
-    def scalar(self, value, dtype) -> Block:
-        if dtype is None or value != value:
-            return scalar_constant(self, value, dtype)
-        key = type(value), value or str(value), dtype.name  # -0.0 == 0.0
-        if key not in scalars:
-            scalars[key] = scalar_constant(self, value, dtype).handle
-        return tensor(handle(scalars[key].data, scalars[key].dtype), dtype)
 
     def cast_to(self, input, dtype, rounding=None) -> Block:
         known, wanted = input.type.scalar, dtype.scalar
@@ -112,5 +103,5 @@ def shorten_operations(core, interpreter) -> None:
         return convert(data, known, wanted, rounding)
 
     interpreter._convert_float = convert_float
-    semantic.to_tensor, semantic.scalar_constant, semantic.cast = to_tensor, scalar, cast_to
+    semantic.to_tensor, semantic.cast = to_tensor, cast_to
     core._unwrap_if_constexpr = unwrapped
