@@ -19,7 +19,7 @@ def for_the_index(text: str) -> str:
 # docs/versions.md lists the tested versions; `allscan doctor` compares.
 NVSHMEM = ">=3.4"
 # Symbolic links in allscan/. find_packages would follow them, and in a checkout without symbolic links omit them
-LINKED = "allscan.bindings", "allscan.shmem_kernels"
+LINKED = "allscan.bindings", "allscan.bindings.interpreter", "allscan.shmem_kernels"
 FLA = "flash-linear-attention>=0.6,<0.7"
 
 setup(
@@ -34,7 +34,7 @@ setup(
     license_files=["LICENSE"],
     python_requires=">=3.10",
     packages=[*find_packages(include=["allscan*"], exclude=[f"{name}*" for name in LINKED]), *LINKED],
-    package_dir={name: name.partition(".")[2] for name in LINKED},
+    package_dir={name: name.partition(".")[2].replace(".", "/") for name in LINKED},
     package_data={"allscan": ["py.typed"]},
     install_requires=["torch>=2.11", "triton>=3.6", "numpy"],
     extras_require={

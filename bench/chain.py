@@ -3,7 +3,7 @@
     python -m bench.chain                       # two GPUs; writes bench/results/chain.csv
     python -m bench.chain --seconds 120         # only for that long, the most important cases first
 
-Ranks are virtual (allscan.tools.virtual) and alternate between the GPUs, so every hop crosses NVLink. Several hops
+Ranks are virtual (tests/support/virtual.py) and alternate between the GPUs, so every hop crosses NVLink. Several hops
 share a direction of the link, so the result is a latency only for small states: up to 0.5 MiB with 4 ranks, 0.25 MiB
 with 8. With 3, 5 and 9 ranks the first and the last are on one GPU, whose clock times the chain; with 2 they are not,
 and the two clocks are aligned by ping-pong messages. The difference of 3 and 2 ranks is one hop at every size, since
@@ -34,8 +34,8 @@ from allscan.shmem_kernels.tiles import load_decays, load_tile, tile_offsets
 from allscan.shmem_kernels.wait import clock_ns
 from allscan.tools.ranks import Ranks
 from allscan.tools.timing import replay_us
-from allscan.tools.virtual import VirtualRanks, enter_gate, leave_gate, map_each_other
 from bench.harness import Table, environment, quantiles, results, state_shape
+from support.virtual import VirtualRanks, enter_gate, leave_gate, map_each_other
 
 COLUMNS = (
     "kind",

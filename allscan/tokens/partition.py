@@ -67,7 +67,13 @@ def partition_start(
     """
     halves = 2 if zigzag else 1  # the first half of each rank's tokens fills the first half of the row
     if first_token is not None:
-        _check_first_token(comm, lengths, first_token, first_token + T // halves, halves)
+        begin, end = first_token, first_token + T // halves
+        _check_place(comm, lengths, begin, end, halves)
+        if comm.debug:
+            places = comm.order.exchange((lengths, begin, end), "first_token, in debug mode")
+            if any(here[0] != lengths for here in places) or any(a[2] != b[1] for a, b in zip(places, places[1:])):
+                found = by_rank(f"tokens {a} .. {b - 1} of {c}" for c, a, b in places)
+                raise comm.order.raised_everywhere(ValueError(f"the ranks' tokens do not follow one another: {found}"))
         tokens, first = [T], first_token
     else:
         tokens = partition(comm, lengths, T)
@@ -150,16 +156,6 @@ def _check_documents(comm: Communicator, lengths: tuple[int, ...], tokens: list[
     if first is not None and first != comm.rank * share // 2:
         place = f"with per_document=True first_token of rank {comm.rank} is {comm.rank * share // 2}"
         raise ValueError(f"{place}, half of the tokens of the ranks before it, got {first}")
-
-
-def _check_first_token(comm: Communicator, lengths: tuple[int, ...], begin: int, end: int, halves: int) -> None:
-    """``_check_place``; in debug mode also compare with the other ranks."""
-    _check_place(comm, lengths, begin, end, halves)
-    if comm.debug:
-        places = comm.order.exchange((lengths, begin, end), "first_token, in debug mode")
-        if any(here[0] != lengths for here in places) or any(a[2] != b[1] for a, b in zip(places, places[1:])):
-            found = by_rank(f"tokens {a} .. {b - 1} of {c}" for c, a, b in places)
-            raise comm.order.raised_everywhere(ValueError(f"the ranks' tokens do not follow one another: {found}"))
 
 
 def _check_place(comm: Communicator, lengths: tuple[int, ...], begin: int, end: int, halves: int) -> None:

@@ -7,6 +7,7 @@ rank prints a report, which can be attached to an issue. Without GPUs, with TRIT
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import random
 import sys
@@ -26,7 +27,7 @@ from .ranks import take_local_gpu
 from .timing import replay_us
 
 Check = Callable[[Communicator, int], str]  # (communicator, number of epochs) -> remark for the report
-SHAPE = (2, 8, 16)
+SHAPE = torch.Size((2, 8, 16))
 TOLERANCE = 1e-5
 
 
@@ -150,11 +151,9 @@ def _mine() -> tuple[str, ...]:
     folder = "/sys/class/infiniband"
     cards = " ".join(sorted(os.listdir(folder))) if os.path.isdir(folder) else ""
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
-    known = [f"{package.name} {versions.version_of(package.name)}" for package in versions.PACKAGES[:6]]
-    told = [
-        f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(("NVSHMEM_", "ALLSCAN_"))
-    ]
-    return f"{os.uname().nodename}, {cards or 'no InfiniBand devices'}", gpu, ", ".join(known), " ".join(told) or "none"
+    known = ", ".join(f"{package.name} {versions.version_of(package.name)}" for package in versions.PACKAGES[:6])
+    own = " ".join(f"{x}={os.environ[x]}" for x in sorted(os.environ) if x.startswith(("NVSHMEM_", "ALLSCAN_")))
+    return f"{os.uname().nodename}, {cards or 'no InfiniBand devices'}", gpu, known, own or "none"
 
 
 def _algorithms(comm: Communicator) -> list[str]:
@@ -188,25 +187,11 @@ def check_values(comm: Communicator, epochs: int) -> str:
     return f"{', '.join(_algorithms(comm))}: {epochs} scans each"
 
 
-def check_gradients(comm: Communicator, epochs: int) -> str:
-    """Check the gradients of the scan."""
-    for epoch in range(epochs):
-        states, decays = _drawn(comm, epoch)
-        leaves = [x.double().requires_grad_() for x in states]
-        torch.stack(allscan_reference(leaves, decays)).square().sum().backward()
-        state = states[comm.rank].requires_grad_()
-        allscan.allscan(state, decays[comm.rank], comm=comm).square().sum().backward()
-        wanted = leaves[comm.rank].grad
-        assert state.grad is not None
-        _compare(state.grad, torch.zeros_like(state) if wanted is None else wanted, f"epoch {epoch}")
-    return f"{epochs} calls"
-
-
 def check_zigzag(comm: Communicator, epochs: int) -> str:
     """Check the zigzag layout."""
     places = comm.rank, 2 * comm.size - 1 - comm.rank
     for epoch in range(epochs):
-        states = torch.randn(2 * comm.size, *SHAPE, generator=torch.Generator().manual_seed(epoch)).to(comm.device)
+        states = torch.cat([torch.stack(_drawn(comm, 2 * epoch + i)[0]) for i in (0, 1)])
         found = allscan.allscan(tuple(states[i] for i in places), comm=comm, layout="zigzag")
         expected = allscan_reference(list(states))
         for x, i in zip(found, places, strict=True):
@@ -224,92 +209,54 @@ def check_halo(comm: Communicator, epochs: int) -> str:
 
 
 def check_zeco_gla(comm: Communicator, epochs: int) -> str:
-    """Compare zeco_gla with the recurrence over all tokens."""
+    """Compare zeco_gla and its gradients with the recurrence over all tokens."""
+    mine = slice(16 * comm.rank, 16 * comm.rank + 16)
     for epoch in range(epochs):
         generator = torch.Generator().manual_seed(epoch)
-        q, k, v = (torch.randn(1, 16 * comm.size, 1, 16, generator=generator) for _ in range(3))
-        g = -torch.rand(q.shape, generator=generator) / 16
-        mine = slice(16 * comm.rank, 16 * comm.rank + 16)
-        expected, _ = gla_reference(q.double(), k.double(), v.double(), g.double())
-        q, k, v, g = (x[:, mine].to(comm.device) for x in (q, k, v, g))
-        o, _ = allscan.zeco_gla(q, k, v, g, comm=comm)
+        q, k, v, g, do = torch.randn(5, 1, 16 * comm.size, 1, 16, generator=generator)
+        whole = [x.double().requires_grad_() for x in (q, k, v, -g.abs() / 16)]
+        own = [x.detach()[:, mine].float().to(comm.device).requires_grad_() for x in whole]
+        expected, (o, _) = gla_reference(*whole)[0], allscan.zeco_gla(*own, comm=comm)
+        expected.backward(do.double())
+        o.backward(do[:, mine].to(comm.device))
         _compare(o, expected[:, mine].to(comm.device), f"call {epoch}")
+        for name, x, y in zip("qkvg", own, whole, strict=True):
+            assert x.grad is not None and y.grad is not None
+            _compare(x.grad, y.grad[:, mine].to(comm.device), f"call {epoch}, d{name}")
     return f"{epochs} calls"
 
 
 def check_stragglers(comm: Communicator, epochs: int) -> str:
     """Delay one rank after the other; the values are integers with exact sums, compared on the GPU."""
-    total = 0
-    pattern = torch.arange(SHAPE[1] * SHAPE[2] * SHAPE[0], device=comm.device).view(SHAPE).float() % 7
-    chance = random.Random(comm.rank)
+    pattern, chance = torch.arange(SHAPE.numel(), device=comm.device).view(SHAPE).float() % 7, random.Random(comm.rank)
     for algorithm in _algorithms(comm):
-        scan = allscan.AllScan(comm, SHAPE, algorithm=algorithm)
+        scan, out = allscan.AllScan(comm, SHAPE, algorithm=algorithm), torch.empty(SHAPE, device=comm.device)
         wrong = torch.zeros((), dtype=torch.int64, device=comm.device)
-        out = torch.empty(SHAPE, device=comm.device)
         for epoch in range(epochs):
             if chance.random() < 0.02:
                 time.sleep(chance.uniform(0, 4e-3))
             number = epoch % 100 + 1
-            out.fill_(float("nan"))
-            scan.scan(pattern + number * (comm.rank + 1), out=out)
-            expected = comm.rank * pattern + number * (comm.rank * (comm.rank + 1) // 2)
-            wrong += (out != expected).sum()
-        total += int(wrong.item())
-    if total:
-        raise WrongResultError(f"{total} words are wrong")
+            scan.scan(pattern + number * (comm.rank + 1), out=out.fill_(float("nan")))
+            wrong += (out != comm.rank * pattern + number * (comm.rank * (comm.rank + 1) // 2)).sum()
+        if wrong.item():
+            raise WrongResultError(f"{algorithm}: {wrong.item()} words are wrong")
     return f"{', '.join(_algorithms(comm))}: {epochs} epochs each"
 
 
-def check_graph_replays(comm: Communicator, epochs: int) -> str:
-    """Replay a scan in a CUDA graph with new values each time."""
-    if comm.device.type != "cuda":
-        return "no CUDA graphs here"
-    scan, state = allscan.AllScan(comm, SHAPE), torch.zeros(SHAPE, device=comm.device)
-    out = scan.scan(state)
-    comm.barrier()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        scan.scan(state, out=out)
-    for epoch in range(epochs):
-        state.fill_(epoch + 1)
-        graph.replay()
-        _compare(out, (epoch + 1.0) * comm.rank * torch.ones_like(out), f"replay {epoch}")
-    comm.barrier()
-    return f"{epochs} replays"
-
-
-def check_memory(comm: Communicator, epochs: int) -> str:
-    """Check that device and arena memory do not grow between a tenth of the epochs and the last."""
-    scan, state, found = allscan.AllScan(comm, SHAPE), torch.ones(SHAPE, device=comm.device), []
-    out = torch.empty_like(state)
-    for many in (max(1, epochs // 10), epochs):
-        for _ in range(many):
-            scan.scan(state, out=out)
-        comm.barrier()
-        cuda = comm.device.type == "cuda"
-        found.append((torch.cuda.memory_allocated() if cuda else 0, comm.memory.heap.arena.free_bytes))
-    if found[0] != found[1]:
-        raise WrongResultError(f"(allocated, free in the arena): {found[0]} and then {found[1]} bytes")
-    return f"the same after {epochs // 10} and {epochs} more epochs"
-
-
 def check_absent_rank(comm: Communicator, epochs: int) -> str:
-    """The first rank makes no call: later ranks time out and name a neighbour; then all ranks resume."""
+    """The first rank makes no call: later ranks time out; then all ranks resume."""
     with allscan.Communicator(timeout=2.0) as own:
-        scan, state, named = allscan.AllScan(own, SHAPE), torch.ones(SHAPE, device=own.device), None
+        scan, state = allscan.AllScan(own, SHAPE), torch.ones(SHAPE, device=own.device)
         if own.rank:
-            try:
+            with contextlib.suppress(allscan.AllScanTimeout):
                 scan.scan(state)
                 own.streams.synchronize()
                 own.check()
-            except allscan.AllScanTimeout as timeout:
-                named = timeout.neighbour
-            if named is None:
-                raise WrongResultError("a rank that waits for one that never comes does not end by a time-out")
+                raise WrongResultError("the wait for an absent rank did not time out")
         own.order.store_exchange.private("end").exchange(None, "network_check, all ranks have ended")
         own.resync()
         _compare(scan.scan(state), own.rank * torch.ones_like(state), "after resync()")
-    return "time-outs name a neighbour, and resync() brings all back"
+    return "the other ranks timed out; resync() recovered them"
 
 
 def check_rejected_call(comm: Communicator, epochs: int) -> str:
@@ -317,32 +264,23 @@ def check_rejected_call(comm: Communicator, epochs: int) -> str:
     with allscan.Communicator(timeout=2.0) as own:
         state = torch.ones(SHAPE, device=own.device)
         allscan.allscan(state, comm=own)
-        raised: list[Exception] = []
-        try:
+        with contextlib.suppress(TypeError, ValueError):
             allscan.allscan(state.double() if own.rank == own.size - 1 else state, comm=own)
-        except (TypeError, ValueError) as error:
-            raised.append(error)
-        try:
+        with contextlib.suppress(allscan.AllScanOutOfStep, allscan.AllScanTimeout):
             own.barrier()
-        except (allscan.AllScanOutOfStep, allscan.AllScanTimeout) as error:
-            raised.append(error)
-        if not raised:
-            raise WrongResultError("a call that a rank has rejected goes unnoticed here")
+            raise WrongResultError("a call that a rank has rejected goes unnoticed on this rank")
         own.resync()
         _compare(allscan.allscan(state, comm=own), own.rank * torch.ones_like(state), "after resync()")
-    return "all ranks hear of it, and resync() brings all back"
+    return "the fault reached all ranks; resync() recovered them"
 
 
 # In order of execution; values: the fraction of the epochs that each check runs
 CHECKS: dict[Check, float] = {
     check_values: 0.01,
-    check_gradients: 0.01,
     check_zigzag: 0.01,
     check_halo: 0.01,
     check_zeco_gla: 0.002,
     check_stragglers: 1.0,
-    check_graph_replays: 0.1,
-    check_memory: 1.0,
     check_rejected_call: 0.0,
     check_absent_rank: 0.0,
 }

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from allscan.reference import allscan_reference
-from allscan.tools import virtual
-from allscan.tools.virtual import VirtualRanks
 from bench import chain, harness, scaling
+from support import virtual
 from support.values import raised
+from support.virtual import VirtualRanks
 
 pytestmark = pytest.mark.cpu
 

@@ -1,4 +1,4 @@
-"""bindings/interpreter.py: Triton's interpreter gives the same results with less repeated work."""
+"""bindings/interpreter: Triton's interpreter gives the same results with less repeated work."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from allscan.bindings import interpreter_blocks, interpreter_launches
-from allscan.bindings.interpreter import prepare_interpreter
+from allscan.bindings.interpreter import fast_launches, prepare_interpreter
 from allscan.shmem_kernels.wait import poll_word
 
 pytestmark = [pytest.mark.cpu, pytest.mark.quick]
@@ -280,8 +279,8 @@ def of_two_modules(p_word, p_to):  # wait.py has triton.language.core among its 
 
 
 def functions_and_blocks():
-    """Return (whether a function that another package sets in triton.language stays, while and after it is set; the
-    whether launches with more constants than are remembered have the right results)."""
+    """Return (whether a function that another package sets in triton.language stays, while and after it is set; whether
+    launches with many constants have the right results)."""
     original, to = tl.load, torch.zeros(8)
 
     def own(*_):
@@ -298,7 +297,7 @@ def functions_and_blocks():
         of_two_modules[(1,)](word, to)
         stays.append(to[:2].tolist() == [3.0, 4.0])
     sums = []
-    for x in range(2 * interpreter_blocks.MOST_BLOCKS):
+    for x in range(512):
         of_a_constant[(1,)](to, x + 0.5)
         sums.append(to.sum().item() == 16 * x + 8)
     return stays, all(sums)
@@ -368,14 +367,14 @@ def test_a_launch_inside_of_a_kernel_is_rejected(fresh):
 
 class Interrupt:
     """A trace function that raises KeyboardInterrupt before the ``time``-th execution of an instruction of
-    interpreter_launches.py or of Triton's functions that set and reset. ``counts``: executions by instruction."""
+    fast_launches.py or of Triton's functions that set and reset. ``counts``: executions by instruction."""
 
     def __init__(self, place=None, time=0):
         self.place, self.time, self.counts = place, time, collections.Counter()
 
     def __call__(self, frame, event, _):
         code = frame.f_code
-        if code.co_filename != interpreter_launches.__file__ and code.co_name not in ("set_attr", "_patch_lang"):
+        if code.co_filename != fast_launches.__file__ and code.co_name not in ("set_attr", "_patch_lang"):
             return None
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
         if event == "opcode":

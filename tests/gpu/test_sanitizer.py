@@ -30,10 +30,10 @@ from allscan.ops.delta import delta_passes  # noqa: E402
 from allscan.ops.delta.records import Between, DeltaShape, Ends, OfOutput  # noqa: E402
 from allscan.reference import allscan_reference  # noqa: E402
 from allscan.tokens.packing import Layout, TokenRange  # noqa: E402
-from allscan.tools.virtual import VirtualRanks  # noqa: E402
 from support.delta import saved_states_for  # noqa: E402
 from support.gla import BF16, F32, NAMES, GLACase, Whole  # noqa: E402
 from support.values import relative_all  # noqa: E402
+from support.virtual import VirtualRanks  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 

@@ -15,10 +15,10 @@ import torch
 
 import allscan
 from allscan.reference import allscan_reference
-from allscan.tools import virtual
 from allscan.tools.ranks import Ranks
-from allscan.tools.virtual import VirtualRanks
+from support import virtual
 from support.scans import Guarded
+from support.virtual import VirtualRanks
 
 pytestmark = pytest.mark.gpu
 FOUR = (8, 8, 8, 8)

@@ -18,11 +18,11 @@ import allscan
 from allscan.reference import allscan_reference
 from allscan.shmem_kernels.wait import backoff, clock_ns
 from allscan.tools.ranks import Ranks, on_first
-from allscan.tools.virtual import VirtualRanks
 from bench import harness
 from bench.baselines import windows
 from bench.proof import Method, kernels, ran
 from support.values import late
+from support.virtual import VirtualRanks
 
 pytestmark = pytest.mark.gpu
 

@@ -15,10 +15,10 @@ from allscan.reference import allscan_reference
 from allscan.scan.rails_links import distances
 from allscan.shmem_kernels.links import NONE
 from allscan.tools.ranks import Ranks
-from allscan.tools.virtual import VirtualRanks
 from support.call_order import ignoring_case, other_backward_case, resync_case, shifted_case, validation_case
 from support.scans import ScanCase, gradient_case
 from support.values import error, inputs, late, raised
+from support.virtual import VirtualRanks
 
 pytestmark = pytest.mark.cpu
 

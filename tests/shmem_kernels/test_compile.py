@@ -39,7 +39,6 @@ from allscan.tokens.packing import Layout, TokenRange
 from allscan.tools import compiled as tool
 from allscan.tools.compiled import channel_type
 from allscan.tools.timing import copy_kernel
-from allscan.tools.virtual import gated_rails_kernel
 from support.delta import saved_states_for
 from support.launches import (
     VERSION,
@@ -53,6 +52,7 @@ from support.launches import (
     with_gpu_blocks,
 )
 from support.sm90 import Compiled
+from support.virtual import gated_rails_kernel
 
 pytestmark = pytest.mark.cpu
 
@@ -285,7 +285,7 @@ def own_kernel(p_x, p_out, channel, D):
 
 @pytest.mark.quick
 def test_an_own_kernel_by_the_tool():
-    """As in docs/own_kernels.md; missing arguments are named."""
+    """As in docs/testing_kernels.md; missing arguments are named."""
     channel, fixed = channel_type(BK=1, BV=512)
     arguments = {"p_x": "*fp32", "p_out": "*fp32", "channel": channel, "D": "i32"}
     found, wide = (tool.Compiled(own_kernel, arguments, {"channel": fixed}, num_warps=n) for n in (4, 1))

@@ -12,8 +12,8 @@ import triton.language as tl
 
 from allscan.shmem_kernels.channel import BROKEN, begin, finish, receive
 from allscan.shmem_kernels.wait import OUT_OF_STEP, TIMED_OUT
-from allscan.tools.virtual import VirtualRanks
 from support.any_epoch import control_case
+from support.virtual import VirtualRanks
 
 pytestmark = pytest.mark.cpu
 

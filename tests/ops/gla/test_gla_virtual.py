@@ -16,9 +16,9 @@ from allscan.launch.compiled_kernel import prefer_shared_memory_carveout
 from allscan.ops.carrier import register
 from allscan.ops.gla import CallOptions, zeco_gla_by
 from allscan.shmem_kernels.scan import scan_kernel
-from allscan.tools.virtual import VirtualRanks
 from support.gla import BF16, LIMIT, GLACase, Whole, errors_of_part
 from support.values import place
+from support.virtual import VirtualRanks
 
 
 class Seat:

@@ -35,9 +35,6 @@ def operations_by_numpy(core, interpreter) -> dict:
     def fields_of(found) -> dict[str, object]:
         return {name: value for name, value in found.__dict__.items() if name != "handle"}
 
-    def remainder(lhs, rhs) -> Array:
-        return np.fmod(lhs, rhs)
-
     def quotient(lhs, rhs) -> Array:
         return (lhs - np.fmod(lhs, rhs)) // rhs
 
@@ -168,11 +165,6 @@ def operations_by_numpy(core, interpreter) -> dict:
 
         return where
 
-    def filled(number, element, shape) -> Array:
-        """Return the values of masked-out elements, converted as by Triton."""
-        value = semantic.cast(semantic.to_tensor(number), element)
-        return np.full(shape, value.handle.data)
-
     semantic = interpreter.interpreter_semantic
     memory = interpreter._interpreter
 
@@ -205,7 +197,10 @@ def operations_by_numpy(core, interpreter) -> dict:
                 element = pointer.dtype.element_ty
                 if plan is None and (kind is not tensor or other.dtype.name == element.name) and other == other:
                     shape = tuple(found.handle.data.shape)
-                    number = None if kind is tensor else filled(0 if other is None else other, element, shape)
+                    number = None
+                    if kind is not tensor:  # the values of masked-out elements, converted as by Triton
+                        value = semantic.cast(semantic.to_tensor(0 if other is None else other), element)
+                        number = np.full(shape, value.handle.data)
                     plans[key] = fields_of(found), shape, element, interpreter._get_np_dtype(element), number
                     if mask is None:
                         plans[key] += (np.ones(shape, dtype=bool),)
@@ -239,16 +234,7 @@ def operations_by_numpy(core, interpreter) -> dict:
 
         return store
 
-    def one_of(name, both, number) -> object:
-        """Select numpy's function by the treatment of one NaN: Triton 3.8 and later return the other operand."""
-        nan, zero = (handle(np.array([x], dtype=np.float32), core.float32) for x in (np.nan, 0.0))
-        return both if np.isnan(getattr(interpreter.interpreter_builder, name)(nan, zero).data[0]) else number
-
-    largest, least = one_of("create_maxnumf", np.maximum, np.fmax), one_of("create_minnumf", np.minimum, np.fmin)
-
-    def bitwise(x) -> Callable:
-        return operation(x, signed | {core.int1.name})
-
+    bits = signed | {core.int1.name}
     return {
         "__add__": operation(np.add, numbers),
         "__radd__": operation(np.add, numbers, True),
@@ -259,10 +245,10 @@ def operations_by_numpy(core, interpreter) -> dict:
         "__truediv__": operation(np.divide, floats),
         "__rtruediv__": operation(np.divide, floats, True),
         "__floordiv__": operation(quotient, signed),
-        "__mod__": operation(remainder, signed),
-        "__and__": bitwise(np.bitwise_and),
-        "__or__": bitwise(np.bitwise_or),
-        "__xor__": bitwise(np.bitwise_xor),
+        "__mod__": operation(np.fmod, signed),
+        "__and__": operation(np.bitwise_and, bits),
+        "__or__": operation(np.bitwise_or, bits),
+        "__xor__": operation(np.bitwise_xor, bits),
         "__lt__": operation(np.less, numbers),
         "__le__": operation(np.less_equal, numbers),
         "__gt__": operation(np.greater, numbers),
@@ -271,8 +257,6 @@ def operations_by_numpy(core, interpreter) -> dict:
         "where": choose,
         "load": loading,
         "store": storing,
-        "maximum": operation(largest, numbers),
-        "minimum": operation(least, numbers),
         "__eq__": operation(np.equal, numbers),
         "__ne__": operation(np.not_equal, numbers),
     }

@@ -1,48 +1,21 @@
-"""Speeds up Triton's interpreter: this package's kernels run about fifteen times as fast, with the same results.
-``prepare_interpreter`` also fixes other needs of CPU ranks.
-
-Triton's interpreter (3.6 to 3.9) patches ``triton.language`` again at every call of a device function, computes the
-type and shape of each block again at every operation, and repeats each integer operation to detect overflow. Here
-patches (interpreter_launches.py), types and shapes (interpreter_blocks.py) are cached. The overflow check and numpy's
-overflow warnings are off, as in compiled kernels. The most frequent operations are single numpy calls
-(interpreter_operations.py). A change that needs an attribute which the installed Triton lacks is skipped.
-"""
+"""What kernels need of Triton's interpreter (3.6 to 3.9): masks, loop bounds, autotuned kernels, overflow."""
 
 from __future__ import annotations
 
-import contextlib
-import functools
+import dataclasses
 from typing import TYPE_CHECKING
-
-from .interpreter_blocks import remember_blocks, remember_types, shorten_operations
-from .interpreter_launches import patch_with_less, shorten_launches
-from .interpreter_operations import operations_by_numpy
 
 if TYPE_CHECKING:
     from triton.runtime.interpreter import TensorHandle
 
 
-@functools.cache
-def prepare_interpreter() -> None:
-    """Patch the interpreter for the rest of this process: speed, and autotuned kernels of other packages. Afterwards
-    this process cannot compile kernels: the interpreter and the compiler share classes."""
-    with contextlib.suppress(ImportError, AttributeError):
-        from triton.runtime import autotuner, interpreter
-
-        _skip_autotuning(autotuner, interpreter)
-        _let_blocks_be_loop_bounds(interpreter)
-        _keep_masks_bool(interpreter)
-    try:
-        from triton.language import core
-        from triton.runtime import interpreter
-
-        shorten_launches(interpreter)
-        remember_types(core, interpreter)
-        shorten_operations(core, interpreter)
-        remember_blocks(core, interpreter)
-        patch_with_less(core, interpreter, operations_by_numpy(core, interpreter))
-    except (ImportError, AttributeError):
-        pass
+def correct(autotuner, interpreter) -> None:
+    """Patch the interpreter where it differs from compiled kernels, or rejects what they accept."""
+    _skip_autotuning(autotuner, interpreter)
+    _let_blocks_be_loop_bounds(interpreter)
+    _keep_masks_bool(interpreter)
+    builder = interpreter.interpreter_builder  # without a check of overflow, as compiled kernels
+    builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
 
 
 def _skip_autotuning(autotuner, interpreter) -> None:

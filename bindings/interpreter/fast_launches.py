@@ -1,4 +1,4 @@
-"""Triton's interpreter: launches and calls of device functions with less repeated work (interpreter.py)."""
+"""Triton's interpreter: launches and calls of device functions with less repeated work."""
 
 from __future__ import annotations
 

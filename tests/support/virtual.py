@@ -31,19 +31,19 @@ import torch
 import triton
 import triton.language as tl
 
-from ..base.errors import AllScanTimeout
-from ..base.tiling import scan_num_warps, scan_tile
-from ..bindings.interpreter import prepare_interpreter
-from ..bindings.triton_compat import OPTIONS
-from ..comm.memory import Line, Memory
-from ..comm.topology import ALGORITHMS, Topology
-from ..launch.streams import Streams
-from ..scan.rails_links import Rails
-from ..scan.workspace import Chain, Spec, WorkspaceLayout
-from ..shmem_kernels import wait
-from ..shmem_kernels.rails import rails_kernel
-from ..shmem_kernels.scan import scan_kernel
-from ..shmem_kernels.wait import clock_ns, poll_word
+from allscan.base.errors import AllScanTimeout
+from allscan.base.tiling import scan_num_warps, scan_tile
+from allscan.bindings.interpreter import prepare_interpreter
+from allscan.bindings.triton_compat import OPTIONS
+from allscan.comm.memory import Line, Memory
+from allscan.comm.topology import ALGORITHMS, Topology
+from allscan.launch.streams import Streams
+from allscan.scan.rails_links import Rails
+from allscan.scan.workspace import Chain, Spec, WorkspaceLayout
+from allscan.shmem_kernels import wait
+from allscan.shmem_kernels.rails import rails_kernel
+from allscan.shmem_kernels.scan import scan_kernel
+from allscan.shmem_kernels.wait import clock_ns, poll_word
 
 MEET, OPEN, SKIP = 0, 1, 2  # modes of a gate: wait for the programs of all ranks; run at once; return without a scan
 
