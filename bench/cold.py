@@ -52,6 +52,7 @@ def rank_main(operator: str, tokens: int, heads: int, width: int) -> None:
     if operator != "zeco_gla":
         leaves.append(torch.full((1, tokens, heads), 0.5, device=comm.device).requires_grad_())
     for _ in range(2):
+        comm.step()
         synchronize()
         begin = time.perf_counter()
         o, _ = getattr(allscan, operator)(*leaves, comm=comm)

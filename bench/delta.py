@@ -115,6 +115,7 @@ def joined(ranks: int):
         yield None
         return
     with allscan.Communicator(_groups["ranks", ranks], timeout=60.0) as comm:
+        comm.step()  # all calls are one iteration
         with allscan.Communicator(_groups["alone"]) as one:
             yield comm, one
 

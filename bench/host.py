@@ -160,6 +160,7 @@ def run_backward(held: list) -> None:
 def point(T: int | None, heads: int = H, width: int = D) -> dict:
     """Return {method: (host_us, total_us)} on each of 2 ranks; T None: the collectives. On CPUs nothing is timed."""
     with allscan.Communicator(group_of(2), timeout=300.0) as comm:  # time for fla's autotuning
+        comm.step()  # all calls are one iteration
         held: list = []
         calls = {NCCL: all_gather(comm, heads, width)}
         calls |= collectives(comm, heads, width, held) if T is None else operators(comm, T, heads, width)

@@ -352,6 +352,7 @@ def check(group, hybrid, names, T, heads, head) -> dict:
         for name in ("data parallel", *names):
             mine = zigzag_positions(T, comm=comm) if name == "allscan, zigzag" else consecutive
             before = scans(comm, head)
+            comm.step()
             with method(name, hybrid, model, comm, one):
                 part = whole if expected is None else whole[:, mine]
                 loss = model(input_ids=part, labels=part).loss
@@ -386,6 +387,7 @@ def measure(group, hybrid, names, T, shape, steps) -> dict:
 
         def step(count: int = 1):
             for _ in range(count):
+                comm.step()
                 loss = wrapped(input_ids=data, labels=data).loss
                 (loss if name == "data parallel" else loss * comm.size).backward()  # gradients are averaged
                 optimizer.step()

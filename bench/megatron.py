@@ -206,6 +206,7 @@ def check(group, shape, names, T) -> dict:
         tokens, labels = whole[:, :-1], whole[:, 1:]
         errors, expected = {}, None
         for name in ("data parallel", *names):
+            comm.step()
             model = made(name, shape, comm, one)
             mine = torch.arange(comm.rank * T, (comm.rank + 1) * T, device=comm.device)
             mine = mine if name == "allscan" else zigzag_positions(T, comm=comm)
@@ -243,6 +244,7 @@ def measure(group, shape, names, T, steps) -> dict:
 
         def step(name):
             wrapped, optimizer = models[name]
+            comm.step()
             wrapped(data, None, None, labels=labels).float().mean().backward()
             optimizer.step()
             optimizer.zero_grad()

@@ -78,6 +78,7 @@ def check(group, kind, T, heads, head) -> dict:
         for name, cuts in packings(whole.shape[1]).items():
             found = []
             for cut, part in parts(comm, whole, cuts).items():
+                comm.step()
                 split(model, comm, cut)
                 loss = model(**part).loss
                 loss.backward()
@@ -106,6 +107,7 @@ def measure(group, kind, T, shape, steps) -> dict:
         times, peaks, kinds = {case: [] for case in given}, {}, {}
 
         def step(case):
+            comm.step()
             (wrapped(**given[case]).loss * comm.size).backward()
             optimizer.step()
             optimizer.zero_grad()

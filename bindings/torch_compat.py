@@ -29,6 +29,7 @@ __all__ = [
     "current_stream_of",
     "default_store",
     "forward_ad",
+    "graph_task",
     "has_backward_hooks",
     "in_backward",
     "ipc_handle",
@@ -69,12 +70,13 @@ def recorded() -> bool:
     return proxy_tensor is not None and proxy_tensor.get_proxy_mode() is not None
 
 
-_graph_task: Callable[[], int] = torch._C._current_graph_task_id
+# Number of the backward pass that this thread runs, -1 outside of one; no public function
+graph_task: Callable[[], int] = torch._C._current_graph_task_id
 
 
 def in_backward() -> bool:
     """Check whether this thread runs a backward pass."""
-    return _graph_task() != -1
+    return graph_task() != -1
 
 
 def stops_recomputation(error: BaseException) -> bool:

@@ -69,6 +69,7 @@ def split(dp):
         optimizer, losses = optimizer_of(model), []
         begin, end = (rank * LENGTH // comm.size for rank in (comm.rank, comm.rank + 1))
         for step in range(STEPS):
+            comm.step()
             tokens = batch(step, mesh["dp"].get_local_rank(), comm.device)
             loss = summed_loss(model, tokens[begin : end + 1], comm) / LENGTH
             (loss * comm.size).backward()

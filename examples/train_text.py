@@ -76,6 +76,7 @@ def train(group, options, start):
     sequence = torch.Generator().manual_seed(0)
     history = []
     for step in range(options.steps):
+        comm.step()
         begin = torch.randint(len(text) - options.length - 1, (), generator=sequence).item()
         tokens = text[begin + first : begin + end + 1].to(comm.device)[None]  # the last label is the next rank's token
         logits = model(tokens[:, :-1], comm)

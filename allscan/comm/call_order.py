@@ -18,7 +18,7 @@ tags.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -53,6 +53,9 @@ class Order:
 
     def __init__(self, store_exchange: StoreExchange, timeout: float, record: Any) -> None:
         self.store_exchange, self._timeout, self._record = store_exchange, timeout, record
+        # Whether a call is to look if this is a loop without step(), see Calls._look_for_steps: 0 until a backward pass
+        # makes a call, then 1 until a call outside of backward passes, then 2. Also 2 from the first step() on
+        self.loop = 0 if store_exchange.size > 1 else 2
         self.generation = -1  # number of calls of restart() after the first
         self.restart()
 
@@ -66,6 +69,7 @@ class Order:
         self.all_to_all_hash = 0  # of calls that move tokens by torch's all-to-all, whose messages have no tags
         self.steps = 0  # calls of Communicator.step(); replays of CUDA graphs are counted on the device only
         self.missed_steps = 0  # calls of step() that raised: the device has not counted them
+        self.forwards = 0  # forward passes of split models begun, also those that raised before they made a call
         self.launches = 0  # counted in debug mode only
         # Debug mode: number of the last call in which this rank has launched a kernel. Without it no exchange follows a
         # launch in a call
@@ -281,6 +285,14 @@ class Order:
                 )
             )
         return list(values)
+
+    def compare_forwards(self, counts: Sequence[tuple[int, int]]) -> None:
+        """Raise AllScanOutOfStep on every rank if the ranks' (forwards, steps), exchanged at a forward pass of a split
+        model, differ."""
+        if len(set(counts)) > 1:
+            found = by_rank(f"{forwards} forward passes, {steps} calls of step()" for forwards, steps in counts)
+            why = f"One of the ranks skipped an iteration: so far the ranks have begun {found}. {REMEDY}."
+            raise self.raised_everywhere(self.desynchronized(why))
 
     def _lost(self, problem: AllScanOutOfStep) -> Exception:
         error = self.raised_everywhere(self.desynchronized(self.desync_reason or self._explained(problem)))

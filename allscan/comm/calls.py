@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import FrameType
@@ -12,7 +13,7 @@ from typing import Any, NoReturn
 import torch
 
 from ..base.checks import has_tangents
-from ..bindings.torch_compat import forward_ad, num_dispatch_modes, recorded, transforms_active
+from ..bindings.torch_compat import forward_ad, graph_task, num_dispatch_modes, recorded, transforms_active
 from ..launch.streams import Streams
 from ..shmem_kernels.wait import RECORD_SET
 from .call_order import Order
@@ -20,12 +21,19 @@ from .compile_watch import end_failed, kernels_under_way
 
 _SET = RECORD_SET.value
 
+NO_STEPS = (
+    "a backward pass has ended, and Communicator.step() was never called: if one rank skips an iteration (an except, a "
+    "continue, a loader that ends), the ranks use states of different batches without an error. Call comm.step() first "
+    "in every iteration, on every rank"
+)
+
 
 class Calls:
     """Base class of Communicator: entry and exit of calls."""
 
     debug: bool
     order: Order
+    rank: int
     streams: Streams
     host_record: Any  # the fault record
     _closed: bool
@@ -46,6 +54,14 @@ class Calls:
         if order.inside is not None and not _runs(order.inside):
             order.failed(order.reverse, KeyboardInterrupt("at the end of the call"))
             order.inside = None
+
+    def _look_for_steps(self) -> None:
+        """Warn on the first rank, once, of a loop without ``step()``: at the first call outside of backward passes
+        after one in a backward pass. Called when a call finds ``order.loop`` to change."""
+        order = self.order
+        order.loop += 1
+        if order.loop == 2 and self.rank == 0:
+            warnings.warn(NO_STEPS, stacklevel=4)  # the caller of allscan() or of an operator
 
     def _look_for_nan(self, what: str, **results: torch.Tensor | None) -> None:
         """Debug mode, outside of captures: wait for ``results`` of a call, and raise RuntimeError on every rank if they
@@ -76,6 +92,8 @@ class _Call(tuple[Any, ...]):
         try:
             order.inside, order.everywhere, order.reverse, order.stamp = sys._getframe(1), False, reverse, 0
             order.call_counts[reverse] += 1
+            if order.loop < 2 and (graph_task() != -1) != order.loop:  # without a function, for speed
+                comm._look_for_steps()
             if transforms_active() or (forward_ad._current_level >= 0 and has_tangents(inputs)):
                 self._reject()
             if num_dispatch_modes() and recorded():

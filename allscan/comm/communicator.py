@@ -304,7 +304,8 @@ class Communicator(Calls):
 
         Increments a step count on the device in stream order, so it may be part of a CUDA graph. The count is sent with
         every tile. A rank that receives a tile of another step raises ``AllScanOutOfStep`` instead of using the tile.
-        So a rank that skips the calls of an iteration is detected in the next launch.
+        So a rank that skips the calls of an iteration is detected in the next launch. A communicator of several ranks
+        warns once, on its first rank, at the first call after a backward pass if this was never called.
 
         Raises:
             AllScanTimeout, AllScanOutOfStep, RuntimeError: those of ``check``.
@@ -314,6 +315,7 @@ class Communicator(Calls):
             ...     comm.step()
             ...     train(batch)
         """
+        self.order.loop = 2
         self.order.steps += 1
         self.order.missed_steps += 1  # if check() raises, the device does not count: see _steps
         self.check()

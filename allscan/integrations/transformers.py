@@ -316,6 +316,7 @@ def _model(
     **options: Any,
 ) -> Any:
     """The forward of a text model over this rank's tokens."""
+    comm.order.forwards += 1  # first, so that it counts also if what follows raises on this rank alone
     for name in OPERATORS:
         if not isinstance(vars(sys.modules[home]).get(name), (SplitOperator, type(None))):
             reject(comm, f"{home}.{name} was replaced since sequence_parallel: call it again")

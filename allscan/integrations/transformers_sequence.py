@@ -189,9 +189,13 @@ def agree_sequence(
         if lengths is None and position_ids is not None:
             rises = [_rises(half) for half in position_ids.chunk(1 + zigzag, -1)] if T else []
         layout = DOCUMENTS if per_document else "zigzag" if zigzag else "contiguous"
-        told = B, T, lengths, rises, layout, wanted, *stamp, kernel, list(attention), alike.told(comm.debug)
+        counts = comm.order.forwards, comm.order.steps
+        told = B, T, lengths, rises, layout, wanted, *stamp, kernel, list(attention), alike.told(comm.debug), counts
         answers = comm.order.exchange(told, "the tokens of each rank")
-        rows, tokens, _, _, _, _, stamps, contents, kernels, kinds, others = map(list, zip(*answers, strict=True))
+        rows, tokens, _, _, _, _, stamps, contents, kernels, kinds, others, counts_of_all = map(
+            list, zip(*answers, strict=True)
+        )
+        comm.order.compare_forwards(counts_of_all)
         if len(set(kernels)) > 1:
             why = f"use_cache differs between ranks: {by_rank(bool(kernel) for kernel in kernels)}"
             raise comm.order.raised_everywhere(ValueError(why))

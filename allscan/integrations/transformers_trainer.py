@@ -238,8 +238,9 @@ class SequenceParallelTrainer(Trainer):
         return rows * group // self._groups, rows * (group + 1) // self._groups
 
     def _part(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """This rank's tokens of its group's rows."""
+        """This rank's tokens of its group's rows. Begins an iteration of the communicator."""
         module, comm = self._text_model, self._comm
+        comm.step()
         forward = vars(module).get("forward")
         if getattr(forward, "args", (None, None))[1] is not comm:
             raise ValueError("the model is not split any more as it was when this SequenceParallelTrainer was made")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ from ..bindings.torch_compat import without_dispatch_modes
 from ..comm.communicator import Communicator
 
 FINAL_OF_ALL = "output_final_state is 'all'"  # name of this option among the arguments that ranks compare
+HEAD_FIRST = "warned of head-first inputs"  # attribute of a communicator
 LEAST_SUM = -(2.0**20)  # least sum of a chunk's gates, for kernels that subtract such sums: see docs/delta.md
 
 
@@ -70,6 +72,22 @@ def check_first(
         deferred = DeferredError(error)
     prepare(shape, agree, deferred, first_call_only=values_checked)
     comm.checked.remember(signature)
+
+
+def look_for_head_first(comm: Communicator, name: str, q: torch.Tensor) -> None:
+    """Warn on the first rank, once, if inputs like q [B, T, H, K], without packed sequences, may be [B, H, T, K]: if T
+    of all ranks, taken as this rank's times their number, is less than H. Not for a single token (decoding), nor for as
+    many heads as a call with more tokens had."""
+    T, H = q.shape[1:3]
+    if T * comm.size >= H:
+        comm.attributes[name, "heads", H] = True
+    elif T > 1 and comm.rank == 0 and not comm.attributes.keys() & {HEAD_FIRST, (name, "heads", H)}:
+        comm.attributes[HEAD_FIRST] = True
+        warnings.warn(
+            f"{name} got {T} tokens of {H} heads, q {list(q.shape)}: are the inputs head-first, [B, H, T, ...]? It "
+            "wants [B, T, H, ...]: see transpose(1, 2). Ignore this if so few tokens are intended",
+            stacklevel=4,
+        )
 
 
 def looks_at_gates(comm: Communicator, shape: Any, agree: tuple[Any, ...] | None) -> bool:

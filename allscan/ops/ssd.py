@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -96,7 +98,7 @@ def zeco_ssd(
             ``mamba_chunk_scan_combined``, with x, dt, A, B, C, chunk_size=, D=, seq_idx=, return_final_states=True,
             where dt is d_t; seq_idx is int32 [B, T], or None if all tokens of the rank are of one sequence. A rank
             without tokens calls it with one token of zeros. Default: on GPUs that of mamba_ssm, if installed,
-            otherwise a torch implementation.
+            otherwise a torch implementation; if mamba_ssm is installed and its import fails, a warning says why.
         invariant: as in ``allscan.zeco_gla``: results, and gradients except those of A, D and dt_bias, are bitwise
             equal for every number of ranks. Cost: one call of the chunk scan for each segment and batch entry.
 
@@ -398,7 +400,9 @@ def _check(comm: Communicator, inputs: dict[str, Any]) -> tuple[int, int, int, i
     wanted = dict(dt=(batch, T, H), A=(H,), B=(batch, T, G, N), C=(batch, T, G, N), z=(batch, T, H, P), dt_bias=(H,))
     for name, shape in wanted.items():
         if inputs[name] is not None and inputs[name].shape != shape:
-            raise ValueError(f"{name} must be {list(shape)}, got {list(inputs[name].shape)}")
+            why = f"{name} must be {list(shape)}, got {list(inputs[name].shape)}"
+            head_first = name == "A" and inputs[name].shape == (T,)
+            raise ValueError(why + f": is x, {list(x.shape)}, [B, H, T, P] in place of [B, T, H, P]?" * head_first)
     if D is not None and D.shape not in ((H,), (H, P)):
         raise ValueError(f"D must be {[H]} or {[H, P]}, got {list(D.shape)}")
     return batch, H, P, N
@@ -427,13 +431,25 @@ def _spans(
 
 def _installed(device: torch.device) -> Callable:
     """Return the default chunk scan of this device."""
-    if device.type == "cuda":
-        try:
-            from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
-        except Exception:  # an incomplete installation can raise any exception
-            return torch_chunk_scan
-        return mamba_chunk_scan_combined
-    return torch_chunk_scan
+    return (device.type == "cuda" and _of_mamba_ssm()) or torch_chunk_scan
+
+
+@functools.cache
+def _of_mamba_ssm() -> Callable | None:
+    """Return mamba_ssm's chunk scan; None if it is not installed, or, with a warning, if its import fails."""
+    try:
+        from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
+    except Exception as error:  # an incomplete installation can raise any exception
+        if not isinstance(error, ModuleNotFoundError) or error.name != "mamba_ssm":
+            warnings.warn(
+                "zeco_ssd uses torch's operators, about 12 times slower, since the import of mamba_ssm failed: "
+                f"{type(error).__name__}: {error}. Repair its installation (a wheel built without CUDA lacks "
+                "selective_scan_cuda, which its __init__ imports but its chunk scan does not use: an empty module of "
+                "that name suffices), or pass chunk_scan=",
+                stacklevel=4,
+            )
+        return None
+    return mamba_chunk_scan_combined
 
 
 def torch_chunk_scan(

@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
 
 import allscan
 from allscan.comm import calls, heap
@@ -128,6 +129,59 @@ def test_a_call_that_one_rank_never_enters(answers, how, size):
     assert found[:4] == [*right[:3], "OutOfMemoryError"], found
     assert not any(isinstance(x, float) and x == x for x in found[4:])
     assert "here it is step 5, there it was step 4" in end[1], end
+
+
+def loop_case(group, debug):
+    """For each kind of loop: warnings of a loop without step()."""
+    found = {}
+
+    def scan(x, reverse=False):
+        return allscan.allscan(x, comm=comm, reverse=reverse).sum()
+
+    def recomputed(x):
+        return checkpoint(scan, x, use_reentrant=False)
+
+    def gla(x):
+        return allscan.zeco_gla(x, x, x, 0 * x, comm=comm)[0].sum()
+
+    loops = {
+        "training": lambda x: scan(x).backward(),
+        "reverse": lambda x: scan(x, True).backward(),
+        "recomputed": lambda x: recomputed(x).backward(),
+        "an operator": lambda x: gla(x.expand(1, 4, 4, 8)).backward(),
+        "skipped by the first": lambda x: None if comm.rank == 0 and len(turns) == 2 else scan(x).backward(),
+        "with step()": lambda x: (comm.step(), scan(x).backward()),
+        "inference": lambda x: (scan(x.detach()), scan(x)),
+        "reverse inference": lambda x: (scan(x.detach(), True), scan(x.detach())),
+        "one backward": lambda x: turns or (recomputed(x) + recomputed(2 * x)).backward(),
+        "resync()": lambda x: (comm.resync() if turns else None, scan(x).backward()),
+    }
+    for name, iteration in loops.items():
+        if name.startswith("skipped") and debug:
+            continue
+        comm, turns = allscan.Communicator(group, debug=debug, timeout=2.0), []
+        for _ in range(4):
+            with warnings.catch_warnings(record=True) as warned:
+                warnings.simplefilter("always")
+                with contextlib.suppress(allscan.AllScanError):
+                    iteration(torch.ones(1, 4, 8, device=comm.device, requires_grad=True))
+            turns.append(sum("Communicator.step() was never called" in str(w.message) for w in warned))
+        found[name] = turns
+        if not name.startswith("skipped"):
+            comm.barrier()
+        with contextlib.suppress(allscan.AllScanError):
+            comm.close()
+    return found
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("size, debug", [(1, False), (2, False), (2, True)])
+def test_a_loop_without_step(run, size, debug):
+    """Warned of once, on the first rank, at the first call after a backward pass."""
+    for rank, found in enumerate(run(size, loop_case, debug)):
+        for name, turns in found.items():
+            warns = name not in ("with step()", "inference", "reverse inference", "one backward")
+            assert turns == [0, int(warns and size > 1 and rank == 0), 0, 0], (rank, name, turns)
 
 
 def stale_case(group):

@@ -1020,6 +1020,49 @@ def test_ten_steps_of_training(run, family, how, layout, size=2):
         assert max(abs(a - b) for a, b in zip(alone, split, strict=True)) < 1e-4, (alone, split)
 
 
+def skipped_case(group, how):
+    """The last rank skips iteration 2: its forward pass runs out of memory before the ranks' exchange, or it skips all
+    that follows step()."""
+    from allscan.integrations import transformers
+
+    with allscan.Communicator(group, timeout=5) as comm, pytest.MonkeyPatch.context() as patch:
+        model = transformers.sequence_parallel(made("qwen3_next"), comm=comm)
+        part, last = torch.ones(1, 8, dtype=torch.int64), comm.rank == comm.size - 1
+
+        def no_memory(*_):
+            raise torch.OutOfMemoryError
+
+        def iteration(i):
+            if how == "after step()":
+                comm.step()
+                if last and i == 2:
+                    raise torch.OutOfMemoryError
+            with patch.context() as now:
+                if how == "in the model" and last and i == 2:
+                    now.setattr(transformers, "masks_nothing", no_memory)
+                model(input_ids=part, labels=part, attention_mask=torch.ones_like(part)).loss.backward()
+
+        found = [raised(iteration, i) for i in (1, 2)]
+        if last:
+            found[1:] = [found[1][0], raised(iteration, 3)]
+        ended = raised(comm.resync)
+        return found, ended, None if ended else raised(iteration, 3)
+
+
+@pytest.mark.parametrize("how", ["in the model", "after step()"])
+def test_an_iteration_that_one_rank_skips(run, how, size=2):
+    """The next exchange, in which the two meet at forward passes of different batches, raises on both."""
+    (of_0, *after_0), (of_1, *after_1) = run(size, skipped_case, how, timeout=100)
+    assert of_1[:2] == [None, "OutOfMemoryError"] and of_0[0] is None, (of_0, of_1)
+    counts = dict([("in the model", (2, 3, 0, 0)), ("after step()", (2, 2, 2, 3))])[how]
+    said = "rank {}: {} forward passes, {} calls of step()"
+    for kind, text in (of_0[1], of_1[2]):
+        assert kind == "AllScanOutOfStep", (kind, text)
+        assert all(said.format(r, counts[r], counts[2 + r]) in text for r in range(2)), text
+    for ended, again in (after_0, after_1):
+        assert (ended is None and again is None) if how == "in the model" else "in different steps" in ended[1]
+
+
 def sharded_projection_case(group, memory):
     """Return (relative errors of gradients, error of a backward pass without forward's parameters). FSDP2 shards the
     projection of latents, in which all ranks then call collectives."""

@@ -7,6 +7,7 @@ import functools
 import inspect
 import os
 import re
+import warnings
 
 import pytest
 import torch
@@ -410,6 +411,44 @@ def test_gates_that_operators_make(run):
     for rank, found in enumerate(run(2, made_gates_case)):
         for answer in found:
             assert answer[0] == "ValueError" and "at least -1,048,576" in answer[1] and (rank or "rank 1" in answer[1])
+
+
+def head_first_case(group):
+    """For each kind of first calls: the warnings of head-first inputs, and the error of zeco_ssd."""
+    heads_of, few = 8, {"right": (20, 19), "few later": (20, 3, 1), "one": (1,), "none": (0,), "few": (3, 2)}
+    found = {}
+
+    def texts(call, tokens, heads=heads_of, **options):
+        with allscan.Communicator(group, timeout=5, **options) as comm:
+            x = F.normalize(torch.ones(1, 20, heads, K, device=comm.device), dim=-1)
+            with warnings.catch_warnings(record=True) as warned:
+                warnings.simplefilter("always")
+                for T in tokens:
+                    call(comm, x[:, :T], -x[:, :T])
+        return [str(w.message) for w in warned if "head-first" in str(w.message)]
+
+    for kind, tokens in few.items():
+        found[kind] = texts(gla, tokens)
+    found["gla"] = texts(gla, (8, 8, 7), heads=20)
+    found["gla, debug"] = texts(gla, (8, 8), heads=20, debug=True)
+    found["kda"], found["gated_delta_rule"] = (texts(call, (8,), heads=20) for call in (own_kda, own_gdn))
+    with allscan.Communicator(group, timeout=5) as comm:
+        x = torch.zeros(1, 8, 20, K, device=comm.device)
+        A = torch.zeros(8, device=comm.device)  # has one number for each head
+        return found, raised(allscan.zeco_ssd, x, x[..., 0], A, x, x, 4, comm=comm)
+
+
+def test_inputs_that_look_head_first(run, size=2):
+    """Warned of once, on the first rank; few tokens of as many heads as before, one or none are not. zeco_ssd's A tells
+    its layout."""
+    for rank, (found, of_ssd) in enumerate(run(size, head_first_case)):
+        for kind, texts in found.items():
+            warns = rank == 0 and kind not in ("right", "few later", "one", "none")
+            assert len(texts) == warns, (kind, rank, texts)
+            if warns and kind != "few":
+                assert f"zeco_{kind.split(',')[0]} got 8 tokens of 20 heads, q [1, 8, 20, 16]" in texts[0], texts
+                assert "wants [B, T, H, ...]" in texts[0], texts
+        assert of_ssd[0] == "ValueError" and "is x, [1, 8, 20, 16], [B, H, T, P]" in of_ssd[1], of_ssd
 
 
 def autocast_case(group, call):

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
+import warnings
+
 import pytest
 import torch
 import torch.distributed as dist
 
 import allscan
+from allscan.ops import ssd
 from allscan.ops.ssd import torch_chunk_scan
 from allscan.reference import ssd_reference
 from support.values import error, place, raised
@@ -156,6 +161,30 @@ def test_chunks(chunk):
     y, last = torch_chunk_scan(given["x"], d, *tensors, chunk, D, numbers)
     expected, states = ssd_reference(given["x"], d, *tensors, D, cu_seqlens=lengths)
     assert error(y, expected) < 2e-6 and error(last, states[-1:]) < 2e-6
+
+
+@pytest.mark.parametrize("file, error", [("", "No module named 'mamba_ssm.ops'"), ("import selective_scan", "selecti")])
+def test_an_installation_that_cannot_be_used(monkeypatch, tmp_path, file, error):
+    """Named once a process; where nothing is installed nothing is said."""
+    device = torch.device("cuda")
+    try:
+        if importlib.util.find_spec("mamba_ssm") is None:
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                assert ssd._installed(device) is torch_chunk_scan
+            ssd._of_mamba_ssm.cache_clear()
+        (tmp_path / "mamba_ssm").mkdir()
+        (tmp_path / "mamba_ssm" / "__init__.py").write_text(file)
+        monkeypatch.syspath_prepend(tmp_path)
+        with pytest.warns(UserWarning, match=f"slower, since the import of mamba_ssm failed: .*{error}"):
+            assert ssd._installed(device) is torch_chunk_scan
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert ssd._installed(device) is torch_chunk_scan
+    finally:
+        ssd._of_mamba_ssm.cache_clear()
+        for name in [name for name in sys.modules if name.startswith("mamba_ssm")]:
+            del sys.modules[name]
 
 
 def half_precision_case(group, tokens):

@@ -17,7 +17,7 @@ from ...scan.fwd_epochs import FWD_EPOCHS
 from ...tokens.packing import CHUNK_TOKENS, Layout, carried_states, most_segments
 from ...tokens.partition import OwnTokens, check_packed, find_layout
 from ..carrier import AllScanCarrier, check_cut
-from ..first_call import FirstCall, check_first, common_fields
+from ..first_call import FirstCall, check_first, common_fields, look_for_head_first
 from .delta_checks import RULES, TITLES, Shapes, check_tensors, shapes_of
 from .delta_passes import StatePass
 from .fla_chunks import KDA, ChunkCall, GatedDeltaNet, local
@@ -142,6 +142,8 @@ def prepare_delta(
             check_cut(comm, q.shape[1], invariant, zigzag)
             if invariant and not q.shape[1] and comm.rank in ((0,) if zigzag else (0, comm.size - 1)):
                 raise ValueError(f"with invariant={invariant} the first and the last rank must have tokens")
+            if cu_seqlens is None and q.shape[2] == v.shape[2]:  # head-first inputs have T there
+                look_for_head_first(comm, TITLES[rule], q)
 
         summed = None if isinstance(RULES[rule], OwnChunks) else CHUNK_TOKENS  # our kernels also support gates of -inf
         first = FirstCall(signature, shape, agree, summed)

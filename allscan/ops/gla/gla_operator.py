@@ -39,7 +39,7 @@ from ...tokens.packing import CHUNK_TOKENS, GRID_LIMIT, Layout, carried_states, 
 from ...tokens.partition import OwnTokens, check_packed, compare_values, find_layout
 from ..allscan import check_final, final_of_all
 from ..carrier import AllScanCarrier, InOrderCarrier, StateCarrier, carrier_of, check_cut, check_invariant
-from ..first_call import FINAL_OF_ALL, FirstCall, check_first, common_fields
+from ..first_call import FINAL_OF_ALL, FirstCall, check_first, common_fields, look_for_head_first
 from .gla_plans import Shape, backward_plan, forward_plan, shape_of
 
 SAVED_DTYPE = torch.int32  # of the saved buffer: integers, so that a saved_tensors_hook does not treat it as floats
@@ -372,6 +372,8 @@ def _prepare(
             check_tensors(tensors, cu_seqlens, comm, zigzag)
             check_cut(comm, q.shape[1], invariant, zigzag)
             check_packed(comm, cu_seqlens, q.shape[1], first_token, zigzag)
+            if cu_seqlens is None:  # which would not fit the tokens of all ranks
+                look_for_head_first(comm, "zeco_gla", q)
 
         check_first(comm, FirstCall(signature, shape, agree), check, g, carrier.prepare)
     return _find(carrier, _shape(q, v, g.dtype, cu_seqlens, options.of_shape), cu_seqlens, options, traced)
