@@ -13,7 +13,8 @@ import triton.language as tl
 import allscan
 from allscan.launch.streams import SCANS
 from allscan.ops.carrier import record_call, register
-from allscan.ops.gla import CallOptions, zeco_gla_by
+from allscan.ops.gla import GLA
+from allscan.ops.operator import Asked
 
 
 @triton.jit
@@ -258,7 +259,7 @@ class Baseline:
 
 def gla(q, k, v, g, *, carrier: Baseline, recompute: bool = True):
     """Call zeco_gla with another communication."""
-    return zeco_gla_by(carrier, (q, k, v, g, None), CallOptions(recompute=recompute))[0]
+    return GLA.run(carrier.comm, "zeco_gla", (q, k, v, g, None), Asked(recompute=recompute), carrier)[0]
 
 
 class Turn(torch.autograd.Function):

@@ -103,16 +103,13 @@ def record_call(plan: Plan, carried: CarriedState, reverse: bool, zigzag: bool) 
 class AllScanCarrier:
     """All-Scan on the communicator's own stream. ``dense``: the scan has transitions."""
 
-    _attribute = "carrier"  # of the communicator, which holds the object
-
     def __init__(self, comm: Communicator, dense: bool = False) -> None:
         self.comm, self.handle, self._dense = comm, comm.handle, dense
 
     @classmethod
     def of(cls: type[C], comm: Communicator, dense: bool = False) -> C:
         """Return the carrier of this class for ``comm``, one object until ``comm`` is closed."""
-        name = f"{cls._attribute} of transitions" if dense else cls._attribute
-        found: C = comm.attributes.get(name) or comm.attributes.setdefault(name, cls(comm, dense))
+        found: C = comm.attributes.get((cls, dense)) or comm.attributes.setdefault((cls, dense), cls(comm, dense))
         return found
 
     def prepare(
@@ -199,8 +196,6 @@ class AllScanCarrier:
 
 class InOrderCarrier(AllScanCarrier):
     """Carrier of calls with ``invariant=``: a chain over all segments in sequence order, see GLAPlan.carry_in_order."""
-
-    _attribute = "carrier in order"
 
     def prepare(
         self,

@@ -18,13 +18,14 @@ from ..base.checks import integer
 from ..base.tiling import H100_MULTIPROCESSORS, cdiv, scan_tile, transition_tile
 from ..launch.plan import Plan
 from ..ops.carrier import CarriedState, record_call
-from ..ops.delta.delta_checks import check_tensors as check_delta
+from ..ops.delta.delta_operator import DELTA
 from ..ops.delta.delta_passes import delta_segment_length
 from ..ops.delta.own_chunks import ChunkPass
 from ..ops.delta.records import DeltaShape, Ends, Inputs, Outer, Saved, SavedStates
 from ..ops.delta.scalar_chunks import ScalarChunkPass
-from ..ops.gla.gla_operator import check_tensors as check_gla
+from ..ops.gla.gla_operator import GLA
 from ..ops.gla.gla_plans import backward_plan, forward_plan, shape_of
+from ..ops.operator import Call
 from ..scan.fwd_epochs import FWD_EPOCHS
 from ..scan.workspace import Spec, workspace_layout
 from ..tokens.packing import CHUNK_TOKENS, GRID_LIMIT, Layout, batch_pieces, most_segments
@@ -180,14 +181,14 @@ def check_call(layer: Recurrent, cut: Cut) -> None:
     """Raise ValueError for a call that the layer's operator rejects, by the operator's own checks."""
     check_cut(cut)
     rows, scalar = [cut.batch, cut.own, layer.heads], layer.rule == "gated_delta_rule"
-    comm: Any = types.SimpleNamespace(device=torch.device("meta"))
+    comm: Any = types.SimpleNamespace(device=torch.device("meta"), rank=1, size=1, attributes={})
     try:
         q, v, g = _of_meta(rows, [layer.K, layer.V, layer.K])
         if layer.rule == "gla":
-            check_gla((q, q, v, g, None), None, comm, int(cut.zigzag))
+            GLA.check_all(comm, (q, q, v, g, None), None, None, Call("zeco_gla", 1.0, zigzag=int(cut.zigzag)))
         else:
             tensors = q, q, v, g[..., 0] if scalar else g, g[..., 0], None
-            check_delta(comm, tensors, None, f"own_{layer.rule}", int(cut.zigzag))
+            DELTA.check_all(comm, tensors, None, None, Call(f"own_{layer.rule}", 1.0, zigzag=int(cut.zigzag)))
     except (ValueError, RuntimeError) as error:  # RuntimeError: torch, about sizes
         raise ValueError(f"{OPERATORS[layer.rule]}: {error}") from None
 

@@ -14,7 +14,8 @@ from allscan.ops.carrier import AllScanCarrier
 from allscan.ops.delta.delta_checks import shapes_of
 from allscan.ops.delta.delta_passes import delta_segment_length
 from allscan.ops.delta.delta_prepared import state_pass
-from allscan.ops.delta.records import Between, Ends, OfOutput, Options, SavedStates
+from allscan.ops.delta.records import Between, Ends, OfOutput, SavedStates
+from allscan.ops.operator import Call
 from allscan.reference import delta_reference
 from allscan.tokens.packing import CHUNK_TOKENS
 from allscan.tokens.partition import OwnTokens, find_layout
@@ -242,7 +243,7 @@ def pass_case(group, case: DeltaCase):
         segment = delta_segment_length(T, HV, multiprocessors(comm.device))
         cu_seqlens = None if lengths is None else torch.tensor(lengths)
         layout = find_layout(comm, OwnTokens(1, T, cu_seqlens), segment)
-        passes = state_pass(comm, layout, shapes_of(whole.q, whole.v), Options(rule, 1.0, "", None))
+        passes = state_pass(comm, layout, shapes_of(whole.q, whole.v), Call(rule, 1.0))
         AllScanCarrier.of(comm, dense=True).prepare((HV, K, V))
         found_final, found_dinitial = torch.zeros_like(whole.initial), torch.zeros_like(whole.initial)
         saved_states = saved_states_for(passes)

@@ -11,9 +11,11 @@ import triton
 from allscan.base.tiling import H100_MULTIPROCESSORS
 from allscan.bindings.triton_compat import OPTIONS
 from allscan.launch.streams import Streams
+from allscan.ops import operator
 from allscan.ops.delta import delta_passes, own_chunks, scalar_chunks
 from allscan.ops.delta.records import DeltaShape, Ends, Inputs, Outer, Saved
-from allscan.ops.gla import gla_operator, gla_plans
+from allscan.ops.gla import GLA, gla_operator, gla_plans
+from allscan.ops.operator import Call
 from allscan.tokens.packing import Layout, TokenRange, flags_of
 
 from .delta import saved_states_for
@@ -137,15 +139,16 @@ def launch_gla(K, V, dtype, kept, monkeypatch, H=4, T=130):
             monkeypatch.setattr(gla_plans, sizes, {"cpu": of["cuda"]})
     layout = Layout([TokenRange(0, T, flags=flags_of(True, True))], 1, 1024, "cpu")
     monkeypatch.setattr(gla_operator, "multiprocessors", lambda device: H100_MULTIPROCESSORS)
-    monkeypatch.setattr(gla_operator, "carrier_of", lambda *_: NoCarrier())
-    monkeypatch.setattr(gla_operator, "check_first", lambda *_: None)
-    monkeypatch.setattr(gla_operator, "find_layout", lambda *_, **__: layout)
+    monkeypatch.setattr(operator, "carrier_of", lambda *_: NoCarrier())
+    monkeypatch.setattr(operator, "check_first", lambda *_: None)
+    monkeypatch.setattr(operator, "find_layout", lambda *_, **__: layout)
     monkeypatch.setattr(Launches, "made", [])
     q, k, v, do = (torch.zeros(1, T, H, w, dtype=dtype) for w in (K, K, V, V))
-    g, initial, how = torch.zeros(1, T, H, K), torch.zeros(1, H, K, V), (0.1, None, False, kept)
+    g, initial, text = torch.zeros(1, T, H, K), torch.zeros(1, H, K, V), Call("zeco_gla", 0.1, saves=kept).text
+    fixed = 0, 0.1, None, None, text
     with torch.no_grad():
-        _, final, *made = gla_operator._forward(q, k, v, g, initial, None, True, 0, *how)
-        gla_operator._backward(do, final, q, k, v, g, None, *made, True, 0, g.dtype, *how)
+        _, final, *made = GLA._forward(q, k, v, g, initial, None, True, *fixed)
+        GLA._backward(None, do, final, q, k, v, g, *made, None, True, g.dtype, g.dtype, *fixed)
 
 
 class NoScan:

@@ -3,30 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...base.autograd import Operator, Passes, reject_second_derivative, wants_gradient, watched
-from ...base.checks import (
-    call_key,
-    plain_or_traced,
-    restored,
-    saved_tensor_error,
-)
-from ...bindings.torch_compat import num_dispatch_modes, recorded
-from ...comm.backwards import saved_tensors
-from ...comm.communicator import Communicator, check_communicator, communicator_of
-from ..allscan import check_final, final_of_all
-from ..carrier import carrier_of
-from ..first_call import FINAL_OF_ALL
-from .delta_checks import RULES, TITLES, checked, shapes_of
-from .delta_prepared import PreparedDelta, prepare_delta, saved_specs, state_specs, sums_and_chunks
+from ...base.checks import plain_or_traced
+from ...comm.communicator import Communicator
+from ...tokens.packing import CHUNK_TOKENS
+from ..carrier import StateCarrier
+from ..operator import Asked, Call, SequenceOperator
+from .delta_checks import RULES, TITLES, check_options, check_tensors, shapes_of
+from .delta_prepared import PreparedDelta, saved_specs, state_specs, sums_and_chunks
 from .own_chunks import OwnChunks
 from .raw_inputs import Gate, gate, normalized
-from .records import Before, CallOptions, Inputs, Options, Outer, Saved, SavedStates
+from .records import Raw
 
 BETAS = torch.float32, torch.bfloat16, torch.float16  # dtypes of beta that fla's kernels support
 
@@ -108,15 +99,13 @@ def zeco_kda(
     Source:
         Kimi Linear, arXiv 2510.26692; ZeCO, arXiv 2507.01004; docs/delta.md.
     """
-    flags = use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval
     if safe_gate and not use_gate_in_kernel and isinstance(lower_bound, (int, float)) and -5 <= lower_bound < 0:
         lower_bound = None  # as in fla: it only restates the guarantee for gates that are not raw
-    before = Before(*flags, lower_bound, A_log, dt_bias, state_v_first, chunk)
+    flags = use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval
+    raw = Raw(*flags, lower_bound, state_v_first, chunk)
+    asked = Asked(output_final_state, scale, cu_seqlens, first_token, layout, per_document, invariant, True, raw)
     rule = "own_kda" if chunk == "allscan" else "safe_kda" if safe_gate else "kda"
-    asked = CallOptions(
-        scale, initial_state, output_final_state, cu_seqlens, first_token, layout, per_document, invariant
-    )
-    return _call(rule, before, Inputs(q, k, v, g, beta), comm, asked)
+    return _run(rule, (q, k, v, g, beta, initial_state, A_log, dt_bias), comm, asked)
 
 
 def zeco_gated_delta_rule(
@@ -172,250 +161,99 @@ def zeco_gated_delta_rule(
         Gated Delta Networks, arXiv 2412.06464; ZeCO, arXiv 2507.01004; docs/delta.md.
     """
     flags = use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval
-    before = Before(*flags, None, A_log, dt_bias, state_v_first, chunk)
+    raw = Raw(*flags, None, state_v_first, chunk)
+    asked = Asked(output_final_state, scale, cu_seqlens, first_token, layout, per_document, invariant, True, raw)
     rule = "own_gated_delta_rule" if chunk == "allscan" else "gated_delta_rule"
-    asked = CallOptions(
-        scale, initial_state, output_final_state, cu_seqlens, first_token, layout, per_document, invariant
-    )
-    return _call(rule, before, Inputs(q, k, v, g, beta), comm, asked)
+    return _run(rule, (q, k, v, g, beta, initial_state, A_log, dt_bias), comm, asked)
 
 
-def _call(rule: str, before: Before, x: Inputs, comm: Communicator, asked: CallOptions) -> tuple[Tensor, Tensor | None]:
-    if type(comm) is not Communicator:
-        check_communicator(comm)
-    if torch.compiler.is_compiling() or (num_dispatch_modes() and recorded()):
-        return _delta(rule, before, x, comm, asked)
-    with comm.call(False, TITLES[rule], (*x, asked.initial_state, before.A_log, before.dt_bias)):
-        return _delta(rule, before, x, comm, asked)
+def _run(rule: str, tensors: tuple[Any, ...], comm: Communicator, asked: Asked) -> tuple[Tensor, Any]:
+    o, final_state = DELTA.run(comm, rule, tensors, asked)
+    transposed = asked.more[-2] and final_state is not None
+    return o, final_state.mT if transposed else final_state
 
 
-def _delta(rule: str, before: Before, x: Inputs, comm: Communicator, asked: CallOptions) -> tuple[Tensor, Any]:
-    final, of_all = asked.output_final_state, False
-    if isinstance(final, str):
-        of_all = final = check_final(final, comm)
-    cu_seqlens, initial_state = None, asked.initial_state
-    key = None if torch.compiler.is_compiling() else _key(rule, before, x, comm, asked, of_all)
-    prepared = None if key is None else comm.calls.get(key)
-    if prepared is None:
-        cu_seqlens, options = checked(rule, before, _fields_of(before, of_all), x, comm, asked)
-    if initial_state is not None and before.state_v_first:
-        initial_state = initial_state.mT
-    *inputs, initial_state = plain_or_traced(*x, initial_state)
-    tensors = *_applied(before, Inputs(*inputs), comm.handle), initial_state
-    if prepared is None and watched((*tensors, cu_seqlens)):
-        o, final_state, *_ = _operator.forward(*tensors, cu_seqlens, final, comm.handle, *options)
-    else:
-        if prepared is None:
-            prepared = prepare_delta(comm, tensors, cu_seqlens, options)
-            if key is not None:
-                comm.calls.remember(key, prepared)
-        if wants_gradient(tensors):
-            o, final_state = _operator.eager((prepared, (cu_seqlens, final)), *tensors)
-        else:
-            o, final_state, *_ = prepared.forward(*tensors, cu_seqlens, final)
-    if not final:
-        return o, None
-    if of_all:
-        packed = asked.cu_seqlens is not None and not asked.per_document
-        o, final_state = final_of_all(o, final_state, comm, packed, asked.layout == "zigzag")
-    return o, final_state.mT if before.state_v_first else final_state
+class _Delta(SequenceOperator):
+    """``tensors`` of calls: the inputs, initial_state, A_log, dt_bias."""
+
+    name = "zeco_delta"
+    titles = TITLES
+    inputs = "q", "k", "v", "g", "beta"
+    outputs = "sums", "scores", "solved", "transitions", "incoming", "fwd_epoch"
+    kept = "q", "k", "v", "beta", *outputs
+    # sums: our own kernels save the gates in their place
+    kept_at = {rule: (0, 1, 2, 4, 3 if isinstance(of, OwnChunks) else 5, *range(6, 11)) for rule, of in RULES.items()}
+    dense = True
+
+    def check_options(self, rule: str, tensors: Sequence[Any], asked: Asked, invariant: int) -> None:
+        check_options(rule, tensors, asked.more, invariant)
+
+    def options(self, tensors: Sequence[Any], raw: Raw) -> tuple[float | None, str]:
+        flags = dict(zip(Raw._fields[:4], raw[:4])) | dict(state_v_first=raw.state_v_first)
+        flags |= {"A_log is None": tensors[6] is None, "dt_bias is None": tensors[7] is None}
+        bound = None if raw.lower_bound is None or not raw.use_gate_in_kernel else float(raw.lower_bound)
+        return bound, ",".join([f"{name}={bool(flag)}" for name, flag in flags.items()])
+
+    def prepared_inputs(self, tensors: Sequence[Any], raw: Raw, handle: int) -> Sequence[Any]:
+        """Apply norms, gates and sigmoids to raw arguments."""
+        q, k, v, g, beta, initial_state, A_log, dt_bias = tensors
+        if initial_state is not None and raw.state_v_first:
+            initial_state = initial_state.mT
+        q, k, v, g, beta, initial_state = plain_or_traced(q, k, v, g, beta, initial_state)
+        if raw.use_qk_l2norm_in_kernel:
+            q, k = normalized(q, k, handle)
+        if raw.use_gate_in_kernel:
+            A_log, dt_bias = plain_or_traced(A_log, dt_bias)
+            g = gate(g, Gate(A_log, dt_bias, raw.lower_bound), handle)
+        if raw.use_beta_sigmoid_in_kernel:
+            beta = gate(beta, Gate(bound=2.0 if raw.allow_neg_eigval else 1.0), handle)
+        elif beta.dtype not in BETAS:
+            beta = beta.float()
+        return q, k, v, g, beta, initial_state
+
+    def check_tensors(self, comm: Communicator, tensors: Sequence[Any], call: Call) -> None:
+        check_tensors(comm, tensors, call)
+
+    def summed_gates(self, rule: str) -> int | None:
+        return None if isinstance(RULES[rule], OwnChunks) else CHUNK_TOKENS  # our kernels also support gates of -inf
+
+    def make(
+        self,
+        carrier: StateCarrier,
+        tensors: Sequence[Any],
+        cu_seqlens: Tensor | None,
+        first_token: int | None,
+        call: Call,
+        traced: bool,
+    ) -> PreparedDelta:
+        q, _, v, g, beta, _ = tensors
+        own = isinstance(RULES[call.rule], OwnChunks)  # our kernels save the gates, not their sums
+        dtypes = beta.dtype, g.dtype if own else torch.float32
+        shapes = shapes_of(q, v, cu_seqlens, call.invariant)
+        return PreparedDelta(carrier, shapes, cu_seqlens, first_token, call, dtypes, traced)
+
+    def make_again(
+        self, carrier: StateCarrier, rest: Sequence[Any], check: Callable[..., Any], dtypes: Sequence[torch.dtype]
+    ) -> PreparedDelta:
+        (q, *_, incoming, _), do, cu_seqlens, first_token, call = rest
+        gate_dtype, beta_dtype = dtypes
+        shapes = shapes_of(q, do, cu_seqlens, call.invariant)
+        of_saved = beta_dtype, gate_dtype if isinstance(RULES[call.rule], OwnChunks) else torch.float32
+        specs = state_specs(shapes, call.zigzag)
+        packed = cu_seqlens is not None and incoming.shape != specs[1][1]  # saved by an eager call
+        segments = incoming.shape[0] if packed and incoming.ndim else None
+        check(saved_specs(shapes, of_saved, call.rule, call.zigzag, segments))
+        return PreparedDelta(carrier, shapes, cu_seqlens, first_token, call, of_saved, not packed)
+
+    def fake_outputs(self, inputs: Sequence[Tensor], cu_seqlens: Tensor | None, call: Call) -> Sequence[Tensor]:
+        q, k, v, g, *_ = inputs
+        specs = state_specs(shapes_of(q, v, cu_seqlens, call.invariant), call.zigzag)
+        saved_states = (q.new_empty(shape, dtype=dtype) for dtype, shape in specs)
+        return *sums_and_chunks(RULES[call.rule], k, v, g), *saved_states
+
+    def gradients_like(self, kept: Sequence[Tensor]) -> Sequence[Tensor]:
+        q, k, v, beta, sums, *_ = kept
+        return q, k, v, sums, beta
 
 
-FIELDS = (
-    "use_qk_l2norm_in_kernel",
-    "use_gate_in_kernel",
-    "use_beta_sigmoid_in_kernel",
-    "allow_neg_eigval",
-    "A_log is None",
-    "dt_bias is None",
-    "state_v_first",
-    FINAL_OF_ALL,
-)
-
-
-def _fields_of(before: Before, of_all: bool) -> str:
-    """Return names and values of the options that must be equal on all ranks, except lower_bound. of_all: see
-    final_of_all."""
-    values = *before[:4], before.A_log is None, before.dt_bias is None, before.state_v_first, of_all
-    return ";".join([f"{name}={bool(value)}" for name, value in zip(FIELDS, values)])
-
-
-def _applied(before: Before, x: Inputs, handle: int) -> Inputs:
-    """Apply norms, gates and sigmoids to raw arguments; return the inputs of the rule. handle: the communicator's."""
-    q, k, v, g, beta = x
-    if before.normalize:
-        q, k = normalized(q, k, handle)
-    if before.gate:
-        A_log, dt_bias = plain_or_traced(before.A_log, before.dt_bias)
-        g = gate(g, Gate(A_log, dt_bias, before.lower_bound), handle)
-    if before.sigmoid:
-        beta = gate(beta, Gate(bound=2.0 if before.twice else 1.0), handle)
-    elif beta.dtype not in BETAS:
-        beta = beta.float()
-    return Inputs(q, k, v, g, beta)
-
-
-def _key(rule: str, before: Before, x: Inputs, comm: Communicator, asked: CallOptions, of_all: bool) -> tuple | None:
-    """Return the cache key of the call's PreparedDelta, or None if the call needs all checks: Decimal(1), an invalid
-    scale, equals 1.0, and NaN equals nothing."""
-    scale, bound, layout = asked.scale, before.lower_bound, asked.layout
-    if asked.cu_seqlens is not None or asked.first_token is not None or asked.per_document:
-        return None
-    if comm.debug or num_dispatch_modes():
-        return None
-    for number in (scale, bound):
-        if type(number) not in (float, int, type(None)) or number != number:
-            return None
-    if not type(layout) is type(before.chunk) is str or type(asked.invariant) not in (int, type(None)):
-        return None
-    flags = *before[:4], before.state_v_first, of_all
-    if {*map(type, flags)} != {bool}:
-        return None
-    tensors = call_key((*x, asked.initial_state, before.A_log, before.dt_bias))
-    return None if tensors[-1] == 2 else (tensors, rule, scale, bound, layout, before.chunk, flags, asked.invariant)
-
-
-# The custom operator, which torch.compile traces
-
-
-def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    final: bool,
-    handle: int,
-    rule: str,
-    scale: float,
-    fields: str,
-    bound: float | None,
-    first_token: int | None = None,
-    zigzag: int = False,
-    invariant: int = 0,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    comm, tensors = communicator_of(handle), (q, k, v, g, beta, initial_state)
-    with comm.call(False, TITLES[rule], tensors):
-        options = Options(rule, scale, fields, bound, first_token, zigzag, invariant)
-        prepared = prepare_delta(comm, tensors, cu_seqlens, options, traced=True)
-        return prepared.forward(*tensors, cu_seqlens, final)
-
-
-def _fake(q: Tensor, k: Tensor, v: Tensor, g: Tensor, *rest: Any) -> tuple[Tensor | None, ...]:
-    _, _, cu_seqlens, final, _, *others = rest
-    options = Options(*others)
-    specs = state_specs(shapes_of(q, v, cu_seqlens, options.invariant), options.zigzag)
-    saved_states = (q.new_empty(shape, dtype=dtype) for dtype, shape in specs)
-    final_state = _zeros(q, v, cu_seqlens, final)
-    return torch.empty_like(v), final_state, *sums_and_chunks(RULES[options.rule], k, v, g), *saved_states
-
-
-def _zeros(q: Tensor, v: Tensor, cu_seqlens: Tensor | None, wanted: bool) -> Tensor | None:
-    """Return zeros for the final states, or None if not ``wanted``."""
-    x = shapes_of(q, v, cu_seqlens)
-    return q.new_zeros((x.sequences, x.HV, x.K, x.V), dtype=torch.float32) if wanted else None
-
-
-def _backward(
-    do: Tensor,
-    dfinal: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    cu_seqlens: Tensor | None,
-    sums: Tensor,
-    scores: Tensor,
-    solved: Tensor,
-    transitions: Tensor,
-    incoming: Tensor,
-    fwd_epoch: Tensor,
-    initial: bool,
-    beta_dtype: torch.dtype,
-    handle: int,
-    rule: str,
-    scale: float,
-    fields: str,
-    bound: float | None,
-    first_token: int | None = None,
-    zigzag: int = False,
-    invariant: int = 0,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Run backward; return (dq, dk, dv, dg, dbeta, dinitial_state or None)."""
-    saved = q, k, v, beta, cu_seqlens, sums, scores, solved, transitions, incoming, fwd_epoch
-    options = handle, rule, scale, fields, bound, first_token, zigzag, invariant
-    return _run_backward(None, do, dfinal, *saved, initial, beta_dtype, *options)
-
-
-def _run_backward(prepared: PreparedDelta | None, do: Tensor, dfinal: Tensor | None, *inputs: Any) -> tuple[Any, ...]:
-    """Check the restored tensors and run backward. ``inputs``: the inputs of ``_backward``."""
-    *tensors, initial, beta_dtype, handle, rule, scale, fields, bound, first_token, zigzag, invariant = inputs
-    q, k, v, beta, cu_seqlens, sums, *others = tensors
-    comm = communicator_of(handle)
-    with comm.call(True, f"the backward of {TITLES[rule]}", (do, dfinal)):
-        reject_second_derivative("a delta rule")
-        if q.ndim != 4:
-            raise saved_tensor_error(TITLES[rule], "q", q, "[B, T, H, K]")
-        names = "q k v beta sums scores solved transitions incoming fwd_epoch do"
-        check = partial(restored, TITLES[rule], names, (q, k, v, beta, sums, *others, do))
-        if prepared is None:
-            own = isinstance(RULES[rule], OwnChunks) and sums.dtype == do.dtype  # the gates have q's dtype
-            shapes = shapes_of(q, do, cu_seqlens, invariant)
-            dtypes = beta_dtype, do.dtype if own else torch.float32
-            incoming = others[3]
-            packed = cu_seqlens is not None and incoming.shape != state_specs(shapes, zigzag)[1][1]  # of an eager call
-            check(saved_specs(shapes, dtypes, rule, zigzag, incoming.shape[0] if packed and incoming.ndim else None))
-            options = Options(rule, scale, fields, bound, first_token, zigzag, invariant)
-            prepared = PreparedDelta(comm, shapes, cu_seqlens, options, dtypes, traced=not packed)
-        q, k, v, beta, sums, scores, solved, *saved_states, do = check(prepared.saved_specs)
-        dinitial = q.new_zeros(prepared.state_shape, dtype=torch.float32) if initial else None
-        outer = Outer(do, dfinal, dinitial)
-        grads = prepared.backward(Inputs(q, k, v, sums, beta), Saved(scores, solved), outer, SavedStates(*saved_states))
-        return *grads, dinitial
-
-
-def _fake_backward(*inputs: Any) -> tuple[Tensor | None, ...]:
-    _, _, q, k, v, beta, cu_seqlens, sums, _, _, _, _, _, initial, *_ = inputs
-    dinitial = _zeros(q, v, cu_seqlens, initial)
-    return *(torch.empty_like(x) for x in (q, k, v, sums, beta)), dinitial
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-    q, k, v, g, beta, initial_state, cu_seqlens, _, handle, rule, *where = inputs
-    sums = g if isinstance(RULES[rule], OwnChunks) else output[2]
-    ctx.save_for_backward(q, k, v, beta, cu_seqlens, sums, *output[3:])
-    ctx.gate_dtype, initial = g.dtype, initial_state is not None and initial_state.requires_grad
-    ctx.rest = initial, beta.dtype, handle, rule, *where
-
-
-def _pending(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    *rest: Any,
-) -> list:
-    """Return the PendingBackward records of a call of the custom operator."""
-    _, handle, *_, zigzag, invariant = rest
-    carrier = carrier_of(handle, invariant, dense=True)
-    return carrier.pending(carrier.prepare(shapes_of(q, v, cu_seqlens).carried(zigzag)), bool(zigzag))
-
-
-def _gradient(backward: Callable[..., Any], ctx: Any, do: Tensor, dfinal: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Return the gradients of q, k, v, g, beta and initial_state."""
-    for pending in ctx.pending:
-        pending.run()
-    initial, _, handle, *_ = ctx.rest
-    q, k, v, *saved = saved_tensors(ctx, lambda: communicator_of(handle), True)
-    do, dfinal = plain_or_traced(torch.zeros_like(v) if do is None else do, dfinal)
-    dq, dk, dv, dg, dbeta, dinitial = backward(do, dfinal, q, k, v, *saved, *ctx.rest)
-    return dq, dk, dv, dg.to(ctx.gate_dtype), dbeta, dinitial if initial else None
-
-
-_passes = Passes(_forward, _fake, _backward, _fake_backward)
-_operator = Operator("allscan::zeco_delta", _passes, _setup_context, _gradient, _pending, _run_backward)
+DELTA = _Delta()

@@ -2,53 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from ...launch.plan import Buffer
 
 
-class Before(NamedTuple):
-    """Preparation of the arguments before the rule: see ``zeco_kda``."""
+class Raw(NamedTuple):
+    """Options that prepare raw arguments, and of the implementation: see ``zeco_kda``."""
 
-    normalize: bool
-    gate: bool
-    sigmoid: bool
-    twice: bool
+    use_qk_l2norm_in_kernel: bool
+    use_gate_in_kernel: bool
+    use_beta_sigmoid_in_kernel: bool
+    allow_neg_eigval: bool
     lower_bound: float | None
-    A_log: Tensor | None
-    dt_bias: Tensor | None
     state_v_first: bool
     chunk: str
-
-
-class CallOptions(NamedTuple):
-    """Unchecked options of a call, as the caller passes them: see ``zeco_kda``."""
-
-    scale: float | None
-    initial_state: Tensor | None
-    output_final_state: bool | str
-    cu_seqlens: Tensor | Sequence[int] | None
-    first_token: int | None
-    layout: str
-    per_document: bool
-    invariant: int | None
-
-
-class Options(NamedTuple):
-    """Checked options of a call, without its tensors. fields, bound: the values of Before that the ranks compare.
-    zigzag: see zigzag_of."""
-
-    rule: str
-    scale: float
-    fields: str
-    bound: float | None
-    first_token: int | None = None
-    zigzag: int = 0
-    invariant: int = 0
 
 
 class Inputs(NamedTuple):

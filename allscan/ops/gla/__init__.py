@@ -4,6 +4,6 @@
 ``gla_plans``     launch plans: kernels, grids, block sizes and buffers.
 """
 
-from .gla_operator import CallOptions, zeco_gla, zeco_gla_by
+from .gla_operator import GLA, zeco_gla
 
-__all__ = ["CallOptions", "zeco_gla", "zeco_gla_by"]
+__all__ = ["GLA", "zeco_gla"]

@@ -23,7 +23,8 @@ from allscan.comm import host_exchange
 from allscan.launch.compiled_kernel import Launch
 from allscan.launch.streams import Streams
 from allscan.ops.carrier import record_call, register
-from allscan.ops.gla import CallOptions, gla_operator, zeco_gla_by
+from allscan.ops.gla import GLA, gla_operator
+from allscan.ops.operator import Asked, Call
 from allscan.shmem_kernels.blocks import rounded_to_tf32
 from allscan.tokens import packing
 from support.gla import BF16, F16, F32, LIMIT, NAMES, GLACase, Whole, check, gla_case
@@ -140,9 +141,9 @@ def kept_case(group, dtype):
     number of saved words, and results."""
     launched, made, answers = [], [], []
     with allscan.Communicator(group) as comm, pytest.MonkeyPatch.context() as patch:
-        call_launch, make = Launch.__call__, gla_operator.Prepared.forward
+        call_launch, make = Launch.__call__, gla_operator.PreparedGLA.forward
         patch.setattr(Launch, "__call__", lambda self, *x: (launched.append(self.kernel), call_launch(self, *x))[1])
-        patch.setattr(gla_operator.Prepared, "forward", lambda self, *x: (made.append(make(self, *x)), made[-1])[1])
+        patch.setattr(gla_operator.PreparedGLA, "forward", lambda self, *x: (made.append(make(self, *x)), made[-1])[1])
         whole = Whole(GLACase([70], B=2, H=2, V=24, gates="spots", dtype=dtype), comm.device)
 
         def names():
@@ -340,8 +341,9 @@ def operator_case(group):
         leaves = [x.requires_grad_() for x in (whole.q, whole.k, whole.v, whole.g, whole.initial)]
         checks = ("test_schema", "test_autograd_registration", "test_faketensor")
         for final, cu_seqlens, initial, keeps in ((True, packed, leaves[4], True), (False, None, None, False)):
-            arguments = (*leaves[:4], initial, cu_seqlens, final, comm.handle, 0.25, None, False, keeps)
-            torch.library.opcheck(gla_operator._operator.operator, arguments, test_utils=checks)
+            call = Call("zeco_gla", 0.25, saves=keeps)
+            arguments = (*leaves[:4], initial, cu_seqlens, final, comm.handle, 0.25, None, None, call.text)
+            torch.library.opcheck(GLA.custom.operator, arguments, test_utils=checks)
     return True
 
 
@@ -563,7 +565,7 @@ def carriers_case(group, recompute):
                 leaves = [x.clone().requires_grad_() for x in (q, k, v)]
                 initial = torch.full((1, 2, 16, 16), carrier.value, device=comm.device)
                 if by_carrier:
-                    o, _ = zeco_gla_by(carrier, (*leaves, -q, None), CallOptions(recompute=recompute))
+                    o, _ = GLA.run(carrier.comm, "zeco_gla", (*leaves, -q, None), Asked(recompute=recompute), carrier)
                 else:
                     o, _ = allscan.zeco_gla(*leaves, -q, comm=comm, initial_state=initial)
                 found.append([o, *torch.autograd.grad(o.sum(), leaves[:1])])

@@ -14,7 +14,8 @@ from allscan.base.tiling import scan_num_warps
 from allscan.bindings.triton_compat import OPTIONS
 from allscan.launch.compiled_kernel import prefer_shared_memory_carveout
 from allscan.ops.carrier import register
-from allscan.ops.gla import CallOptions, zeco_gla_by
+from allscan.ops.gla import GLA
+from allscan.ops.operator import Asked
 from allscan.shmem_kernels.scan import scan_kernel
 from support.gla import BF16, LIMIT, GLACase, Whole, errors_of_part
 from support.values import place
@@ -91,8 +92,8 @@ def virtual_case(group, case, scan_us, rounds):
                 first_token = None if case.lengths is None else sum(tokens[: seat.comm.rank])
 
                 def call(*x, comm, initial_state, seat=seat, first_token=first_token, **options):
-                    asked = CallOptions(**options, first_token=first_token, recompute=case.recompute)
-                    return zeco_gla_by(seat, (*x, initial_state), asked)
+                    asked = Asked(**options, first_token=first_token, recompute=case.recompute)
+                    return GLA.run(seat.comm, "zeco_gla", (*x, initial_state), asked, seat)
 
                 with torch.cuda.stream(seat.queue) if seat.queue else contextlib.nullcontext():
                     if seat.queue and i and chance.random() < 0.3:
