@@ -67,7 +67,7 @@ class Asked(NamedTuple):
     per_document: bool = False
     invariant: int | None = None
     recompute: bool = True
-    more: tuple[Any, ...] = ()
+    more: Any = ()
 
 
 class Call(NamedTuple):
@@ -279,7 +279,7 @@ class SequenceOperator:
                     prepared = comm.calls.get(key)
             if prepared is None:
                 cu_seqlens, first_token, call = self._checked(carrier, rule, tensors, asked)
-            inputs, final = tensors, bool(asked.output_final_state)
+            final, inputs = bool(asked.output_final_state), tensors  # type: tuple[bool, Any]
             if self.prepared_inputs is not None:
                 inputs = self.prepared_inputs(tensors, asked.more, comm.handle)
             elif tracing or any([x is not None and (x.is_neg() or not x.is_contiguous()) for x in tensors]):
