@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..bindings.torch_compat import operator
-from .unmasked import by_rows, by_triangles, tokens_first
+from .attention_backward import by_rows, by_triangles, tokens_first
 
 
 class Kernel(NamedTuple):
