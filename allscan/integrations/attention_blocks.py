@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -151,7 +151,7 @@ class _Others(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, shared: _Shared, how: Any, q: Tensor, o: Tensor, lse: Tensor, *keys: Any) -> torch.Tensor:
         ctx.shared, (kernel, ctx.scale, ctx.rows) = shared, how
-        ctx.more = _add(kernel, ctx.scale, ctx.rows, _Queries(q, o, lse), keys)
+        ctx.more = _add(kernel, ctx.scale, ctx.rows, (q, o, lse), keys)
         o = o.detach()
         ctx.save_for_backward(q, o, lse, *keys)
         return o
@@ -162,23 +162,16 @@ class _Others(torch.autograd.Function):
         q, o, lse, *keys = ctx.saved_tensors
         do = strided_like(do, o)
         blocks = list(zip(ctx.rows, ctx.more, strict=True))
-        parts, sums = _gradients(ctx.scale, blocks, do, _Queries(q, o, lse), keys)
+        parts, sums = _gradients(ctx.scale, blocks, do, (q, o, lse), keys)
         ctx.shared.merged, ctx.shared.parts = (o, lse), parts
         return None, None, None, do, None, *sums
 
 
-class _Queries(NamedTuple):
-    """This rank's queries, with o and lse over the keys processed so far."""
-
-    q: torch.Tensor
-    o: torch.Tensor
-    lse: torch.Tensor
-
-
-def _add(kernel: Any, scale: float, rows: Any, of: _Queries, keys: Sequence[Tensor]) -> list:
+def _add(kernel: Any, scale: float, rows: Any, of: Sequence[Tensor], keys: Sequence[Tensor]) -> list:
     """Merge the attention to these keys into o and lse; returns (kernel, values saved for its backward) for each block.
 
-    A block may be too small for ``kernel``, the kernel of the own block; then another one is used.
+    of: this rank's queries, o and lse over the keys processed so far. A block may be too small for ``kernel``, that of
+    the own block; then another one is used.
     """
     (q, o, lse), blocks = of, []
     for mine, seen in rows:
@@ -191,11 +184,10 @@ def _add(kernel: Any, scale: float, rows: Any, of: _Queries, keys: Sequence[Tens
 
 
 def _gradients(
-    scale: float, blocks: Any, do: Tensor, of: _Queries, keys: Sequence[Tensor]
+    scale: float, blocks: Any, do: Tensor, of: Sequence[Tensor], keys: Sequence[Tensor]
 ) -> tuple[list[tuple[slice, torch.Tensor]], list[torch.Tensor]]:
     """([(rows, dq)], [dk, dv]). blocks: (rows, result of ``_add``) for each block."""
-    parts: list[tuple[slice, torch.Tensor]] = []
-    sums: list[torch.Tensor] | None = None
+    parts, sums = [], None
     for (mine, seen), (kernel, more) in reversed(blocks):  # the last block attends to all keys
         dy, q, o, lse = (some[:, :, mine] for some in (do, *of))
         some = (x[:, :, seen] for x in keys)
@@ -297,7 +289,7 @@ class _Steps(torch.autograd.Function):
             found = gather.finish(slots)
             with _WithoutRandom() if captured else contextlib.nullcontext():
                 keys = _keys(found, project, q.dtype, bool(rows))
-            ctx.blocks.append(_add(kernel, scale, rows, _Queries(q, exact, lse), keys))
+            ctx.blocks.append(_add(kernel, scale, rows, (q, exact, lse), keys))
             gather = following
         o = o.copy_(exact).detach()
         ctx.save_for_backward(q, o, lse, *inputs)
@@ -337,7 +329,7 @@ class _Steps(torch.autograd.Function):
                     "in forward (torch.func.functional_call?)"
                 )
             blocks = list(zip(rows, ctx.blocks[step], strict=True))
-            parts, gradients = _gradients(scale, blocks, do, _Queries(q, o, lse), [x.detach() for x in keys])
+            parts, gradients = _gradients(scale, blocks, do, (q, o, lse), [x.detach() for x in keys])
             for mine, dq in parts:
                 total[:, :, mine] += dq
             gradients = torch.autograd.grad(keys, [*found, *sources], gradients, allow_unused=True)

@@ -354,8 +354,7 @@ def _rotated(layer: Any, q: Tensor, k: Tensor, row: Row) -> tuple[torch.Tensor, 
     longest = max(sum(row.tokens), layer.max_position_embeddings or 0)
     halves = zip(parts, q.chunk(len(parts), 1), k.chunk(len(parts), 1), strict=True)
     found = [layer.rotary(y, z, seqlen_offset=part.before, max_seqlen=longest) for part, y, z in halves]
-    q, k = (joined(some, 1) for some in zip(*found, strict=True))
-    return q, k
+    return joined([y for y, _ in found], 1), joined([z for _, z in found], 1)
 
 
 def _projected(layer: Any, x: Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

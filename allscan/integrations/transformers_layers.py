@@ -308,26 +308,14 @@ def softmax_forward(layer: Any, *arguments: Any, past_key_values: Any = None, ca
     return type(layer).forward(layer, *arguments, **{name_of_cache(type(layer)): keys}, **options)  # type: ignore[arg-type]
 
 
-class _Layer:
-    """Proxy of a softmax layer for its original attention function: the config names that function."""
+class _Proxy:
+    """An object with other values of some attributes."""
 
-    def __init__(self, layer: Any, inner: Any) -> None:
-        self._layer, self._inner = layer, inner
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._layer, name)
-
-    @property
-    def config(self) -> _Config:
-        return _Config(self._layer.config, self._inner)
-
-
-class _Config:
-    def __init__(self, config: Any, inner: Any) -> None:
-        self._config, self._attn_implementation = config, inner
+    def __init__(self, original: Any, **replaced: Any) -> None:
+        vars(self).update(replaced, _original=original)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._config, name)
+        return getattr(self._original, name)
 
 
 def _attention(
@@ -350,6 +338,7 @@ def _attention(
     if inner == "sdpa" and torch.is_autocast_enabled(device):  # causal_lower_right bypasses autocast
         query, key, value = (x.to(torch.get_autocast_dtype(device)) for x in (query, key, value))
     blocks = sequence.keys.blocks(module, key, value, scaling, dropout)
+    layer = _Proxy(module, config=_Proxy(module.config, _attn_implementation=inner))  # names the original function
     packed = inner == "sdpa" and sequence.lengths is not None and not dropout and takes_packed(query, key, value)
 
     def function(*tensors: Tensor) -> torch.Tensor:
@@ -359,7 +348,7 @@ def _attention(
             mask = q.new_full((T, T + before), torch.finfo(q.dtype).min).triu(before + 1)[None, None]
         elif inner == "sdpa" and T > 1 and before:  # sdpa's own mask begins at token 0
             mask = causal_lower_right(T, T + before)  # lets kernels run without a mask in memory
-        return original(_Layer(module, inner), q, k, v, mask, scaling=scaling, dropout=dropout)[0]
+        return original(layer, q, k, v, mask, scaling=scaling, dropout=dropout)[0]
 
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     o = attend_packed(q, k, v, sequence, scaling) if packed else attend(q, k, v, sequence, function, blocks=blocks)
