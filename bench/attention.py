@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch.nn.attention.bias import causal_lower_right
 
 from allscan.integrations import attention_backward, attention_kernels
-from allscan.integrations.attention_blocks import merged
+from allscan.integrations.attention_blocks import Blocks, merged
 from allscan.integrations.attention_kernels import kernel_for
 from bench.harness import Table, results, sample
 
@@ -80,7 +80,7 @@ def causal(q, k, v, scale=None):
     """Return causal attention [B, T, H, V] of unsharded sequences, q [B, H, T, D], k and v [B, G, T, ...], by the
     kernels of the blocks, else by sdpa."""
     if kernel_for(q, k, v) is not None:
-        return merged(q, k, v, None, scale)
+        return merged(q, k, v, Blocks(None, scale))
     grouped = q.shape[1] != k.shape[1]
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped).transpose(1, 2)
 
@@ -128,7 +128,7 @@ def in_blocks(q, k, v, do, size, zigzag):
         own = mine(rank, size, zigzag, total).to(q.device)
         leaves = [x.detach().requires_grad_() for x in (q[:, own], k[:, own], v[:, own], k, v)]
         Q, K, V = (x.transpose(1, 2) for x in leaves[:3])
-        o = merged(Q, K, V, Whole(rank, size, zigzag, *leaves[3:]))
+        o = merged(Q, K, V, Blocks(Whole(rank, size, zigzag, *leaves[3:])))
         o.backward(do[:, own])
         found[0][:, own] = o.detach()
         for total_gradient, x in zip(found[1:], leaves[:3], strict=True):
@@ -201,7 +201,7 @@ def time_one(device, dtype, batch, H, G, D, V, before, queries=QUERIES) -> list[
     mask = causal_lower_right(queries, queries + before)
 
     def blocks(backward):
-        o = merged(*(x.transpose(1, 2) for x in (q, *keys)), gather)
+        o = merged(*(x.transpose(1, 2) for x in (q, *keys)), Blocks(gather))
         return torch.autograd.grad(o, leaves, do) if backward else o
 
     whole = [x.detach().requires_grad_() for x in (q, k, v)]

@@ -1,20 +1,7 @@
 """Causal softmax attention of a rank's queries over the row of all ranks: ``attend``, for every model and layout.
 
-What a rank computes is a list of parts: (queries, keys, whether the part is causal). In a causal part the last query is
-aligned with the last key. One of three back ends computes all of them:
-
-| back end | parts |
-|---|---|
-| blocks merged by their log-sum-exps, for one sequence (attention_blocks.merged) | all queries, own keys, causal |
-| | consecutive parts: all queries, keys of the ranks before, without a mask |
-| | zigzag: (both halves or the second one), keys of some ranks' halves, without a mask, see attention_blocks.reads |
-| one call of a kernel for packed sequences | each piece of a sequence on this rank (softmax.Row.parts): its queries, |
-| | the sequence's keys up to the piece's end, causal; zigzag: a call for each half |
-| | sequences that are each sharded: two pieces of each sequence, one call, with the keys of all pieces selected |
-| the model's own function | the same list, one call for each; without packed sequences a piece is a half, or all |
-
-The first one takes the keys of other ranks while they arrive, in any order; the other two take the keys of all ranks in
-the order of the row.
+A rank's share is a list of parts (queries, keys, whether it is causal); one of three back ends computes them: merged
+blocks, one call of a kernel for packed sequences, or the model's own function. docs/architecture.md has the table.
 """
 
 from __future__ import annotations
@@ -32,7 +19,7 @@ from ..comm.communicator import Communicator, check_communicator
 from ..ops.allscan import using
 from ..tokens.packing import Tables, boundaries_on_host
 from ..tokens.partition import cached_table
-from .attention_blocks import ChunkedGather, merged
+from .attention_blocks import Blocks, ChunkedGather, merged
 from .attention_kernels import flash_fits, kernel_for, widened
 from .softmax import Part, Row, Select, reject
 
@@ -82,16 +69,6 @@ def check_split(comm: Communicator | None, layout: str, per_document: bool, atte
     return zigzag
 
 
-class Blocks(NamedTuple):
-    """Arguments of ``attention_blocks.merged``; with ``dropout`` there is no such kernel."""
-
-    gather: Any
-    scale: float | None = None
-    project: Callable[..., Any] | None = None
-    latents: Sequence[Tensor] = ()
-    dropout: float = 0.0
-
-
 def gather_keys(row: Row, attention: Attention, *tensors: Tensor) -> Any:
     """Start the gather of keys and values [B, T, ...], or prepare it if memory is limited."""
     return row.gather(*tensors) if attention.memory is None else ChunkedGather(row, attention.memory, *tensors)
@@ -117,10 +94,10 @@ def attend(
     if not row.own:  # transformers pads this rank's tokens
         q, k, v = (x[:, :0] for x in (q, k, v)) if blocks is not None else (q[:, :0], k, v)
     if blocks is not None:
-        gather, scale, project, latents, dropout = blocks
+        gather, project, dropout = blocks.gather, blocks.project, blocks.dropout
         own = [x.transpose(1, 2) for x in (q, k, v)]
         if not dropout and kernel_for(*own) is not None:
-            return merged(own[0], own[1], own[2], gather, scale, project, latents)
+            return merged(own[0], own[1], own[2], blocks)
         if isinstance(gather, ChunkedGather):
             what = f"no kernel for {q.dtype} on {q.device.type} and a dropout of {dropout}"
             reject(row.comm, f"attention.memory needs merged blocks: {what}")
@@ -210,4 +187,4 @@ def attend_packed(q: Tensor, k: Tensor, v: Tensor, row: Row, scale: float | None
         return flash_packed(*tensors, 0.0, True, False, scale=scale)[0]
 
     q, k, v = widened(q, k, v)
-    return attend(q, k, v, row, varlen, varlen)[..., :width]
+    return attend(q, k, v, row, function=varlen, varlen=varlen)[..., :width]  # calls no function of parts

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +25,7 @@ from ..bindings.triton_compat import OPTIONS
 from ..shmem_kernels.merge import merge_kernel
 from .attention_backward import exact_of, tokens_first
 from .attention_kernels import kernel_for, strided_like
-from .softmax import Gather, Row
+from .softmax import Gather, Row, Start
 
 
 def reads(rank: int, size: int, zigzag: bool) -> tuple[list[int], list[tuple[range, int]]]:
@@ -40,40 +40,42 @@ def reads(rank: int, size: int, zigzag: bool) -> tuple[list[int], list[tuple[ran
     return slots, [(range(1), rank)] * (rank > 0) + [(range(1, 2), len(slots))]
 
 
-def merged(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    gather: Any,
-    scale: float | None = None,
-    project: Callable[..., Any] | None = None,
-    latents: Sequence[Tensor] = (),
-) -> torch.Tensor:
+class Blocks(NamedTuple):
+    """How attention runs in merged blocks.
+
+    gather: a softmax.Gather or ChunkedGather of k and v as [B, T, ...], or of the tensors [B, T, ...] that ``project``
+    maps to k and v (``project`` gets them with tokens in the third dimension); None if the rank is alone. latents: with
+    ChunkedGather and ``project``, the tensors from which k and v were projected. dropout: no kernel for blocks has it.
+    """
+
+    gather: Any
+    scale: float | None = None
+    project: Callable[..., Any] | None = None
+    latents: Sequence[Tensor] = ()
+    dropout: float = 0.0
+
+
+def merged(q: Tensor, k: Tensor, v: Tensor, how: Blocks) -> torch.Tensor:
     """Causal attention output [B, T, H, V] of a rank's queries over the tokens of all ranks.
 
     q [B, H, T, D], k [B, G, T, D], v [B, G, T, V]: this rank's tensors; ``kernel_for`` must have a kernel for them.
-    gather: a softmax.Gather or ChunkedGather of k and v as [B, T, ...], or of the tensors [B, T, ...] that ``project``
-    maps to k and v (``project`` gets them with tokens in the third dimension); None if the rank is alone. latents: with
-    ChunkedGather and ``project``, the tensors from which k and v were projected.
     """
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    gather, project = how.gather, how.project
+    scale = q.shape[-1] ** -0.5 if how.scale is None else how.scale
     sources: list = []
     if isinstance(gather, ChunkedGather):
         if gather.set_ranges(*(() if project is None else (k, v))) > 1:
-            sources = [] if project is None else _leaves((k, v), latents)
+            sources = [] if project is None else _leaves((k, v), how.latents)
         else:
-            gather = gather.start(0, gather.tensors)
+            gather = gather.step(0, gather.tensors)
     kernel, shared = kernel_for(q, k, v), _Shared()
     q = tokens_first(q)
     if isinstance(gather, ChunkedGather):
         tensors, gather.tensors = gather.tensors, ()  # autograd saves them
-        token = _Enter.apply(gather, *tensors)
-        tensors = tuple(x.detach() for x in tensors)
-        with torch.no_grad():
-            arriving = gather.start(0, tensors)
+        token = Start.apply(gather, *tensors)
         o, lse = _Own.apply(shared, kernel, scale, q, k, v)
-        how = gather, arriving, project, kernel, scale
-        o = _Steps.apply(shared, how, q.detach(), o, lse, token, *tensors, *sources)
+        steps, tensors = (gather, project, kernel, scale), tuple(x.detach() for x in tensors)
+        o = _Steps.apply(shared, steps, q.detach(), o, lse, token, *tensors, *sources)
     else:
         o, lse = _Own.apply(shared, kernel, scale, q, k, v)
         slots, rows = ([], []) if gather is None else _rows(gather, q)
@@ -213,7 +215,8 @@ class ChunkedGather:
         self.memory, self.tensors, self.count = memory, tensors, len(tensors)
         self.ranges: list[tuple[int, int]] = []  # tokens (first, end) of each step, in each half of each rank
         self.sums: list[torch.Tensor] | None = None  # gradients of all tokens, filled by backward's steps
-        self.last: tuple | None = None  # arguments of ``collect`` for the step whose reduce-scatter runs
+        self.last: tuple[int, Gather] | None = None  # the step whose reduce-scatter runs
+        self.arriving: Gather | None = None  # the first step
 
     def set_ranges(self, *keys: Tensor) -> int:
         """Compute the steps, equal on all ranks; returns their number.
@@ -232,37 +235,35 @@ class ChunkedGather:
         """View of a step's tokens in x [B, T, ...]: [B, halves, tokens, ...]."""
         return x.unflatten(1, (self.halves, x.shape[1] // self.halves))[:, :, slice(*self.ranges[step])]
 
-    def start(self, step: int, tensors: Sequence[Tensor]) -> Any:
+    def start(self, tensors: Sequence[Tensor]) -> None:
+        self.arriving = self.step(0, tensors)
+
+    def step(self, number: int, tensors: Sequence[Tensor]) -> Any:
         """Start a step's Gather; None behind the last step."""
-        if step == len(self.ranges):
+        if number == len(self.ranges):
             return None
-        first, end = self.ranges[step]
+        first, end = self.ranges[number]
         tokens = [max(min(end, n // self.halves) - first, 0) * self.halves for n in self.tokens]
-        return Gather(self.comm, tokens, self.halves == 2, *(self._of_step(x, step).flatten(1, 2) for x in tensors))
+        return Gather(self.comm, tokens, self.halves == 2, *(self._of_step(x, number).flatten(1, 2) for x in tensors))
 
-    def collect(self, step: int, gather: Gather, like: Sequence[Tensor]) -> None:
-        """Wait for a step's gradient sums and copy them into the sums of all tokens."""
-        if self.sums is None:
-            self.sums = [x.new_empty(x.shape) for x in like]
-        for total, x in zip(self.sums, gather.finish_sum(), strict=True):
-            self._of_step(total, step).copy_(x.unflatten(1, (self.halves, x.shape[1] // self.halves)))
+    def start_sum(self, number: int, gather: Gather, slots: Any, gradients: Any, like: Sequence[Tensor]) -> None:
+        """Wait for the previous step's reduce-scatter, and start this one's. like: this rank's tensors, all tokens."""
+        self._collect()
+        self.sums = [x.new_empty(x.shape) for x in like] if self.sums is None else self.sums
+        gather.start_sum(slots, gradients)
+        self.last = number, gather
 
+    def _collect(self) -> None:
+        """Wait for the reduce-scatter that runs, and copy its results into the sums of all tokens."""
+        if self.last is not None:
+            number, gather = self.last
+            for total, x in zip(self.sums or (), gather.finish_sum(), strict=True):
+                self._of_step(total, number).copy_(x.unflatten(1, (self.halves, x.shape[1] // self.halves)))
 
-class _Enter(torch.autograd.Function):
-    """Autograd node of the gathered tensors: its backward waits for the last step and returns their gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, gather: ChunkedGather, *tensors: Tensor) -> torch.Tensor:
-        ctx.gather = gather
-        return tensors[0].new_empty(0)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, _) -> tuple[torch.Tensor | None, ...]:
-        gather = ctx.gather
-        gather.collect(*gather.last)
-        sums, gather.sums, gather.last = gather.sums, None, None
-        return None, *sums
+    def finish_sum(self) -> Any:
+        self._collect()
+        sums, self.sums, self.last = self.sums, None, None
+        return sums
 
 
 class _Steps(torch.autograd.Function):
@@ -274,7 +275,8 @@ class _Steps(torch.autograd.Function):
     def forward(
         ctx: Any, shared: _Shared, how: Any, q: Tensor, o: Tensor, lse: Tensor, token: Tensor, *inputs: Any
     ) -> torch.Tensor:
-        chunked, gather, project, kernel, scale = how
+        chunked, project, kernel, scale = how
+        gather, chunked.arriving = chunked.arriving, None
         ctx.shared, ctx.how, ctx.blocks = shared, (chunked, project, scale), []
         device = q.device.type
         ctx.autocast = dict(device_type=device, dtype=torch.get_autocast_dtype(device), cache_enabled=False)
@@ -284,7 +286,7 @@ class _Steps(torch.autograd.Function):
         ctx.random = (torch.get_rng_state(), *get_device_states(q)) if again and not captured else None
         exact = exact_of(o)  # rounded once, after all steps
         for step in range(len(chunked.ranges)):
-            following = chunked.start(step + 1, inputs[: chunked.count])
+            following = chunked.step(step + 1, inputs[: chunked.count])
             slots, rows = _rows(gather, q)
             found = gather.finish(slots)
             with _WithoutRandom() if captured else contextlib.nullcontext():
@@ -314,9 +316,9 @@ class _Steps(torch.autograd.Function):
         do, total = strided_like(do, o), torch.zeros_like(exact_of(q))
         weights: list[torch.Tensor | None] = [None] * len(sources)
         gradients: Sequence[torch.Tensor]
-        gather = chunked.start(0, tensors)
+        gather = chunked.step(0, tensors)
         for step in range(len(chunked.ranges)):
-            following = chunked.start(step + 1, tensors)
+            following = chunked.step(step + 1, tensors)
             slots, rows = _rows(gather, q)
             found = [x.detach().requires_grad_() for x in gather.finish(slots)]
             with torch.enable_grad(), torch.autocast(**ctx.autocast):
@@ -336,10 +338,8 @@ class _Steps(torch.autograd.Function):
             sums = [torch.zeros_like(a) if b is None else b for a, b in zip(found, gradients)]
             pairs = zip(weights, gradients[len(found) :], strict=True)
             weights = [b if a is None else a if b is None else a + b for a, b in pairs]
-            if chunked.last is not None:
-                chunked.collect(*chunked.last)
-            gather.start_sum(slots, sums)
-            chunked.last, gather = (step, gather, tensors), following
+            chunked.start_sum(step, gather, slots, sums, tensors)
+            gather = following
         ctx.shared.merged, ctx.shared.parts = (o, lse), [(slice(None), total)]
         return None, None, None, do, None, do.new_zeros(0), *[None] * chunked.count, *weights
 

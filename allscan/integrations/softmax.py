@@ -152,7 +152,7 @@ class Gather:
         self._work: Any = None  # handle of the collective; ``_arrived`` holds its outputs
         self._arrived: Any = None
         self._sums: Any = None
-        self._token: torch.Tensor | None = _Start.apply(self, *tensors)
+        self._token: torch.Tensor | None = Start.apply(self, *tensors)
 
     def in_order(self) -> list[int]:
         """The slot numbers in sequence order."""
@@ -236,9 +236,11 @@ class Gather:
 IN_FLOAT32 = 8  # from this number of ranks on, gradients are summed in float32
 
 
-class _Start(torch.autograd.Function):
+class Start(torch.autograd.Function):
+    """Starts a Gather or ChunkedGather; its backward waits for the sums of the tensors' gradients."""
+
     @staticmethod
-    def forward(ctx: Any, gather: Gather, *tensors: Tensor) -> torch.Tensor:
+    def forward(ctx: Any, gather: Any, *tensors: Tensor) -> torch.Tensor:
         ctx.gather, ctx.dtypes = gather, [x.dtype for x in tensors]
         gather.start(tensors)
         return tensors[0].new_empty(0)  # connects this node to _Read in the autograd graph
@@ -286,28 +288,24 @@ def shifted(
     documents: cu_seqlens of packed sequences that are each sharded, without empty ones; the last token of each sequence
     gets ``ignored``.
     """
+    T, where = labels.shape[1], dict[str, Any](layout="zigzag" if zigzag else "contiguous")
     if documents is not None:
-        return _shifted_documents(labels, ignored, comm, documents)
+        if not T:
+            return labels
+        lengths = torch.tensor(documents, device="cpu")
+        where |= dict(cu_seqlens=lengths, first_token=comm.rank * T // 2, per_document=True)
     # halo() fills with 0 behind the last token of the row, on whichever rank it is: hence the offset
-    following = halo(labels - ignored, 1, comm=comm, reverse=True, layout="zigzag" if zigzag else "contiguous")
-    halves = labels.chunk(1 + zigzag, 1), (following + ignored).chunk(1 + zigzag, 1)
-    return torch.cat([torch.cat(pair, 1)[:, 1:] for pair in zip(*halves, strict=True)], 1)
-
-
-def _shifted_documents(labels: Tensor, ignored: Any, comm: Communicator, lengths: tuple[int, ...]) -> torch.Tensor:
-    T = labels.shape[1]
-    if not T:
-        return labels
-    where: dict[str, Any] = dict(cu_seqlens=torch.tensor(lengths, device="cpu"), first_token=comm.rank * T // 2)
-    where |= dict(layout="zigzag", per_document=True)
-    following = halo(labels - ignored, 1, comm=comm, reverse=True, **where)
+    following = halo(labels - ignored, 1, comm=comm, reverse=True, **where) + ignored
+    if documents is None:
+        halves = labels.chunk(1 + zigzag, 1), following.chunk(1 + zigzag, 1)
+        return torch.cat([torch.cat(pair, 1)[:, 1:] for pair in zip(*halves, strict=True)], 1)
 
     def make() -> Tables:
-        sizes = [b - a for a, b in document_places(lengths, comm.rank, comm.size)]
+        sizes = [b - a for a, b in document_places(documents, comm.rank, comm.size)]
         return Tables([torch.tensor([end - 1 for end in itertools.accumulate(sizes)], device="cpu")], comm.device)
 
-    (ends,) = cached_table(comm, ("ends of documents", lengths), make).tensors
-    return F.pad(labels[:, 1:], (0, 1)).index_copy(1, ends, following + ignored)
+    (ends,) = cached_table(comm, ("ends of documents", documents), make).tensors
+    return F.pad(labels[:, 1:], (0, 1)).index_copy(1, ends, following)
 
 
 def reject(comm: Communicator, message: str) -> NoReturn:

@@ -130,7 +130,7 @@ def split(comm, tokens, zigzag, given, expand, memory=None):
         else attention_blocks.ChunkedGather(softmax.Row(comm, tokens, None, zigzag=zigzag), memory, *own)
     )
     _, k, v = keys_of(given, expand)
-    return attention_blocks.merged(q.transpose(1, 2), k, v, gather, SCALE, expand, own)
+    return attention_blocks.merged(q.transpose(1, 2), k, v, attention_blocks.Blocks(gather, SCALE, expand, own))
 
 
 def attention_case(group, kind, layout, batch, how="plain", dtype=torch.float32, length=10, memory=None):
