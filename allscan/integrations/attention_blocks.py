@@ -215,7 +215,7 @@ class ChunkedGather:
         self.memory, self.tensors, self.count = memory, tensors, len(tensors)
         self.ranges: list[tuple[int, int]] = []  # tokens (first, end) of each step, in each half of each rank
         self.sums: list[torch.Tensor] | None = None  # gradients of all tokens, filled by backward's steps
-        self.last: tuple[int, Gather] | None = None  # the step whose reduce-scatter runs
+        self.last: tuple[int, Gather, Sequence[Tensor]] | None = None  # the step whose reduce-scatter runs
         self.arriving: Gather | None = None  # the first step
 
     def set_ranges(self, *keys: Tensor) -> int:
@@ -249,15 +249,15 @@ class ChunkedGather:
     def start_sum(self, number: int, gather: Gather, slots: Any, gradients: Any, like: Sequence[Tensor]) -> None:
         """Wait for the previous step's reduce-scatter, and start this one's. like: this rank's tensors, all tokens."""
         self._collect()
-        self.sums = [x.new_empty(x.shape) for x in like] if self.sums is None else self.sums
         gather.start_sum(slots, gradients)
-        self.last = number, gather
+        self.last = number, gather, like
 
     def _collect(self) -> None:
         """Wait for the reduce-scatter that runs, and copy its results into the sums of all tokens."""
         if self.last is not None:
-            number, gather = self.last
-            for total, x in zip(self.sums or (), gather.finish_sum(), strict=True):
+            number, gather, like = self.last
+            self.sums = self.sums or [x.new_empty(x.shape) for x in like]
+            for total, x in zip(self.sums, gather.finish_sum(), strict=True):
                 self._of_step(total, number).copy_(x.unflatten(1, (self.halves, x.shape[1] // self.halves)))
 
     def finish_sum(self) -> Any:
