@@ -23,7 +23,9 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.bias import causal_lower_right
 
-from allscan.integrations import attention, attention_kernels, unmasked
+from allscan.integrations import attention_backward, attention_kernels
+from allscan.integrations.attention_blocks import Blocks, merged
+from allscan.integrations.attention_kernels import kernel_for
 from bench.harness import Table, results, sample
 
 COLUMNS = (
@@ -74,6 +76,15 @@ class Whole:
         return [torch.cat([x[:, at : at + self.length] for at in places] or [x[:, :0]], 1) for x in self.tensors]
 
 
+def causal(q, k, v, scale=None):
+    """Return causal attention [B, T, H, V] of unsharded sequences, q [B, H, T, D], k and v [B, G, T, ...], by the
+    kernels of the blocks, else by sdpa."""
+    if kernel_for(q, k, v) is not None:
+        return merged(q, k, v, Blocks(None, scale))
+    grouped = q.shape[1] != k.shape[1]
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped).transpose(1, 2)
+
+
 def mine(rank, size, zigzag, total):
     """Return the indices of a rank's tokens."""
     length = total // (size * (1 + zigzag))
@@ -117,7 +128,7 @@ def in_blocks(q, k, v, do, size, zigzag):
         own = mine(rank, size, zigzag, total).to(q.device)
         leaves = [x.detach().requires_grad_() for x in (q[:, own], k[:, own], v[:, own], k, v)]
         Q, K, V = (x.transpose(1, 2) for x in leaves[:3])
-        o = attention.attend(Q, K, V, Whole(rank, size, zigzag, *leaves[3:]))
+        o = merged(Q, K, V, Blocks(Whole(rank, size, zigzag, *leaves[3:])))
         o.backward(do[:, own])
         found[0][:, own] = o.detach()
         for total_gradient, x in zip(found[1:], leaves[:3], strict=True):
@@ -133,7 +144,7 @@ def errors(found, wanted):
 
 def kernel_of(device, dtype, tokens, H, G, D, V):
     shapes = (1, H, tokens, D), (1, G, tokens, D), (1, G, tokens, V)
-    return attention.kernel_for(*(torch.empty(shape, dtype=dtype, device=device) for shape in shapes))
+    return kernel_for(*(torch.empty(shape, dtype=dtype, device=device) for shape in shapes))
 
 
 def check(device, dtype, tokens, shape, batch=1, limits=LIMITS) -> list[str]:
@@ -190,7 +201,7 @@ def time_one(device, dtype, batch, H, G, D, V, before, queries=QUERIES) -> list[
     mask = causal_lower_right(queries, queries + before)
 
     def blocks(backward):
-        o = attention.attend(*(x.transpose(1, 2) for x in (q, *keys)), gather)
+        o = merged(*(x.transpose(1, 2) for x in (q, *keys)), Blocks(gather))
         return torch.autograd.grad(o, leaves, do) if backward else o
 
     whole = [x.detach().requires_grad_() for x in (q, k, v)]
@@ -225,13 +236,13 @@ def kernel_named(name):
 def in_triangles(name, square):
     """Return a kernel by name that computes gradients of unmasked blocks in triangles, from ``square`` tokens on."""
     kernel = kernel_named(name)
-    return kernel._replace(name=f"{name}, triangles", backward=unmasked.by_triangles(kernel.backward, square))
+    return kernel._replace(name=f"{name}, triangles", backward=attention_backward.by_triangles(kernel.backward, square))
 
 
 def in_rows(name, row=attention_kernels.ROW, most=attention_kernels.ROWS_TIMES_KEYS):
     """Return a kernel by name that computes gradients of unmasked blocks in rows of a batch."""
     kernel = kernel_named(name)
-    return kernel._replace(name=f"{name}, rows", backward=unmasked.by_rows(kernel.backward, row, most))
+    return kernel._replace(name=f"{name}, rows", backward=attention_backward.by_rows(kernel.backward, row, most))
 
 
 def check_as(kernel, device, dtype, cases, limits) -> list[str]:

@@ -26,7 +26,7 @@ Methods:
   slime and NeMo-Automodel); softmax layers as for allscan;
 * data parallel: a sequence of T tokens a rank, by the ordinary model: 100 %. Its softmax layers have fewer keys.
 
-All methods use the attention kernels of allscan.integrations.attention in place of sdpa.
+All methods use the kernels of allscan.integrations.attention_kernels in place of sdpa.
 
 The methods alternate step by step in a new order each time; a time is the median step of the slowest rank. Before
 each step all ranks and GPUs have ended the last one, as in training that reads its loss in each step. Columns
@@ -58,11 +58,11 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import allscan
-from allscan.integrations import attention
 from allscan.ops.delta.delta_checks import CHUNKS
 from allscan.tools.ranks import Ranks, on_first
 from allscan.zigzag import zigzag_positions
 from bench import plots
+from bench.attention import causal
 from bench.baselines import Turn
 from bench.harness import Table, results
 from bench.model import text, training_rows
@@ -247,7 +247,7 @@ def attention_of_heads(module, query, key, value, attention_mask, scaling=None, 
 
     def attend(q, k, v):
         q, k, v = (t.transpose(1, 2) for t in (q.unflatten(3, (together, width)).flatten(2, 3), k, v))
-        return attention.causal(q, k, v, scaling).unflatten(2, (-1, together)).flatten(3)
+        return causal(q, k, v, scaling).unflatten(2, (-1, together)).flatten(3)
 
     o = turned(comm, [query.unflatten(2, (-1, together)).flatten(3), key, value], attend)
     return o.unflatten(3, (together, -1)).flatten(2, 3), None
@@ -255,15 +255,16 @@ def attention_of_heads(module, query, key, value, attention_mask, scaling=None, 
 
 def attention_of_one(module, query, key, value, attention_mask, scaling=None, **_):
     """Replace sdpa, so that "data parallel" and "heads" use the same kernels as attention in blocks."""
-    return attention.causal(query, key, value, scaling), None
+    return causal(query, key, value, scaling), None
 
 
 def gathering(layer, hidden_states, *, allscan_sequence, **options):
     """Run a recurrent layer's forward on the hidden states of all ranks."""
-    from allscan.integrations.softmax import chunks, gathered
+    from allscan.integrations.softmax import Gather
 
     sequence = allscan_sequence
-    whole = gathered(hidden_states, chunks(sequence.tokens), sequence.comm)
+    gather = Gather(sequence.comm, sequence.tokens, False, hidden_states)
+    (whole,) = gather.read(gather.in_order())
     return type(layer).forward(layer, whole, **options)[:, sequence.first : sequence.first + sequence.own]
 
 

@@ -11,7 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..bindings.torch_compat import operator
-from .unmasked import by_rows, by_triangles, tokens_first
+from .attention_backward import by_rows, by_triangles, tokens_first
+
+Output = tuple[torch.Tensor, torch.Tensor, Any]  # o, its log-sum-exps, values saved for backward
 
 
 class Kernel(NamedTuple):
@@ -50,11 +52,9 @@ def _aligned(x: Tensor) -> torch.Tensor:
 # of o, its gradient and the log-sum-exp: here they always follow from q's, as in PyTorch's own calls.
 
 
-def _cudnn_forward(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
-) -> tuple[torch.Tensor, torch.Tensor, tuple]:
-    found = cudnn(tokens_first(q), _aligned(k), _aligned(v), None, True, 0.0, causal, False, scale=scale)
-    o, lse, *lengths, seed, offset, _ = found
+def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Output:
+    tensors = tokens_first(q), _aligned(k), _aligned(v)
+    o, lse, *lengths, seed, offset, _ = cudnn(*tensors, None, True, 0.0, causal, False, scale=scale)
     return o, lse.view(q.shape[:3]), (lse.shape, lengths, (seed, offset))
 
 
@@ -62,24 +62,10 @@ def _cudnn_backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, more: Any, causal: bool, scale: float
 ) -> tuple[torch.Tensor, ...]:
     shape, (cum_q, cum_k, *_), seeds = more
-    o = tokens_first(o)
-    return cudnn_backward(
-        strided_like(do, o),
-        tokens_first(q),
-        _aligned(k),
-        _aligned(v),
-        o,
-        lse.reshape(*q.shape[:3], *shape[3:]),
-        *seeds,
-        None,
-        cum_q,
-        cum_k,
-        q.shape[2],
-        k.shape[2],
-        0.0,
-        causal,
-        scale=scale,
-    )
+    o, sizes = tokens_first(o), (q.shape[2], k.shape[2])
+    lse = lse.reshape(*q.shape[:3], *shape[3:])
+    tensors = strided_like(do, o), tokens_first(q), _aligned(k), _aligned(v), o, lse
+    return cudnn_backward(*tensors, *seeds, None, cum_q, cum_k, *sizes, 0.0, causal, scale=scale)
 
 
 def _cudnn_fits(q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -126,12 +112,9 @@ def _capability(x: Tensor) -> tuple[int, int]:
 # FlashAttention 2 of PyTorch
 
 
-def _flash_forward(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
-) -> tuple[torch.Tensor, torch.Tensor, tuple]:
+def _flash_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Output:
     q, k, v = (_aligned(x) for x in (q, k, v))
-    found = flash(q, k, v, 0.0, causal, False, scale=scale)
-    o, lse, *lengths, seed, offset, _ = found
+    o, lse, *lengths, seed, offset, _ = flash(q, k, v, 0.0, causal, False, scale=scale)
     return o, lse, (lengths, (seed, offset))
 
 
@@ -160,7 +143,6 @@ FLASH_IS_KNOWN = None not in (flash, flash_backward)
 
 # PyTorch's CPU kernel
 
-
 on_cpu = operator("_scaled_dot_product_flash_attention_for_cpu", "query key value dropout_p is_causal attn_mask scale")
 on_cpu_backward = operator(
     "_scaled_dot_product_flash_attention_for_cpu_backward",
@@ -168,12 +150,9 @@ on_cpu_backward = operator(
 )
 
 
-def _cpu_forward(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
-) -> tuple[torch.Tensor, torch.Tensor, None]:
+def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Output:
     groups = q.shape[1] // k.shape[1]
-    k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
-    o, lse = on_cpu(q, k, v, 0.0, causal, scale=scale)
+    o, lse = on_cpu(q, *(x.repeat_interleave(groups, 1) for x in (k, v)), 0.0, causal, scale=scale)
     return o, lse.contiguous(), None
 
 
@@ -200,30 +179,23 @@ def widened(*tensors: Tensor) -> list[torch.Tensor]:
 def _of_one_width(forward: Callable[..., Any], backward: Callable[..., Any]) -> tuple[Callable, Callable]:
     """Wrap kernels that require q, k and v of one width, a multiple of 8."""
 
-    def forward_of_any(
-        q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor, object]:
+    def forward_of_any(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Output:
         o, lse, more = forward(*widened(q, k, v), causal, scale)
         return tokens_first(o[..., : v.shape[-1]]), lse, more
 
     def backward_of_any(
-        do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, more: Any, causal: bool, scale: float
+        do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, *others: Any
     ) -> tuple[torch.Tensor, ...]:
-        do, q_, k_, v_, o = widened(do, q, k, v, o)
-        found = backward(do, q_, k_, v_, o, lse, more, causal, scale)
+        found = backward(*widened(do, q, k, v, o), *others)
         return tuple(dx[..., : x.shape[-1]] for dx, x in zip(found, (q, k, v), strict=True))
 
     return forward_of_any, backward_of_any
 
 
+_triangles, _rows = by_triangles(_cudnn_backward, SQUARE), by_rows(_cudnn_backward, ROW, ROWS_TIMES_KEYS)
 KERNELS = (
-    Kernel(
-        "cudnn, triangles",
-        _cudnn_forward,
-        by_triangles(_cudnn_backward, SQUARE),
-        partial(_widths_in, IN_TRIANGLES),
-    ),
-    Kernel("cudnn, rows", _cudnn_forward, by_rows(_cudnn_backward, ROW, ROWS_TIMES_KEYS), partial(_widths_in, BY_ROWS)),
+    Kernel("cudnn, triangles", _cudnn_forward, _triangles, partial(_widths_in, IN_TRIANGLES)),
+    Kernel("cudnn, rows", _cudnn_forward, _rows, partial(_widths_in, BY_ROWS)),
     Kernel("cudnn", _cudnn_forward, _cudnn_backward, _cudnn_fits),
     Kernel("flash", *_of_one_width(_flash_forward, _flash_backward), flash_fits),
     Kernel("cpu", *_of_one_width(_cpu_forward, _cpu_backward), _cpu_fits),

@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,28 +19,17 @@ from ..bindings.torch_compat import has_backward_hooks
 from ..comm.communicator import Communicator
 from ..comm.host_exchange import differing
 from ..launch.compiled_kernel import dynamo_disabled
-from ..ops.allscan import using
 from ..ops.delta import zeco_gated_delta_rule, zeco_kda
 from ..ops.gla import zeco_gla
 from ..ops.halo import halo_of_ends
 from ..tokens.packing import Tables, boundaries_on_host, document_places, without_empty
 from ..tokens.partition import cached_table, partition_start
 from . import needing
-from .attention import (
-    WHOLE,
-    Attention,
-    Later,
-    Seen,
-    attend,
-    check_split,
-    documents_of,
-    kernel_for,
-    pieces_of,
-)
+from .attention import WHOLE, Attention, Blocks, attend, check_split, gather_keys, joined, packed_of
 from .batches import DOCUMENTS, STAMP, misfit, read
 from .batches import cut_batch as cut_batch
 from .recurrent import Tokens, of_last_tokens, taken
-from .softmax import Gather, chunks, documents_in_order, masks_nothing, reject, shifted
+from .softmax import Row, masks_nothing, reject, shifted
 
 with needing(__name__, "flash-linear-attention"):
     from fla.layers import GatedDeltaNet, GatedLinearAttention, KimiDeltaAttention
@@ -298,13 +287,14 @@ def _softmax(
     """Causal softmax attention of this rank's queries over the tokens of all ranks."""
     comm: Communicator = where["comm"]
     layout: str = where["layout"]
-    cu_seqlens, per_document = where.get("cu_seqlens"), where.get("per_document")
+    cu_seqlens, per_document = where.get("cu_seqlens"), "per_document" in where
     zigzag, T = is_zigzag(layout), x.shape[1]
     if zigzag and T % 2:
         reject(comm, f"the zigzag layout wants an even number of tokens, got {T}")
     lengths = None if cu_seqlens is None else _read(comm, cu_seqlens)
     limited = attention.memory is not None
-    if limited and (cache is not None or lengths is not None or layer.window_size is not None):
+    whole = cache is not None or lengths is not None or layer.window_size is not None  # takes all keys at once
+    if limited and whole:
         reject(comm, "caches, packed sequences and windows take all keys at once: attention.memory must be None")
     q, k, v = _projected(layer, x)
     # in every call: the back end's collectives that follow cannot report a difference or a rank's rejection
@@ -322,31 +312,16 @@ def _softmax(
         assert lengths is not None
         with comm.call():
             partition_start(comm, lengths, T, where["first_token"], PER_DOCUMENT)
-        return layer.o_proj(_softmax_of_documents(layer, (q, k, v), comm, lengths, tokens).flatten(-2))
-    parts = chunks(tokens, zigzag)
-    own = [(first, end) for rank, first, end in parts if rank == comm.rank]
-    pieces = [pieces_of(comm, *part, lengths or (0, sum(tokens))) for part in own]
-    rotated = []
-    for y, z, (first, _), part in zip(q.chunk(len(own), 1), k.chunk(len(own), 1), own, pieces, strict=True):
-        packed: dict[str, Any] = dict(seqlen_offset=first)
-        if lengths:
-            cu_seqlens, _, offsets = part.of_stream(comm)
-            packed = dict(seqlen_offset=offsets, cu_seqlens=cu_seqlens)
-        longest = max(part.longest, layer.max_position_embeddings or 0)
-        rotated.append(layer.rotary(y, z, max_seqlen=longest, **packed) if T else (y, z))
-    queries, keys = zip(*rotated, strict=True)
-    k = torch.cat(keys, 1)
-    others: Any = None
+    cuts = None if lengths is None else torch.tensor(lengths, device="cpu")
+    row = Row(comm, tokens, cuts, zigzag=zigzag, per_document=per_document)
+    q, k = _rotated(layer, q, k, row)
+    blocks = None
     if comm.size > 1 and any(tokens):
-        of_row = comm, tokens, zigzag
-        others = Later(*of_row, attention.memory, k, v) if attention.memory is not None else Gather(*of_row, k, v)
-        whole = lengths is not None or cache is not None or layer.window_size is not None
-        qkv = [y.transpose(1, 2) for y in (torch.cat(queries, 1), k, v)]
-        if attention.merged and not whole and kernel_for(*qkv) is not None:
-            return layer.o_proj(attend(qkv[0], qkv[1], qkv[2], others).flatten(-2))
-        if limited:
-            reject(comm, f"attention.memory needs merged blocks: no kernel for {v.dtype} on {v.device.type}")
-        k, v = others.read(others.in_order())
+        gather = gather_keys(row, attention, k, v)
+        if attention.merged and not whole:
+            blocks = Blocks(gather)
+        else:
+            k, v = row.in_order(gather)
     if cache is not None:
         cache.update(
             attn_state=(k.flatten(-2), v.flatten(-2)),
@@ -354,54 +329,38 @@ def _softmax(
             offset=_prefilled[cache],
             cache_kwargs=dict(window_size=layer.window_size),
         )
-    options = _causal(layer)
-    outputs = []
-    for y, (first, end), part in zip(queries, own, pieces, strict=True):
-        if not T:
-            outputs.append(using(comm, y, k, v))  # this rank must join the backward's collectives
-        elif lengths is None:
-            outputs.append(softmax_attention.flash_attn_func(y, k[:, :end], v[:, :end], **options))
-        else:
-            outputs.append(
-                softmax_attention.flash_attn_varlen_func(
-                    y[0],
-                    k[0, part.begin : end],
-                    v[0, part.begin : end],
-                    cu_seqlens_q=part.queries,
-                    cu_seqlens_k=part.keys,
-                    max_seqlen_q=end - first,
-                    max_seqlen_k=part.longest,
-                    **options,
-                )[None]
-            )
-    return layer.o_proj(torch.cat(outputs, 1).flatten(-2))
+    # flash_attn aligns the last query with the last key if there are more keys
+    window = (-1, -1) if layer.window_size is None else (layer.window_size - 1, 0)
+    options: dict[str, Any] = dict(causal=True, window_size=window)
+    names = "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"
+
+    def varlen(q: Tensor, k: Tensor, v: Tensor, *cuts: Any) -> torch.Tensor:
+        return softmax_attention.flash_attn_varlen_func(q, k, v, **dict(zip(names, cuts, strict=True)), **options)
+
+    o = attend(q, k, v, row, functools.partial(softmax_attention.flash_attn_func, **options), varlen, blocks)
+    return layer.o_proj(o.flatten(-2))
+
+
+def _rotated(layer: Any, q: Tensor, k: Tensor, row: Row) -> tuple[torch.Tensor, torch.Tensor]:
+    """q and k with rotary embeddings of their positions in the sequences."""
+    if not row.own:
+        return q, k
+    if row.lengths is not None:
+        table = packed_of(row)
+        cu_seqlens, _, before, *_ = table.of_stream(row.comm)
+        longest = max(table.longest[1], layer.max_position_embeddings or 0)
+        return layer.rotary(q, k, seqlen_offset=before, max_seqlen=longest, cu_seqlens=cu_seqlens)
+    parts = row.parts()
+    longest = max(sum(row.tokens), layer.max_position_embeddings or 0)
+    halves = zip(parts, q.chunk(len(parts), 1), k.chunk(len(parts), 1), strict=True)
+    found = [layer.rotary(y, z, seqlen_offset=part.before, max_seqlen=longest) for part, y, z in halves]
+    return joined([y for y, _ in found], 1), joined([z for _, z in found], 1)
 
 
 def _projected(layer: Any, x: Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(q, k, v) with heads."""
     q, k, v = (project(x).unflatten(-1, (-1, layer.head_dim)) for project in (layer.q_proj, layer.k_proj, layer.v_proj))
     return (layer.q_norm(q), layer.k_norm(k), v) if layer.qk_norm else (q, k, v)
-
-
-def _causal(layer: Any) -> dict:
-    """Options of flash_attn, which aligns the last query with the last key if there are more keys."""
-    return dict(causal=True, window_size=(-1, -1) if layer.window_size is None else (layer.window_size - 1, 0))
-
-
-def _softmax_of_documents(
-    layer: Any, qkv: tuple[Tensor, Tensor, Tensor], comm: Communicator, lengths: tuple[int, ...], tokens: Sequence[int]
-) -> torch.Tensor:
-    """Attention output [1, T, H, D] for packed sequences that are each sharded."""
-    (q, k, v), table = qkv, documents_of(comm, lengths)
-    queries, keys, before, *_ = table.of_stream(comm)
-    longest = max(table.longest, layer.max_position_embeddings or 0)
-    q, k = layer.rotary(q, k, seqlen_offset=before, max_seqlen=longest, cu_seqlens=queries)
-    if comm.size > 1:
-        others = Gather(comm, tokens, False, k, v)
-        k, v = documents_in_order(comm, lengths, *others.read(others.in_order()))
-    cuts = dict(cu_seqlens_q=queries, cu_seqlens_k=keys, max_seqlen_q=table.longest_query, max_seqlen_k=table.longest)
-    k, v = (Seen.apply(y[0], *table.seen) for y in (k, v))
-    return softmax_attention.flash_attn_varlen_func(q[0], k, v, **cuts, **_causal(layer))[None]
 
 
 _CALLS = {

@@ -3,10 +3,11 @@ layers, shift labels across shard boundaries and raise an error on every rank.""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,7 @@ from ..comm.communicator import Communicator
 from ..comm.process_groups import check_group, collective
 from ..launch.compiled_kernel import dynamo_disabled
 from ..ops.halo import halo
-from ..tokens.packing import Tables, TensorKey, document_places
+from ..tokens.packing import Tables, TensorKey, boundaries_on_host, cut, document_places
 from ..tokens.partition import cached_table
 
 
@@ -30,39 +31,103 @@ def chunks(tokens: Sequence[int], zigzag: bool = False) -> list[tuple[int, int, 
     return [(rank, end - n, end) for (rank, n), end in zip(numbers, ends, strict=True)]
 
 
-def gathered(x: Tensor, chunks: Sequence[tuple[int, int, int]], comm: Communicator) -> torch.Tensor:
-    """All-gather x [B, T, ...] in sequence order; the backward reduce-scatters the gradient."""
-    if comm.size == 1 or not chunks[-1][2]:
-        return x
-    tokens = [sum(end - first for rank, first, end in chunks if rank == r) for r in range(comm.size)]
-    gather = Gather(comm, tokens, len(chunks) > comm.size, x)
-    return gather.read(gather.in_order())[0]
+class Part(NamedTuple):
+    """Consecutive tokens of one sequence: start .. end - 1 of this rank.
+
+    In the row the sequence begins at token ``begin``, and the part ends before token ``last``: its queries attend to
+    the keys begin .. last - 1, causally, the last query aligned with the last key. half, entry: see TokenRange.
+    """
+
+    start: int
+    end: int
+    half: int
+    begin: int
+    last: int
+    entry: int = 0
+
+    @property
+    def before(self) -> int:
+        """Number of tokens of the sequence before this part."""
+        return self.last - self.begin - (self.end - self.start)
 
 
-class _Order(Tables):
-    """Permutation from the tokens concatenated in rank order to the order of the row, and its inverse."""
+@dataclasses.dataclass(frozen=True, eq=False)
+class Row:
+    """The tokens of all ranks in one row: one sequence, or packed ones."""
 
-    def __init__(self, comm: Communicator, lengths: tuple[int, ...]) -> None:
-        places = [place for rank in range(comm.size) for place in document_places(lengths, rank, comm.size)]
-        whole = torch.cat([torch.arange(*place, device="cpu") for place in places])
-        super().__init__([whole.argsort(), whole], comm.device)
+    comm: Communicator
+    tokens: Sequence[int]  # number of tokens of each rank
+    lengths: torch.Tensor | None  # cu_seqlens of the row, on the CPU
+    zigzag: bool = dataclasses.field(default=False, kw_only=True)
+    per_document: bool = dataclasses.field(default=False, kw_only=True)  # each packed sequence is cut; none is empty
+
+    @property
+    def own(self) -> int:
+        return self.tokens[self.comm.rank]
+
+    def parts(self) -> list[Part]:
+        """The parts of nonempty sequences on this rank; without packed sequences its one or two chunks of the row."""
+        rank, parts, start = self.comm.rank, [], 0
+        lengths = boundaries_on_host(self.lengths) if self.lengths is not None and self.own else None
+        if lengths is not None and self.per_document:
+            for i, (first, end) in enumerate(document_places(lengths, rank, self.comm.size)):
+                parts.append(Part(start, start + end - first, i % 2, lengths[i // 2], end, i // 2))
+                start += end - first
+            return parts
+        own = [(first, end) for owner, first, end in chunks(self.tokens, self.zigzag) if owner == rank]
+        for half, (first, end) in enumerate(own):
+            if lengths is None:
+                parts.append(Part(start, start + end - first, half, 0, end))  # the incoming state passes through
+            else:
+                parts += [
+                    Part(start + p.start, start + p.end, half, lengths[p.sequence], first + p.end)
+                    for p in cut(lengths, first, end - first)
+                    if p.end > p.start
+                ]
+            start += end - first
+        return parts
+
+    def gather(self, *tensors: Tensor) -> Gather:
+        """Start the gather of this rank's tensors [B, T, ...]."""
+        return Gather(self.comm, self.tokens, self.zigzag and not self.per_document, *tensors)
+
+    def in_order(self, gather: Gather) -> Sequence[torch.Tensor]:
+        """Wait for ``gather``, and return its tensors [B, S, ...] in the order of the row."""
+        found = gather.read(gather.in_order())
+        if not self.per_document:
+            return found
+        assert self.lengths is not None  # of the packed sequences
+        lengths = boundaries_on_host(self.lengths)
+
+        def make() -> Tables:
+            places = [p for rank in range(self.comm.size) for p in document_places(lengths, rank, self.comm.size)]
+            whole = torch.cat([torch.arange(*place, device="cpu") for place in places])
+            return Tables([whole.argsort(), whole[None]], self.comm.device)
+
+        table = cached_table(self.comm, ("order of documents", lengths), make)
+        return [Select.apply(x, 1, *table.tensors) for x in found]
 
 
-class _Ordered(torch.autograd.Function):
+class Select(torch.autograd.Function):
+    """x.index_select(dim, index), with a backward that needs no atomics.
+
+    inverse: [n, tokens of x]: for each token its at most n places in ``index``. If n > 1, len(index) stands for no
+    place.
+    """
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Tensor, back: Tensor) -> torch.Tensor:
-        ctx.back = back
-        return x.index_select(1, order)
+    def forward(ctx: Any, x: Tensor, dim: int, index: Tensor, inverse: Tensor) -> torch.Tensor:
+        ctx.dim, ctx.inverse = dim, inverse
+        return x.index_select(dim, index)
 
     @staticmethod
-    def backward(ctx: Any, dx: Tensor) -> tuple[torch.Tensor, None, None]:
-        return dx.index_select(1, ctx.back), None, None
-
-
-def documents_in_order(comm: Communicator, lengths: tuple[int, ...], *tensors: Tensor) -> list[torch.Tensor]:
-    """Reorder tensors [B, S, ...] from rank order to the order of the row, where each packed sequence is sharded."""
-    table = cached_table(comm, ("order of documents", lengths), lambda: _Order(comm, lengths))
-    return [_Ordered.apply(x, *table.tensors) for x in tensors]
+    def backward(ctx: Any, dx: Tensor) -> tuple[torch.Tensor | None, ...]:
+        if len(ctx.inverse) > 1:
+            dx = F.pad(dx, (0, 0) * (dx.ndim - 1 - ctx.dim) + (0, 1))
+        *others, total = (dx.index_select(ctx.dim, places) for places in ctx.inverse)
+        for x in others:
+            total.add_(x)
+        return total, None, None, None
 
 
 class Gather:
@@ -87,7 +152,7 @@ class Gather:
         self._work: Any = None  # handle of the collective; ``_arrived`` holds its outputs
         self._arrived: Any = None
         self._sums: Any = None
-        self._token: torch.Tensor | None = _Start.apply(self, *tensors)
+        self._token: torch.Tensor | None = Start.apply(self, *tensors)
 
     def in_order(self) -> list[int]:
         """The slot numbers in sequence order."""
@@ -171,9 +236,11 @@ class Gather:
 IN_FLOAT32 = 8  # from this number of ranks on, gradients are summed in float32
 
 
-class _Start(torch.autograd.Function):
+class Start(torch.autograd.Function):
+    """Starts a Gather or ChunkedGather; its backward waits for the sums of the tensors' gradients."""
+
     @staticmethod
-    def forward(ctx: Any, gather: Gather, *tensors: Tensor) -> torch.Tensor:
+    def forward(ctx: Any, gather: Any, *tensors: Tensor) -> torch.Tensor:
         ctx.gather, ctx.dtypes = gather, [x.dtype for x in tensors]
         gather.start(tensors)
         return tensors[0].new_empty(0)  # connects this node to _Read in the autograd graph
@@ -221,28 +288,24 @@ def shifted(
     documents: cu_seqlens of packed sequences that are each sharded, without empty ones; the last token of each sequence
     gets ``ignored``.
     """
+    T, where = labels.shape[1], dict[str, Any](layout="zigzag" if zigzag else "contiguous")
     if documents is not None:
-        return _shifted_documents(labels, ignored, comm, documents)
+        if not T:
+            return labels
+        lengths = torch.tensor(documents, device="cpu")
+        where |= dict(cu_seqlens=lengths, first_token=comm.rank * T // 2, per_document=True)
     # halo() fills with 0 behind the last token of the row, on whichever rank it is: hence the offset
-    following = halo(labels - ignored, 1, comm=comm, reverse=True, layout="zigzag" if zigzag else "contiguous")
-    halves = labels.chunk(1 + zigzag, 1), (following + ignored).chunk(1 + zigzag, 1)
-    return torch.cat([torch.cat(pair, 1)[:, 1:] for pair in zip(*halves, strict=True)], 1)
-
-
-def _shifted_documents(labels: Tensor, ignored: Any, comm: Communicator, lengths: tuple[int, ...]) -> torch.Tensor:
-    T = labels.shape[1]
-    if not T:
-        return labels
-    where: dict[str, Any] = dict(cu_seqlens=torch.tensor(lengths, device="cpu"), first_token=comm.rank * T // 2)
-    where |= dict(layout="zigzag", per_document=True)
-    following = halo(labels - ignored, 1, comm=comm, reverse=True, **where)
+    following = halo(labels - ignored, 1, comm=comm, reverse=True, **where) + ignored
+    if documents is None:
+        halves = labels.chunk(1 + zigzag, 1), following.chunk(1 + zigzag, 1)
+        return torch.cat([torch.cat(pair, 1)[:, 1:] for pair in zip(*halves, strict=True)], 1)
 
     def make() -> Tables:
-        sizes = [b - a for a, b in document_places(lengths, comm.rank, comm.size)]
+        sizes = [b - a for a, b in document_places(documents, comm.rank, comm.size)]
         return Tables([torch.tensor([end - 1 for end in itertools.accumulate(sizes)], device="cpu")], comm.device)
 
-    (ends,) = cached_table(comm, ("ends of documents", lengths), make).tensors
-    return F.pad(labels[:, 1:], (0, 1)).index_copy(1, ends, following + ignored)
+    (ends,) = cached_table(comm, ("ends of documents", documents), make).tensors
+    return F.pad(labels[:, 1:], (0, 1)).index_copy(1, ends, following)
 
 
 def reject(comm: Communicator, message: str) -> NoReturn:

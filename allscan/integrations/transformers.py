@@ -38,7 +38,7 @@ from .transformers_layers import (
     name_of_cache,
     softmax_forward,
 )
-from .transformers_sequence import BY_POSITIONS, Alike, SequenceOptions, SplitSequence, agree_sequence
+from .transformers_sequence import BY_POSITIONS, Agreed, SequenceOptions, SplitSequence, agree_sequence
 
 with needing(__name__, "transformers"):
     from transformers import PreTrainedModel
@@ -209,7 +209,7 @@ def _parts(model: Any) -> tuple:
         if name_of_cache(type(module)) is None:  # type: ignore[arg-type]
             raise ValueError(
                 f"the forward of {type(module).__name__} takes no cache called {' or '.join(CACHES)}: this version of "
-                "transformers is not covered"
+                "transformers is not supported"
             )
     for base in bases:
         config, inner = base.config, base.config._attn_implementation
@@ -222,12 +222,12 @@ def _parts(model: Any) -> tuple:
         if getattr(config, "sliding_window", None) or "sliding_attention" in (
             getattr(config, "layer_types", None) or ()
         ):
-            raise ValueError("layers with a sliding window are not covered")
+            raise ValueError("layers with a sliding window are not supported")
         rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
         if rope in ("dynamic", "longrope"):
             raise ValueError(f"rotary embeddings of type {rope!r} depend on how long the sequence of a rank is")
         if not getattr(config, "is_causal", True):
-            raise ValueError("attention that is not causal is not covered")
+            raise ValueError("attention that is not causal is not supported")
     for head in heads:
         if getattr(head.config, "z_loss_coefficient", 0):
             raise ValueError("z_loss_coefficient must be 0: the mean over one rank's tokens is no share of the loss")
@@ -333,7 +333,7 @@ def _model(
     for name in ("output_attentions", "output_router_logits"):
         option = options.get(name)
         if getattr(model.config, name, False) if option is None else option:
-            reject(comm, f"{name} is not covered")
+            reject(comm, f"{name} is not supported")
     x: Any = input_ids if inputs_embeds is None else inputs_embeds
     inputs = {"input_ids": input_ids, "inputs_embeds": inputs_embeds}
     shapes = [f"{name} {tuple(getattr(y, 'shape', ()))}" for name, y in inputs.items() if y is not None]
@@ -353,7 +353,8 @@ def _model(
     kernel = max(getattr(model.config, name, 0) for name in KERNELS) if use_cache else 0
     B, T = x.shape[:2]
     labels = options.pop(LABELS, None)
-    alike = Alike(model, x.device.type, labels, *(options.get(name) for name in ("num_items_in_batch", "shift_labels")))
+    counted = (options.get(name) for name in ("num_items_in_batch", "shift_labels"))
+    alike = Agreed(model, x.device.type, labels, *counted)
     asked = SequenceOptions(B, T, cu_seqlens, zigzag, per_document, attention, inner, home, alike)
     sequence, wanted_by_any = agree_sequence(comm, asked, position_ids, wanted, told, kernel)
     # another rank's embeddings are trained: with all else frozen this rank would run no backward

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,15 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
-from ..ops.allscan import using
 from ..ops.delta import zeco_gated_delta_rule, zeco_kda
 from ..ops.ssd import zeco_ssd
-from ..tokens.packing import boundaries_on_host
 from . import needing
-from .attention import Later, attend, kernel_for, packed, packed_documents, takes_packed
+from .attention import Blocks, attend, attend_packed, gather_keys, takes_packed
 from .latents import expansion_of
 from .recurrent import convolved, delta_rule
-from .softmax import Gather, documents_in_order, reject
+from .softmax import reject
 from .transformers_sequence import SplitSequence
 
 with needing(f"{__package__}.transformers", "transformers"):
@@ -257,61 +255,47 @@ OPERATORS = {
 class _Keys:
     """Replaces a softmax layer's cache: the layer appends its keys and values, or latents.
 
-    ``update`` returns those of all ranks. If ``attend`` can run in merged blocks, ``update`` starts the all-gather and
+    ``update`` returns those of all ranks. If ``attend`` may run in merged blocks, ``update`` only starts the gather and
     returns this rank's own.
     """
 
     def __init__(self, sequence: SplitSequence, cache: Any) -> None:
         self.sequence, self.cache = sequence, cache
-        self.others: Gather | Later | None = None
+        self.gather: Any = None
 
     def update(
         self, key: Tensor, value: Tensor, layer_idx: int, *arguments: Any, **options: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         sequence, self.appended = self.sequence, (key, value)
         if sequence.comm.size > 1:
-            merged, memory = sequence.attention
-            where = sequence.comm, sequence.tokens, sequence.zigzag and not sequence.per_document
             tensors: Any = _own(sequence, *(x.transpose(1, 2) for x in (key, value)))
-            others = Gather(*where, *tensors) if memory is None else Later(*where, memory, *tensors)
-            if self.cache is None and sequence.lengths is None and sequence.inner == "sdpa" and merged:
-                self.others = others
+            gather = gather_keys(sequence, sequence.attention, *tensors)
+            whole = self.cache is not None or sequence.lengths is not None or sequence.inner != "sdpa"
+            if sequence.attention.merged and not whole:
+                self.gather = gather
                 return key, value
-            lengths = sequence.lengths if sequence.per_document else None
-            key, value = in_order(others, None if lengths is None else boundaries_on_host(lengths))
+            key, value = (x.transpose(1, 2) for x in sequence.in_order(gather))
         if self.cache is not None:
             self.cache.update(key, value, layer_idx, *arguments, **options)
         return key, value
 
-    def attend(
-        self, module: Any, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, dropout: float
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-        """(o, None, None); without a kernel (None, keys of all ranks, values of all ranks)."""
-        sequence, expand = self.sequence, None
+    def blocks(self, module: Any, key: Tensor, value: Tensor, scale: float | None, dropout: float) -> Blocks | None:
+        """The first back end's arguments for ``attend``, or None if ``update`` has returned the keys of all ranks."""
+        name, project = type(module).__name__, None
+        if self.gather is None:
+            total = sum(self.sequence.tokens)
+            if key.shape[2] != total:
+                what = f"has the keys of {key.shape[2]} tokens, not of the {total} of all ranks: {OTHER_VERSION}"
+                reject(self.sequence.comm, f"a {name} {what}")
+            return None
         if [key.shape, value.shape] != [x.shape for x in self.appended]:  # latents were appended
             if not hasattr(module, "expand_kv"):
-                reject(sequence.comm, f"a {type(module).__name__} changes the keys that it keeps: {OTHER_VERSION}")
-            expand = expansion_of(module)
-        if not sequence.own:
-            query, key, value = (x[:, :, :0] for x in (query, key, value))
-        if not dropout and kernel_for(query, key, value) is not None:
-            return attend(query, key, value, self.others, scaling, expand, self.appended), None, None
-        if sequence.attention.memory is not None:
-            what = f"no kernel for {query.dtype} on {query.device.type} and a dropout of {dropout}"
-            reject(sequence.comm, f"attention.memory needs merged blocks: {what}")
-        key, value = in_order(self.others)
-        return None, *((key, value) if expand is None else expand(key, value))
+                reject(self.sequence.comm, f"a {name} changes the keys that it keeps: {OTHER_VERSION}")
+            project = expansion_of(module)
+        return Blocks(self.gather, scale, project, self.appended, dropout)
 
 
-OTHER_VERSION = "this version of transformers is not covered"
-
-
-def in_order(gather: Any, documents: Any = None) -> Iterator[torch.Tensor]:
-    """Gathered tensors [B, H, T, D] in sequence order. documents: cu_seqlens of sequences that are each cut."""
-    found = gather.read(gather.in_order())
-    if documents is not None:
-        found = documents_in_order(gather.comm, documents, *found)
-    return (x.transpose(1, 2) for x in found)
+OTHER_VERSION = "this version of transformers is not supported"
 
 
 def softmax_forward(layer: Any, *arguments: Any, past_key_values: Any = None, cache: Any = None, **options: Any) -> Any:
@@ -324,26 +308,14 @@ def softmax_forward(layer: Any, *arguments: Any, past_key_values: Any = None, ca
     return type(layer).forward(layer, *arguments, **{name_of_cache(type(layer)): keys}, **options)  # type: ignore[arg-type]
 
 
-class _Layer:
-    """Proxy of a softmax layer for its original attention function: the config names that function."""
+class _Proxy:
+    """An object with other values of some attributes."""
 
-    def __init__(self, layer: Any, inner: Any) -> None:
-        self._layer, self._inner = layer, inner
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._layer, name)
-
-    @property
-    def config(self) -> _Config:
-        return _Config(self._layer.config, self._inner)
-
-
-class _Config:
-    def __init__(self, config: Any, inner: Any) -> None:
-        self._config, self._attn_implementation = config, inner
+    def __init__(self, original: Any, **replaced: Any) -> None:
+        vars(self).update(replaced, _original=original)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._config, name)
+        return getattr(self._original, name)
 
 
 def _attention(
@@ -360,45 +332,27 @@ def _attention(
     sequence = options.get(SEQUENCE)
     if sequence is None:
         raise ValueError(f"the attention function {NAME!r} is for models of sequence_parallel; {OF_SPLIT}: {REMEDY}")
-    inner, home, keys = sequence.inner, sys.modules[sequence.home], sequence.keys
-    function = ALL_ATTENTION_FUNCTIONS.get_interface(inner, home.eager_attention_forward)
-    device, outputs, found = query.device.type, [], None
+    inner, home = sequence.inner, sys.modules[sequence.home]
+    original = ALL_ATTENTION_FUNCTIONS.get_interface(inner, home.eager_attention_forward)
+    device = query.device.type
+    if inner == "sdpa" and torch.is_autocast_enabled(device):  # causal_lower_right bypasses autocast
+        query, key, value = (x.to(torch.get_autocast_dtype(device)) for x in (query, key, value))
+    blocks = sequence.keys.blocks(module, key, value, scaling, dropout)
+    layer = _Proxy(module, config=_Proxy(module.config, _attn_implementation=inner))  # names the original function
+    packed = inner == "sdpa" and sequence.lengths is not None and not dropout and takes_packed(query, key, value)
 
-    def cast(*tensors: Tensor) -> Sequence[torch.Tensor]:  # causal_lower_right bypasses autocast
-        if inner != "sdpa" or not torch.is_autocast_enabled(device):
-            return tensors
-        return [t.to(torch.get_autocast_dtype(device)) for t in tensors]
-
-    query, key, value = cast(query, key, value)
-    if keys.others is not None:
-        found, key, value = keys.attend(module, query, key, value, scaling, dropout)
-    if found is not None:
-        return _padded(found, sequence), None
-    query, key, value = cast(query, key, value)
-    if key.shape[2] != sum(sequence.tokens):
-        reject(
-            sequence.comm,
-            f"a {type(module).__name__} has the keys of {key.shape[2]} tokens, not of the "
-            f"{sum(sequence.tokens)} of all ranks: {OTHER_VERSION}",
-        )
-    if not sequence.own:  # this rank must join the backward's collectives, those of DistributedDataParallel, too
-        o = query.new_zeros(query.shape[0], 0, query.shape[1], value.shape[-1])
-        return _padded(using(sequence.comm, o, query, key, value), sequence), None
-    if inner == "sdpa" and sequence.lengths is not None and not dropout and takes_packed(query, key, value):
-        lengths = boundaries_on_host(sequence.lengths)
-        if sequence.per_document:
-            return packed_documents(query, key, value, sequence.comm, lengths, scaling), None
-        own = [(first, end) for rank, first, end in sequence.chunks() if rank == sequence.comm.rank]
-        return packed(query, key, value, sequence.comm, own, lengths, scaling), None
-    for part in sequence.parts():
-        T, before, mask = part.end - part.start, part.before, None
+    def function(*tensors: Tensor) -> torch.Tensor:
+        q, k, v = (x.transpose(1, 2) for x in tensors)
+        T, before, mask = q.shape[2], k.shape[2] - q.shape[2], None
         if inner == "eager" and T > 1:
-            mask = query.new_full((T, T + before), torch.finfo(query.dtype).min).triu(before + 1)[None, None]
+            mask = q.new_full((T, T + before), torch.finfo(q.dtype).min).triu(before + 1)[None, None]
         elif inner == "sdpa" and T > 1 and before:  # sdpa's own mask begins at token 0
             mask = causal_lower_right(T, T + before)  # lets kernels run without a mask in memory
-        here, keys = query[:, :, part.start : part.end], (t[:, :, part.begin : part.last] for t in (key, value))
-        outputs.append(function(_Layer(module, inner), here, *keys, mask, scaling=scaling, dropout=dropout)[0])
-    return torch.cat(outputs, 1), None
+        return original(layer, q, k, v, mask, scaling=scaling, dropout=dropout)[0]
+
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    o = attend_packed(q, k, v, sequence, scaling) if packed else attend(q, k, v, sequence, function, blocks=blocks)
+    return _padded(o, sequence), None
 
 
 AttentionInterface.register(NAME, _attention)

@@ -13,42 +13,17 @@ from torch import Tensor
 from ..base.checks import boundaries, lengths_misfit
 from ..comm.communicator import Communicator
 from ..comm.host_exchange import by_rank, differing
-from ..tokens.packing import TokenRange, boundaries_on_host, cut, document_places, flags_of, without_empty
+from ..tokens.packing import TokenRange, boundaries_on_host, flags_of, without_empty
 from .attention import WHOLE, Attention
 from .batches import DOCUMENTS, misfit
-from .softmax import chunks
-
-
-class Part(NamedTuple):
-    """Consecutive tokens of one sequence: start .. end - 1 of this rank.
-
-    In the row the sequence begins at token ``begin``, and the part ends before token ``last``. half, entry: see
-    TokenRange.
-    """
-
-    start: int
-    end: int
-    half: int
-    begin: int
-    last: int
-    entry: int = 0
-
-    @property
-    def before(self) -> int:
-        """Number of tokens of the sequence before this part."""
-        return self.last - self.begin - (self.end - self.start)
+from .softmax import Row, chunks
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class SplitSequence:
+class SplitSequence(Row):
     """Token layout that the model passes to its layers."""
 
-    comm: Communicator
-    tokens: list[int]  # number of tokens of each rank
-    lengths: torch.Tensor | None  # cu_seqlens of the row, on the CPU
     inner: str  # the attention function that the model had
-    zigzag: bool = False
-    per_document: bool = False  # each packed sequence is cut; none is empty
     attention: Attention = WHOLE
     home: str = ""  # the module of the model's classes
     keys: Any = None  # the _Keys of a softmax layer
@@ -57,35 +32,6 @@ class SplitSequence:
     def first(self) -> int:
         """Index of this rank's first token in the global sequence."""
         return sum(self.tokens[: self.comm.rank]) // (1 + self.zigzag)
-
-    @property
-    def own(self) -> int:
-        return self.tokens[self.comm.rank]
-
-    def chunks(self) -> list[tuple[int, int, int]]:
-        """(rank, first token, end) of each part, in the order of the row."""
-        return chunks(self.tokens, self.zigzag)
-
-    def parts(self) -> list[Part]:
-        """The parts of nonempty sequences on this rank."""
-        own, parts, start = [(a, b) for rank, a, b in self.chunks() if rank == self.comm.rank], [], 0
-        lengths = None if self.lengths is None else boundaries_on_host(self.lengths)
-        if lengths is not None and self.per_document and self.own:
-            for i, (first, end) in enumerate(document_places(lengths, self.comm.rank, self.comm.size)):
-                parts.append(Part(start, start + end - first, i % 2, lengths[i // 2], end, i // 2))
-                start += end - first
-            return parts
-        for half, (first, end) in enumerate(own):
-            if lengths is None or not self.own:
-                parts.append(Part(start, start + end - first, half, 0, end))  # the incoming state passes through
-            else:
-                parts += [
-                    Part(start + p.start, start + p.end, half, lengths[p.sequence], first + p.end)
-                    for p in cut(lengths, first, end - first)
-                    if p.end > p.start
-                ]
-            start += end - first
-        return parts
 
     def cut(self) -> list[TokenRange]:
         return [TokenRange(p.start, p.end, p.half, p.entry, flags=flags_of(p.before == 0)) for p in self.parts()]
@@ -106,7 +52,7 @@ BY_POSITIONS = "; position_ids begin a sequence wherever they do not rise by 1"
 UNREAD = "a tensor"  # stands for a number that is not read
 
 
-class Alike(NamedTuple):
+class Agreed(NamedTuple):
     """What decides which collectives follow, in the layers, the loss and backward, and their dtypes: equal on all
     ranks."""
 
@@ -116,7 +62,7 @@ class Alike(NamedTuple):
     num_items_in_batch: Any
     shift_labels: Any
 
-    def told(self, debug: bool) -> tuple[list[tuple[str, object]], float | str | None]:
+    def fields(self, debug: bool) -> tuple[list[tuple[str, object]], float | str | None]:
         """((name, value) pairs, num_items_in_batch). A number in the GPU's memory is read in debug mode only, since
         reading it synchronizes; otherwise UNREAD stands for it."""
         count, model = self.num_items_in_batch, self.model
@@ -153,7 +99,7 @@ def _trainable(model: Any) -> int:
 
 
 def _differing(told: Sequence[tuple[Any, object]]) -> str:
-    """``differing`` for the results of Alike.told; UNREAD may be any number."""
+    """``differing`` for the results of Agreed.fields; UNREAD may be any number."""
     pairs, counts = zip(*told, strict=True)
     if len({*counts} - {UNREAD}) < 2:
         return differing(pairs)
@@ -171,7 +117,7 @@ class SequenceOptions(NamedTuple):
     attention: Attention
     inner: str
     home: str
-    alike: Alike
+    alike: Agreed
 
 
 def agree_sequence(
@@ -190,7 +136,7 @@ def agree_sequence(
             rises = [_rises(half) for half in position_ids.chunk(1 + zigzag, -1)] if T else []
         layout = DOCUMENTS if per_document else "zigzag" if zigzag else "contiguous"
         counts = comm.order.forwards, comm.order.steps
-        told = B, T, lengths, rises, layout, wanted, *stamp, kernel, list(attention), alike.told(comm.debug), counts
+        told = B, T, lengths, rises, layout, wanted, *stamp, kernel, list(attention), alike.fields(comm.debug), counts
         answers = comm.order.exchange(told, "the tokens of each rank")
         rows, tokens, _, _, _, _, stamps, contents, kernels, kinds, others, counts_of_all = map(
             list, zip(*answers, strict=True)
@@ -256,7 +202,8 @@ def agree_sequence(
         if lengths is not None and per_document:
             lengths = without_empty(lengths)
         cuts = None if lengths is None else torch.tensor(lengths, device="cpu")
-        sequence = SplitSequence(comm, tokens, cuts, inner, zigzag, per_document, attention, home)
+        layout_options = dict(zigzag=zigzag, per_document=per_document)
+        sequence = SplitSequence(comm, tokens, cuts, inner, attention, home, **layout_options)
         return sequence, any(answer[5] for answer in answers)
 
 

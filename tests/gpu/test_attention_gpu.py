@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from allscan.integrations import attention, attention_kernels
+from allscan.integrations import attention_kernels
 from bench import attention as bench
 from support.attention import attention_case, packed_case
 
@@ -44,7 +44,7 @@ def test_rows_of_the_chosen_kernel(queries, keys):
     H, G, W = 8, 2, 256
     q, k, v, do = bench.drawn(DEVICE, torch.bfloat16, 1, max(queries, keys), H, G, W, W)
     q, k, v, do = (x[:, :n].transpose(1, 2) for x, n in zip((q, k, v, do), (queries, keys, keys, queries)))
-    kernel, scale = attention.kernel_for(q, k, v), W**-0.5
+    kernel, scale = attention_kernels.kernel_for(q, k, v), W**-0.5
     plain = bench.kernel_named("cudnn")
     assert kernel.name == "cudnn, rows"
     o, lse, more = kernel.forward(q, k, v, False, scale)
@@ -96,7 +96,7 @@ def test_deterministic_algorithms():
     q, k, v, do = bench.drawn(DEVICE, torch.bfloat16, 1, 4096, 8, 2, 128, 128)
     torch.use_deterministic_algorithms(True)
     try:
-        kernel = attention.kernel_for(*(x.transpose(1, 2) for x in (q, k, v)))
+        kernel = attention_kernels.kernel_for(*(x.transpose(1, 2) for x in (q, k, v)))
         assert kernel.name == "flash"
         answers = [bench.in_blocks(q, k, v, do, 2, True) for _ in range(3)]
     finally:

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 import allscan
-from allscan.integrations import attention, attention_kernels, softmax, unmasked
+from allscan.integrations import attention, attention_backward, attention_blocks, attention_kernels, softmax
 from allscan.launch.streams import Streams
+from bench.attention import causal
 from support.attention import attention_case, packed_case, split, varlen, whole_case
 from support.values import place, relative
 
@@ -84,8 +85,10 @@ def dropout_case(group, layout, memory, dropout=0.5):
 
         own = latents.transpose(1, 2)
         k, v = expand(own)
-        gather = attention.Later(comm, tokens, layout == "zigzag", memory, latents)
-        o = attention.attend(torch.zeros_like(k), k, v, gather, None, expand, (own,))
+        row = softmax.Row(comm, tokens, None, zigzag=layout == "zigzag")
+        gather = attention_blocks.ChunkedGather(row, memory, latents)
+        how = attention_blocks.Blocks(gather, None, expand, (own,))
+        o = attention_blocks.merged(torch.zeros_like(k), k, v, how)
         loss, before = (o * do).sum(), torch.get_rng_state()
         (gradient,) = torch.autograd.grad(loss, weight)
         assert torch.equal(torch.get_rng_state(), before)
@@ -103,7 +106,7 @@ def captured_case(group, dropout):
     """``dropout_case`` as in a CUDA graph's capture, in which torch raises if a generator's state is read."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Streams, "capturing", lambda self: True)
-        patch.setattr(attention, "get_device_states", lambda *_: pytest.fail("read in a capture"))
+        patch.setattr(attention_blocks, "get_device_states", lambda *_: pytest.fail("read in a capture"))
         try:
             return dropout_case(group, "contiguous", 1500, dropout)
         except RuntimeError as error:
@@ -138,7 +141,7 @@ def test_ranges(size):
         )
         for rank in range(size):
             own = (rank, 2 * size - 1 - rank) if zigzag else (rank,)
-            read, blocks = attention.reads(rank, size, zigzag)
+            read, blocks = attention_blocks.reads(rank, size, zigzag)
             seen = {half: read[-many:] for halves, many in blocks for half in halves}
             assert sum(len(halves) for halves, _ in blocks) == len(seen) and all(many for _, many in blocks)
             for half, mine in enumerate(own):  # the causal block has the rank's earlier chunks
@@ -192,7 +195,7 @@ def test_the_order(run, layout, size=3):
     """The own block overlaps with the gather of keys, and in backward with the sums of their gradients. Every rank
     projects, also the first one in the contiguous layout, which attends to no other rank's keys."""
     for rank, events in enumerate(run(size, order_case, layout)):
-        blocks = len(attention.reads(rank, size, layout == "zigzag")[1])
+        blocks = len(attention_blocks.reads(rank, size, layout == "zigzag")[1])
         others = ["expand"] + ["forward, causal False"] * blocks
         assert events[: 4 + len(others)] == ["start", "expand", "forward, causal True", "finish", *others]
         back = ["backward, causal False"] * blocks + ["expand's backward"]
@@ -310,7 +313,7 @@ def test_whole_sequences(dtype):
     )
     answers = []
     for o in (
-        attention.causal(q, k, v),
+        causal(q, k, v),
         torch.nn.functional.scaled_dot_product_attention(
             q, *(x.repeat_interleave(2, 1) for x in (k, v)), is_causal=True
         ).transpose(1, 2),
@@ -356,7 +359,7 @@ def rows_case(batch, row, most):
         assert given[1] is q or rows == 1 or given[2].stride(0) == given[3].stride(0) == 0
         return kernel.backward(*given[:6], more, *given[7:])
 
-    found = unmasked.by_rows(backward, row, most)(*tensors, saved, False, 0.3)
+    found = attention_backward.by_rows(backward, row, most)(*tensors, saved, False, 0.3)
     return found, kernel.backward(*tensors, more, False, 0.3), calls
 
 
@@ -389,13 +392,13 @@ def test_blocks_that_are_no_rows(row):
 def test_rows_of_no_sequence():
     do, q, k, v = (x[:0] for x in triangles_inputs((1, 2, 2, 8, 4, 4, 4)))
     inputs = do, q, k, v, do, q[..., 0], None, False, 0.3
-    assert unmasked.by_rows(lambda *given: given, 4, 100)(*inputs) == inputs
+    assert attention_backward.by_rows(lambda *given: given, 4, 100)(*inputs) == inputs
 
 
 def test_rows_of_causal_blocks():
     do, q, k, v = triangles_inputs((1, 2, 2, 8, 8, 4, 4))
     inputs = do, q, k, v, do, q[..., 0], None, True, 0.3
-    assert unmasked.by_rows(lambda *given: given, 4, 100)(*inputs) == inputs
+    assert attention_backward.by_rows(lambda *given: given, 4, 100)(*inputs) == inputs
 
 
 def test_sums_of_rows():
@@ -409,11 +412,11 @@ def test_sums_of_rows():
         assert len(q) == 2 or count % 9
         return tuple(torch.full_like(x, 1.0 if count == 1 else 2.0**-9) for x in (q, k, v))
 
-    _, dk, dv = unmasked.by_rows(backward, 2, 72)(do, q, k, v, do, q[..., 0].float(), None, False, 1.0)
+    _, dk, dv = attention_backward.by_rows(backward, 2, 72)(do, q, k, v, do, q[..., 0].float(), None, False, 1.0)
     assert count == 9 and dk.dtype == dv.dtype == torch.bfloat16
     assert (dk == 2 + 16 * 2.0**-9).all()  # of 2 rows in each call
     count = 0
-    dq, _, _ = unmasked.by_rows(backward, 18, 8)(do, q, k, v, do, q[..., 0].float(), None, False, 1.0)
+    dq, _, _ = attention_backward.by_rows(backward, 18, 8)(do, q, k, v, do, q[..., 0].float(), None, False, 1.0)
     assert count == 9 and dq.dtype == torch.bfloat16 and (dq == 1 + 8 * 2.0**-9).all()
 
 
@@ -427,7 +430,7 @@ def test_rows_lie_in_memory_like_the_kernels_gradients(batch, most):
     def backward(do, q, k, v, *others):
         return tuple(torch.zeros(x.shape[0], x.shape[2], 4, x.shape[3]).transpose(1, 2) for x in (q, k, v))
 
-    found = unmasked.by_rows(backward, 4, most)(do, q, k, v, do, q[..., 0], None, False, 1.0)
+    found = attention_backward.by_rows(backward, 4, most)(do, q, k, v, do, q[..., 0], None, False, 1.0)
     assert all(x.transpose(1, 2).is_contiguous() for x in found)
 
 
@@ -462,14 +465,14 @@ def test_triangles(case):
         assert not given[7] or (given[1].shape[2] == given[2].shape[2] and given[5].is_contiguous())
         return kernel.backward(*given)
 
-    backward = unmasked.by_triangles(counted, 4)
+    backward = attention_backward.by_triangles(counted, 4)
     for turn in range(2):
         found = backward(*given, False, 0.3)
         for a, b in zip(found, wanted, strict=True):
             assert a.shape == b.shape and relative(a, b) < 1e-12
         assert calls.count(False) == 1  # compared at the first call for a shape
         assert calls.count(True) == 2 * (turn + 1) * parts
-    plain = unmasked.by_triangles(kernel.backward, 7)(*given, False, 0.3)
+    plain = attention_backward.by_triangles(kernel.backward, 7)(*given, False, 0.3)
     assert all(torch.equal(a, b) for a, b in zip(plain, wanted, strict=True))
     if q.shape[2] == k.shape[2]:
         found = backward(*given, True, 0.3)
@@ -494,7 +497,7 @@ def test_triangles_are_compared(how):
             raise torch.OutOfMemoryError("no memory")
         return (found[0], found[1] * (1.05 if given[7] and how == "wrong" else 1), found[2])
 
-    in_triangles = unmasked.by_triangles(backward, 4)
+    in_triangles = attention_backward.by_triangles(backward, 4)
     warned = {"wrong": "differ by", "rejects": "no plan"}.get(how)
     for turn in range(2):
         with warnings.catch_warnings(record=True) as found:
@@ -518,7 +521,7 @@ def test_one_row_is_compared(monkeypatch, of, row, how):
     kernel, plant = attention.kernel_for(q, k, v), []
     o, lse, more = kernel.forward(q, k, v, False, 0.3)
     given = do, q, k, v, o, lse, more, False, 0.3
-    wanted, exact = kernel.backward(*given), unmasked._in_triangles
+    wanted, exact = kernel.backward(*given), attention_backward._in_triangles
 
     def in_triangles(*given):
         noise = torch.Generator().manual_seed(0)
@@ -528,14 +531,14 @@ def test_one_row_is_compared(monkeypatch, of, row, how):
             x[0, 1, row] = {"half": x[0, 1, row] / 2, "zero": 0.0, "not a number": torch.nan}.get(how, x.norm() / 800)
         return tuple(found)
 
-    monkeypatch.setattr(unmasked, "_in_triangles", in_triangles)
+    monkeypatch.setattr(attention_backward, "_in_triangles", in_triangles)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        found = unmasked.by_triangles(kernel.backward, 512)(*given)
+        found = attention_backward.by_triangles(kernel.backward, 512)(*given)
     assert 0 < relative(found[of], wanted[of]) < 2e-3
     plant.append("a row")
     with pytest.warns(UserWarning, match="in a row|nan"):
-        found = unmasked.by_triangles(kernel.backward, 512)(*given)
+        found = attention_backward.by_triangles(kernel.backward, 512)(*given)
     assert all(map(torch.equal, found, wanted))
 
 
@@ -547,7 +550,7 @@ def test_triangles_of_far_keys():
     o, lse, more = kernel.forward(q, k, v, False, 1.0)
     assert lse.min() < -1000
     wanted = kernel.backward(do, q, k, v, o, lse, more, False, 1.0)
-    backward = unmasked.by_triangles(kernel.backward, 4)
+    backward = attention_backward.by_triangles(kernel.backward, 4)
     backward(do, q, k, v, o, lse, more, False, 1.0)
     found = backward(do, q, k, v, o, lse, more, False, 1.0)
     for a, b in zip(found, wanted, strict=True):
@@ -565,14 +568,17 @@ def triangle_kernels_case(group):
             for shift in (n - 1, n - 2):
                 for last in (False, True):
                     errors.append(
-                        relative(unmasked.launch_reverse(x, n, shift, last), unmasked.reverse(x, n, shift, last))
+                        relative(
+                            attention_backward.launch_reverse(x, n, shift, last),
+                            attention_backward.reverse(x, n, shift, last),
+                        )
                     )
         B, H, n, W = 2, 3, 5, 6
         x, behind = torch.randn(2, B * 4, n, H, W).half().transpose(2, 3)
         x = x.contiguous() if case[0] == 1 else x  # heads before tokens
         for blocks in (1, 2, 4):
-            found = unmasked.launch_fold(x, behind, n, n - 2, (B, blocks))
-            wanted = unmasked.fold(x, behind, n, n - 2, (B, blocks))
+            found = attention_backward.launch_fold(x, behind, n, n - 2, (B, blocks))
+            wanted = attention_backward.fold(x, behind, n, n - 2, (B, blocks))
             assert found.stride() == wanted.stride() and found.dtype == torch.float16
             errors.append(relative(found, wanted))
     return errors
@@ -591,11 +597,11 @@ def merge_case(group):
         lse, more_lse = (torch.randn(B, H, T) * 50 for _ in range(2))
         if dtype == torch.float32:  # the second of two halves
             o, lse = (torch.cat([x, x], 2) for x in (o, lse))
-            o = unmasked.tokens_first(o)
+            o = attention_backward.tokens_first(o)
             o, lse = o[:, :, T:], lse[:, :, T:]
         wanted = o.float(), lse.clone()
-        attention._merge(*wanted, more.float(), more_lse)
-        attention.merge(o, lse, more, more_lse)
+        attention_blocks._merge(*wanted, more.float(), more_lse)
+        attention_blocks.merge(o, lse, more, more_lse)
         errors.append((relative(o, wanted[0].to(dtype)), relative(lse, wanted[1])))
     return errors
 

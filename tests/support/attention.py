@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 import allscan
-from allscan.integrations import attention, softmax
+from allscan.integrations import attention, attention_blocks, softmax
 from bench.harness import capture
 from support.values import place, relative
 
@@ -110,13 +110,9 @@ def packed_case(group, zigzag, kind, dtype, per_document=False):
         )
         o.backward(do.double())
         leaves = [x.detach().requires_grad_() for x in (q[:, mine], k, v)]
-        parts = [(first, end) for rank, first, end in softmax.chunks(tokens, zigzag) if rank == comm.rank]
-        given = [x.transpose(1, 2) for x in leaves]
-        assert comm.device.type == "cpu" or attention.takes_packed(*given)
-        if per_document:
-            found = attention.packed_documents(*given, comm, tuple(lengths), SCALE)
-        else:
-            found = attention.packed(*given, comm, parts, tuple(lengths), SCALE)
+        assert comm.device.type == "cpu" or attention.takes_packed(*leaves)
+        how = dict(zigzag=zigzag, per_document=bool(per_document))
+        found = attention.attend_packed(*leaves, softmax.Row(comm, tokens, torch.tensor(lengths), **how), SCALE)
         found.backward(do[:, mine])
         sums = [x.grad.float() for x in leaves[1:]]
         for x in sums:
@@ -131,10 +127,10 @@ def split(comm, tokens, zigzag, given, expand, memory=None):
     gather = (
         softmax.Gather(comm, tokens, zigzag, *own)
         if memory is None
-        else attention.Later(comm, tokens, zigzag, memory, *own)
+        else attention_blocks.ChunkedGather(softmax.Row(comm, tokens, None, zigzag=zigzag), memory, *own)
     )
     _, k, v = keys_of(given, expand)
-    return attention.attend(q.transpose(1, 2), k, v, gather, SCALE, expand, own)
+    return attention_blocks.merged(q.transpose(1, 2), k, v, attention_blocks.Blocks(gather, SCALE, expand, own))
 
 
 def attention_case(group, kind, layout, batch, how="plain", dtype=torch.float32, length=10, memory=None):

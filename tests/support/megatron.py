@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from allscan.integrations.attention import attend, causal
+from allscan.integrations.attention_blocks import Blocks, merged
 from allscan.integrations.softmax import Gather
 from allscan.reference import delta_reference, ssd_reference
+from bench.attention import causal
 
 from .fla import import_fla
 from .values import place
@@ -96,7 +97,7 @@ class CoreAttention(torch.nn.Module):
             return causal(q, k, v, self.scale).transpose(0, 1).flatten(2)
         tokens = [len(query)] * self.comm.size
         others = Gather(self.comm, tokens, self.zigzag, *(x.transpose(0, 1) for x in (key, value)))
-        return attend(q, k, v, others, self.scale).transpose(0, 1).flatten(2)
+        return merged(q, k, v, Blocks(others, self.scale)).transpose(0, 1).flatten(2)
 
 
 @contextlib.contextmanager
