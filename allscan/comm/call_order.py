@@ -156,8 +156,11 @@ class Order:
         """After a call that this rank has rejected: wait until every rank has rejected it. Raises AllScanOutOfStep if
         they have not within the timeout, or once another rank has reported a fault or is in close()."""
         begun = time.monotonic()
-        while (why := self._unsettled()) is not None:
+        while True:
+            # read before the rejections: a rank that has rejected the call may come to close() between the two
             reason = self.store_exchange.fault() or self.store_exchange.rank_in_close()
+            if (why := self._unsettled()) is None:
+                break
             if reason or time.monotonic() - begun > self._timeout:
                 why = f"{why}, and not all ranks have; its next calls would meet other calls of theirs"
                 raise self.desynchronized(f"{why}; {reason}. {REMEDY}." if reason else f"{why}. {REMEDY}.")

@@ -17,7 +17,7 @@ import torch
 from ..base.checks import integer
 from ..base.tiling import H100_MULTIPROCESSORS, cdiv, scan_tile, transition_tile
 from ..launch.plan import Plan
-from ..ops.carrier import CarriedState, record_call
+from ..ops.carrier import AllScanCarrier, CarriedState, record_call
 from ..ops.delta.delta_operator import DELTA
 from ..ops.delta.delta_passes import delta_segment_length
 from ..ops.delta.own_chunks import ChunkPass
@@ -91,7 +91,7 @@ class _Apart:
     handle = 0
 
     def __init__(self, ranks: int) -> None:
-        attributes = {"carrier of transitions": self}
+        attributes = {(AllScanCarrier, True): self}
         of_gpu = dict(device=torch.device("cuda"), graphs=None)
         self.comm: Any = types.SimpleNamespace(size=ranks, attributes=attributes, **of_gpu)
 

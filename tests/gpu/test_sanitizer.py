@@ -26,6 +26,7 @@ import torch  # noqa: E402
 
 import allscan  # noqa: E402
 from allscan.launch.streams import Streams  # noqa: E402
+from allscan.ops.carrier import AllScanCarrier  # noqa: E402
 from allscan.ops.delta import delta_passes  # noqa: E402
 from allscan.ops.delta.records import Between, DeltaShape, Ends, OfOutput  # noqa: E402
 from allscan.reference import allscan_reference  # noqa: E402
@@ -85,7 +86,7 @@ def delta_kernels() -> None:
 
     device = torch.device("cuda", torch.cuda.current_device())
     streams = Streams(device)
-    carriers = {"carrier of transitions": Nobody()}
+    carriers = {(AllScanCarrier, True): Nobody()}
     middle = types.SimpleNamespace(size=3, device=device, attributes=carriers, graphs=None)
     for K, V, dtype, scalar in (
         (128, 128, BF16, False),

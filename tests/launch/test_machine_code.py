@@ -7,7 +7,6 @@ import types
 import pytest
 import torch
 
-from allscan.bindings import triton_compat
 from allscan.launch import machine_code
 from allscan.shmem_kernels import gla_bwd
 from support.launches import VERSION, Launches, compiled_launches, launch_gla
@@ -70,16 +69,6 @@ def test_a_kernel_without_right_code_is_rejected(monkeypatch):
     monkeypatch.setattr(machine_code, "STAGES", (3, 1))
     with pytest.raises(RuntimeError, match="wrong code of value_grad_kernel .* TRITON_PTXAS_PATH"):
         chosen(kernel, BV=16, num_stages=3)
-
-
-def test_a_disassembly_counts_as_a_compilation(monkeypatch):
-    """Ranks with a warm cache wait for it."""
-    told = []
-    monkeypatch.setattr(triton_compat, "_told", [(lambda _: told.append("begin"), lambda _: told.append("end"))])
-    monkeypatch.setattr(machine_code, "disassembled", lambda cubin: told.append("disassembled") or [])
-    compiled = types.SimpleNamespace(asm=dict(ptx="wgmma.mma_async", cubin=b"code"))
-    assert not machine_code.reads_unset_registers(compiled) and told == ["begin", "disassembled", "end"]
-    assert not machine_code.reads_unset_registers(compiled) and len(told) == 3  # cached on this machine
 
 
 CODE = """

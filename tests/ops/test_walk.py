@@ -25,7 +25,7 @@ BOUNDS = {
     "allscan": (12, 5, 4),
     "allscan with gradients": (18, 10, 5),
     "backward of allscan": (17, 7, 5),
-    "zeco_gla": (14, 8, 2),
+    "zeco_gla": (12, 9, 2),
     "zeco_gla with gradients": (21, 12, 3),
     "backward of zeco_gla": (19, 10, 5),
     "zeco_kda": (20, 12, 3),

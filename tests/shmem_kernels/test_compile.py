@@ -16,6 +16,7 @@ from allscan import device
 from allscan.base.tiling import default_tile, scan_num_warps, transition_blocks, transition_tile
 from allscan.bindings import nvshmem_device as nvshmem
 from allscan.bindings.versions import number, nvshmem_version
+from allscan.ops.carrier import AllScanCarrier
 from allscan.ops.delta import delta_passes
 from allscan.ops.delta.records import Between, DeltaShape, Ends, OfOutput
 from allscan.shmem_kernels import (
@@ -419,7 +420,7 @@ def launch_states(K, V, scalar, monkeypatch, capability):
     monkeypatch.setattr(Launches, "made", [])
     layout = Layout([TokenRange(0, T)], 1, 64, "cpu")  # in the middle of a sequence
     device = torch.device("cpu")
-    carriers = {"carrier of transitions": NoScan()}
+    carriers = {(AllScanCarrier, True): NoScan()}
     comm = types.SimpleNamespace(size=3, device=device, attributes=carriers, graphs=None)
     states = delta_passes.StatePass(comm, layout, DeltaShape(1, H, H, K, V, dtype, scalar))
     narrow, wide = (torch.zeros(1, T, H, width, dtype=dtype) for width in (K, V))

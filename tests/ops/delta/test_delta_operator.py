@@ -179,12 +179,12 @@ def test_raw_arguments(run, rule):
 
 
 WRONG = {
-    "no A_log": (ValueError, "needs A_log", lambda x: x | dict(use_gate_in_kernel=True)),
+    "no A_log": (ValueError, "requires A_log", lambda x: x | dict(use_gate_in_kernel=True)),
     "A_log": (ValueError, "A_log must be 2", lambda x: x | dict(use_gate_in_kernel=True, A_log=torch.ones(3))),
     "A_log without its gate": (ValueError, "use_gate_in_kernel=True", lambda x: x | dict(A_log=torch.ones(2))),
     "dt_bias without its gate": (ValueError, "use_gate_in_kernel=True", lambda x: x | dict(dt_bias=torch.ones(2))),
     "twice": (ValueError, "allow_neg_eigval", lambda x: x | dict(allow_neg_eigval=True)),
-    "dtypes": (TypeError, "alike", lambda x: x | dict(v=x["v"].double())),
+    "dtypes": (TypeError, "must share one dtype", lambda x: x | dict(v=x["v"].double())),
     "bfloat16 in the interpreter": (
         TypeError,
         "on CPUs",
