@@ -3,7 +3,7 @@
 With S the incoming state of a chunk, E the gradient of its outgoing one, and dy that of y before its product with
 silu(z):
 
-steps_kernel      the factors again
+steps_kernel, scores_kernel: the factors and scores again
 output_kernel     with z alone: dz and dy
 state_kernel      REVERSE: the gradient of the state over each segment alone; then, as in gla_bwd.py, the carries
 state_kernel      for every chunk: S; needs no remote gradient
@@ -32,7 +32,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .blocks import cast, load, loop_bound, lower, product, state_at, tf32_product, upper
+from .blocks import cast, load, loop_bound, lower, product, state_at
 from .segment_table import segment
 from .ssd_blocks import behind_of, decay_of, decays_of, factors_of, state_behind, tile
 from .ssd_fwd import of_columns, raw_steps, states_of_heads, steps_of
@@ -66,8 +66,9 @@ def _adjoint_of_head(
     b_dy = load(p_dy + base, at, inside)
     b_a = b_scores * decays_of(b_whole, b_part, BT, True) * b_d[:, None]
     b_factor = behind_of(b_whole, b_part, whole, part) * b_d
-    b_dx = product(b_b, b_state, tl.zeros([BT, BV], tl.float32), PRECISION) * b_factor[:, None]
-    b_dx = product(b_a, b_dy, b_dx, PRECISION)
+    b_dx = product(b_a, b_dy, tl.zeros([BT, BV], tl.float32), PRECISION)
+    b_read = product(b_b, b_state, tl.zeros([BT, BV], tl.float32), PRECISION)
+    b_dx = tl.fma(b_read, b_factor[:, None] + tl.zeros_like(b_dx), b_dx)  # see _outputs_of_head
     b_state = state_behind(b_state, b_dy, b_c, decay_of(b_whole, b_part), whole, part, PRECISION)
     if p_D is not None:
         b_dx += b_dy.to(tl.float32) * of_columns(p_D, h, i_v, P, BV, PER_CHANNEL)
@@ -81,6 +82,7 @@ def adjoint_kernel(
     p_c,  # [tokens, G, N]
     p_b,  # [tokens, G, N]
     p_dy,  # [tokens, H, P]
+    p_scores,  # float32 [tokens, G, BT]
     p_factors,  # float32 [NC, H, 3, BT]
     p_segments,  # int32 [NS, SEGMENT_WORDS]
     p_incoming,  # float32 [NS, H, N, P], gradients of the segments' outgoing states from this rank
@@ -115,7 +117,8 @@ def adjoint_kernel(
         base_c, at_c, inside = tile(first, end, h // (H // G) * N, 0, C_STRIDE, N, BT, BK)
         base_b, at_b, inside = tile(first, end, h // (H // G) * N, 0, B_STRIDE, N, BT, BK)
         b_c, b_b = load(p_c + base_c, at_c, inside), load(p_b + base_b, at_b, inside)
-        b_scores = product(b_b, tl.trans(b_c), tl.zeros([BT, BT], tl.float32), PRECISION)
+        base, at, inside = tile(first, end, h // (H // G) * BT, 0, G * BT, BT, BT, BT)
+        b_scores = tl.trans(load(p_scores + base, at, inside))
         tensors = (p_dy, p_factors, p_D, p_dstates, p_dx)
         place = (chunk + n, first, end, h, i_v)
         b_first = _adjoint_of_head(
@@ -134,6 +137,7 @@ def gradients_kernel(
     p_b,  # [tokens, G, N]
     p_x,  # [tokens, H, P]
     p_dy,  # [tokens, H, P]
+    p_scores,  # float32 [tokens, G, BT]
     p_factors,  # float32 [NC, H, 3, BT]
     p_chunks,  # int32 [NC, 2]
     p_states,  # [NC, H, N, P], each chunk's incoming state
@@ -166,16 +170,9 @@ def gradients_kernel(
     j, i = tl.program_id(0) % NJ, tl.program_id(0) // NJ
     split, g, n = i % SPLIT, i // SPLIT % G, i // (SPLIT * G)
     start, end = tl.load(p_chunks + 2 * n), tl.load(p_chunks + 2 * n + 1)
-    b_scores = tl.zeros([BT, BT], tl.float32)
-    for block in tl.static_range(NJ):
-        base_c, at_c, inside = tile(start, end, g * N, block, C_STRIDE, N, BT, BJ)
-        base_b, at_b, inside = tile(start, end, g * N, block, B_STRIDE, N, BT, BJ)
-        b_b = load(p_b + base_b, at_b, inside)
-        b_scores = product(load(p_c + base_c, at_c, inside), tl.trans(b_b), b_scores, PRECISION)
+    base_a, at_a, inside_a = tile(start, end, g * BT, 0, G * BT, BT, BT, BT)
     base_c, at_c, inside = tile(start, end, g * N, j, C_STRIDE, N, BT, BJ)
     base_b, at_b, inside = tile(start, end, g * N, j, B_STRIDE, N, BT, BJ)
-    b_c, b_b = load(p_c + base_c, at_c, inside), load(p_b + base_b, at_b, inside)
-    b_before = tl.where(upper(BT, 1), 1.0, 0.0)  # [s, r]: s < r
     b_w = tl.zeros([BT, BT], tl.float32)
     b_dc = tl.zeros([BT, BJ], tl.float32)
     b_db = tl.zeros([BT, BJ], tl.float32)
@@ -186,45 +183,48 @@ def gradients_kernel(
         b_pairs = tl.zeros([BT, BT], tl.float32)
         b_read = tl.zeros([BT, BJ], tl.float32)
         b_left = tl.zeros([BT, BJ], tl.float32)
-        through = 0.0
+        through, of_D = 0.0, 0.0
         for i_v in tl.static_range(V_BLOCKS):
-            base, at, inside = tile(start, end, h * P, i_v, X_STRIDE, P, BT, BV)
-            b_x = load(p_x + base, at, inside)
-            base, at, inside = tile(start, end, h * P, i_v, DY_STRIDE, P, BT, BV)
-            b_dy = load(p_dy + base, at, inside)
-            at, inside = state_at(row, i_v, N, P, BJ, BV, j)
-            b_state, b_dstate = load(p_states, at, inside), load(p_dstates, at, inside)
+            base_x, at_x, inside_v = tile(start, end, h * P, i_v, X_STRIDE, P, BT, BV)
+            base_dy, at_dy, inside_v = tile(start, end, h * P, i_v, DY_STRIDE, P, BT, BV)
+            at_s, inside_s = state_at(row, i_v, N, P, BJ, BV, j)
+            b_x, b_dy = load(p_x + base_x, at_x, inside_v), load(p_dy + base_dy, at_dy, inside_v)
+            b_state, b_dstate = load(p_states, at_s, inside_s), load(p_dstates, at_s, inside_s)
             b_pairs = product(b_dy, tl.trans(b_x), b_pairs, PRECISION)
             b_read = product(b_dy, tl.trans(b_state), b_read, PRECISION)
             b_left = product(b_x, tl.trans(b_dstate), b_left, PRECISION)
             through += tl.sum(b_state.to(tl.float32) * b_dstate.to(tl.float32))
-            if PER_CHANNEL:
-                if j == 0:
+            if p_dD is not None:  # every j stores the same: a branch would keep Triton from pipelining the loads
+                b_dD = b_x.to(tl.float32) * b_dy.to(tl.float32)
+                if PER_CHANNEL:
                     v = i_v * BV + tl.arange(0, BV)
-                    b_dD = tl.sum(b_x.to(tl.float32) * b_dy.to(tl.float32), 0)
-                    tl.store(p_dD + row.to(tl.int64) * P + v, b_dD, mask=v < P)
+                    tl.store(p_dD + row.to(tl.int64) * P + v, tl.sum(b_dD, 0), mask=v < P)
+                else:
+                    of_D += tl.sum(b_dD)
         if p_dD is not None:
             if not PER_CHANNEL:
-                tl.store(p_dD + row, tl.sum(tl.where(lower(BT, 0) & upper(BT, 0), b_pairs, 0.0)))
+                tl.store(p_dD + row, of_D)
+        # tiles of C, B and scores are loaded again for every head: there are no registers to hold them
         b_read *= decay_of(b_whole, b_part)[:, None]
         b_dc += b_read
-        b_reader = tl.sum(b_read * b_c.to(tl.float32), 1)
+        b_reader = tl.sum(b_read * load(p_c + base_c, at_c, inside).to(tl.float32), 1)
         b_left *= behind_of(b_whole, b_part, whole, part)[:, None]
         b_db += b_left * b_d[:, None]
-        b_dd = tl.sum(b_left * b_b.to(tl.float32), 1)
+        b_dd = tl.sum(b_left * load(p_b + base_b, at_b, inside).to(tl.float32), 1)
         b_pairs *= decays_of(b_whole, b_part, BT, False)
         b_w += b_pairs * b_d[None, :]
-        b_pairs = b_pairs * b_scores
+        b_pairs = b_pairs * load(p_scores + base_a, at_a, inside_a)
         if NJ > 1:
             b_pairs = tl.where(j == 0, b_pairs, 0.0)
-        b_onward = b_reader[:, None] + tl.zeros([BT, BT], tl.float32)
-        b_onward = tf32_product(b_pairs * b_d[None, :], b_before, b_onward, PRECISION)
+        b_terms = b_pairs * b_d[None, :]
+        b_onward = tl.cumsum(b_terms, 1) - b_terms + b_reader[:, None]
         b_dg = tl.sum(tl.where(lower(BT, 0), b_onward, (b_dd * b_d)[:, None]), 0) + through * decay_of(whole, part)
         p_of = p_parts + (row.to(tl.int64) * NJ + j) * (2 * BT) + tl.arange(0, BT)
         tl.store(p_of, b_dg)
         tl.store(p_of + BT, b_dd + tl.sum(b_pairs, 0))
-    b_dc = product(b_w, b_b, b_dc, PRECISION)
-    b_db = product(tl.trans(b_w), b_c, b_db, PRECISION)
+    b_c, b_b = load(p_c + base_c, at_c, inside), load(p_b + base_b, at_b, inside)
+    b_dc += product(b_w, b_b, tl.zeros([BT, BJ], tl.float32), PRECISION)
+    b_db += product(tl.trans(b_w), b_c, tl.zeros([BT, BJ], tl.float32), PRECISION)
     base, at, inside = tile(start, end, g * N, j, G * N, N, BT, BJ)
     base += split * tokens.to(tl.int64) * (G * N)
     tl.store(p_dc + base + at, cast(b_dc, p_dc.dtype.element_ty), mask=inside)

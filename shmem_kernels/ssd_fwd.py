@@ -1,16 +1,18 @@
-"""A scalar decay for each head (Mamba2's SSD), forward: the chunked form of
+"""A scalar decay for each head (Mamba2's SSD), forward.
 
     S_t = exp(d_t A) S_{t-1} + d_t B_t x_t^T      y_t = C_t S_t + D x_t, times silu(z_t) if z is given
 
 steps_kernel    d_t, and the sums of d A up to each token of its chunk, of a chunk and several heads
+scores_kernel   C B^T of a chunk and group
 state_kernel    each segment alone, from a zero state: its local state, and the sum of its gates; or, from its incoming
                 state, the incoming state of every chunk, which backward takes
 carry_kernel, scan_kernel, final_kernel: as in gla_fwd.py, with gates that are equal for all rows of a state
 output_kernel   a segment at a time, HEADS states in registers, starting with their incoming states: y
 
-With G_t the sum of a chunk's gates up to token t, G that of the whole chunk, and tril(C B^T) of a group of H / G heads:
+With G_t the sum of a chunk's gates up to token t, and G that of the whole chunk:
 
-    y_t = sum over s <= t of (C_t . B_s) e^(G_t - G_s) d_s x_s + e^G_t C_t S      S' = e^G S + sum e^(G - G_s) d_s B_s x_s^T
+    y_t = sum over s <= t of (C_t . B_s) e^(G_t - G_s) d_s x_s + e^G_t C_t S
+    S' = e^G S + sum e^(G - G_s) d_s B_s x_s^T
 
 Exact for every gate from 0 to -inf: each factor is the exponential of a sum of gates between two tokens and at most 1.
 Such a sum is a difference of two sums from the chunk's beginning on, which are kept as an integer and a fraction (made
@@ -93,6 +95,33 @@ def steps_kernel(
     tl.store(p_factors + at, b_d, mask=there)
     tl.store(p_factors + at + BT, b_whole.to(tl.float32), mask=there)
     tl.store(p_factors + at + 2 * BT, b_part, mask=there)
+
+
+@triton.jit
+def scores_kernel(
+    p_c,  # [tokens, G, N]
+    p_b,  # [tokens, G, N]
+    p_chunks,  # int32 [NC, 2]
+    p_scores,  # float32 [tokens, G, BT]; out
+    G: tl.constexpr,
+    N: tl.constexpr,
+    C_STRIDE: tl.constexpr,
+    B_STRIDE: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """C B^T of one chunk and group, BK columns of C and B at a time."""
+    n, g = tl.program_id(0) // G, tl.program_id(0) % G
+    start, end = tl.load(p_chunks + 2 * n), tl.load(p_chunks + 2 * n + 1)
+    b_scores = tl.zeros([BT, BT], tl.float32)
+    for j in tl.static_range((N + BK - 1) // BK):
+        base, at, inside = tile(start, end, g * N, j, C_STRIDE, N, BT, BK)
+        b_c = load(p_c + base, at, inside)
+        base, at, inside = tile(start, end, g * N, j, B_STRIDE, N, BT, BK)
+        b_scores = product(b_c, tl.trans(load(p_b + base, at, inside)), b_scores, PRECISION)
+    base, at, inside = tile(start, end, g * BT, 0, G * BT, BT, BT, BT)
+    tl.store(p_scores + base + at, b_scores, mask=inside)
 
 
 @triton.jit
@@ -258,8 +287,10 @@ def _outputs_of_head(
     base, at, inside = tile(first, end, h * P, i_v, sizes[2], P, BT, BV)
     b_x = load(p_x + base, at, inside)
     b_a = b_scores * decays_of(b_whole, b_part, BT, False) * b_d[None, :]
-    b_y = product(b_c, b_state, tl.zeros([BT, BV], tl.float32), PRECISION) * decay_of(b_whole, b_part)[:, None]
-    b_y = product(b_a, b_x, b_y, PRECISION)
+    # fma: Triton makes one chain of products that are added up, whose rows it gives to all warps; 8 have too few of BT
+    b_y = product(b_a, b_x, tl.zeros([BT, BV], tl.float32), PRECISION)
+    b_read = product(b_c, b_state, tl.zeros([BT, BV], tl.float32), PRECISION)
+    b_y = tl.fma(b_read, decay_of(b_whole, b_part)[:, None] + tl.zeros_like(b_y), b_y)
     b_factor = behind_of(b_whole, b_part, whole, part) * b_d
     b_state = state_behind(b_state, b_x, b_b, b_factor, whole, part, PRECISION)
     if p_D is not None:
@@ -285,6 +316,7 @@ def output_kernel(
     p_c,  # [tokens, G, N]
     p_b,  # [tokens, G, N]
     p_x,  # [tokens, H, P]
+    p_scores,  # float32 [tokens, G, BT]
     p_factors,  # float32 [NC, H, 3, BT]
     p_segments,  # int32 [NS, SEGMENT_WORDS]
     p_incoming,  # float32 [NS, H, N, P], the segments' incoming states from this rank
@@ -323,7 +355,8 @@ def output_kernel(
         base_c, at_c, inside = tile(first, end, h // (H // G) * N, 0, C_STRIDE, N, BT, BK)
         base_b, at_b, inside = tile(first, end, h // (H // G) * N, 0, B_STRIDE, N, BT, BK)
         b_c, b_b = load(p_c + base_c, at_c, inside), load(p_b + base_b, at_b, inside)
-        b_scores = product(b_c, tl.trans(b_b), tl.zeros([BT, BT], tl.float32), PRECISION)
+        base, at, inside = tile(first, end, h // (H // G) * BT, 0, G * BT, BT, BT, BT)
+        b_scores = load(p_scores + base, at, inside)
         tensors = (p_x, p_factors, p_D, p_z, p_dy, p_y, p_dz)
         place = (chunk + n, first, end, h, i_v)
         b_first = _outputs_of_head(tensors, b_first, b_c, b_b, b_scores, place, sizes, BT, BV, PER_CHANNEL, PRECISION)

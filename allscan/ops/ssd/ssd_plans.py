@@ -13,7 +13,7 @@ from torch import Tensor
 from ...base.tiling import cdiv, next_power_of_2
 from ...launch.plan import Buffer
 from ...shmem_kernels.ssd_bwd import adjoint_kernel, gradients_kernel, step_grad_kernel, sums_kernel
-from ...shmem_kernels.ssd_fwd import output_kernel, state_kernel, steps_kernel
+from ...shmem_kernels.ssd_fwd import output_kernel, scores_kernel, state_kernel, steps_kernel
 from ...tokens.packing import CHUNK_TOKENS, Layout
 from ..carrier import StateCarrier
 from ..gla.gla_plans import CarryPlan, IncomingStates, Shape
@@ -21,6 +21,11 @@ from ..gla.gla_plans import CarryPlan, IncomingStates, Shape
 SPLIT_HEADS = 32  # most heads whose contributions to dB and dC one program adds up
 LONGEST, SHORTEST = 4096, 512  # tokens of a segment on a GPU
 FULL = 0.9  # a segment is the longest whose programs fill this part of their waves
+
+# (num_warps, num_stages) of bfloat16 inputs and large states; rows of the states in a program of gradients_kernel
+TUNED = dict(state=(8, 3), output=(8, 2), adjoint=(8, 2), gradients=(8, 2))
+GRADIENT_ROWS = 64
+TWO_HEADS = True  # programs that go from chunk to chunk take two heads of up to 64 columns
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -37,7 +42,7 @@ class SSDShape(Shape):
         if self.device == "cpu":
             return BK, BV, 2 if self.H // self.G % 2 == 0 else 1
         BV = min(BV, (16384 if self.is_bf16 else 4096) // max(128, BK))
-        return BK, BV, 2 if self.is_bf16 and BV <= 64 and BK * BV <= 8192 and self.H // self.G % 2 == 0 else 1
+        return BK, BV, 2 if TWO_HEADS and self.is_bf16 and BK * BV <= 8192 and self.H // self.G % 2 == 0 else 1
 
     @functools.cached_property
     def segment(self) -> int:
@@ -120,10 +125,8 @@ class SSDPlan(CarryPlan):
     def how(self, name: str) -> dict[str, int]:
         """Warps and stages of a kernel's loop over chunks or heads."""
         BK, BV, heads = self.shape.blocks
-        large = BK * BV * heads > 4096
-        if not self.shape.is_bf16:
-            return dict(num_warps=8 if large else 4, num_stages=1)
-        return dict(num_warps=8 if large else 4, num_stages=(3 if name == "state" else 2) if BK <= 128 else 1)
+        warps, stages = TUNED[name] if self.shape.is_bf16 and BK <= 128 else (8, 1)
+        return dict(num_warps=warps if BK * BV * heads > 4096 else 4, num_stages=stages)
 
     def factors(self, x: Inputs) -> Buffer:
         """Record steps_kernel; return the factors, of one chunk more: an empty segment loads those of a first chunk."""
@@ -140,6 +143,23 @@ class SSDPlan(CarryPlan):
             num_warps=4,
         )
         return factors
+
+    def scores(self, x: Inputs) -> Buffer:
+        """Record scores_kernel; return the scores [B, T, G, BT]."""
+        scores = self.scratch(self.shape.B, self.shape.T, self.G, CHUNK_TOKENS)
+        sizes = {name: self.common[name] for name in ("G", "N", "BT", "PRECISION")}
+        self.launch(
+            scores_kernel,
+            (self.layout.num_chunks * self.G,),
+            *(x.C, x.B, self.chunks, scores),
+            C_STRIDE=self.strides.C,
+            B_STRIDE=self.strides.B,
+            BK=min(self.shape.blocks[0], 64),
+            **sizes,
+            num_warps=4,
+            num_stages=1,
+        )
+        return scores
 
     def local_states(self, b: Buffer, x: Buffer, factors: Buffer, states: Buffer) -> Buffer:
         """Record the kernel that writes each segment's local state to ``states``; return the sums of gates
@@ -166,6 +186,7 @@ class SSDPlan(CarryPlan):
     def outputs(
         self,
         x: Inputs,
+        scores: Buffer,
         factors: Buffer,
         incoming: IncomingStates,
         y: Buffer,
@@ -176,7 +197,7 @@ class SSDPlan(CarryPlan):
         self.launch(
             output_kernel,
             (self.programs, self.layout.num_segments),
-            *(x.C, x.B, x.x, factors, self.segments, *incoming, x.D, x.z, dy, y, dz),
+            *(x.C, x.B, x.x, scores, factors, self.segments, *incoming, x.D, x.z, dy, y, dz),
             C_STRIDE=self.strides.C,
             B_STRIDE=self.strides.B,
             X_STRIDE=self.strides.x,
@@ -187,13 +208,15 @@ class SSDPlan(CarryPlan):
             **self.how("output"),
         )
 
-    def adjoint(self, x: Inputs, dy: Buffer, factors: Buffer, back: IncomingStates, dx: Buffer) -> Buffer:
+    def adjoint(
+        self, x: Inputs, dy: Buffer, scores: Buffer, factors: Buffer, back: IncomingStates, dx: Buffer
+    ) -> Buffer:
         """Record adjoint_kernel; return the gradients of the chunks' outgoing states."""
         dstates = self.of_chunks()
         self.launch(
             adjoint_kernel,
             (self.programs, self.layout.num_segments),
-            *(x.C, x.B, dy, factors, self.segments, *back, x.D, dstates, dx),
+            *(x.C, x.B, dy, scores, factors, self.segments, *back, x.D, dstates, dx),
             C_STRIDE=self.strides.C,
             B_STRIDE=self.strides.B,
             DY_STRIDE=self.dy_stride,
@@ -204,12 +227,18 @@ class SSDPlan(CarryPlan):
         return dstates
 
     def gradients(
-        self, x: Inputs, dy: Buffer, factors: Buffer, of_states: tuple[Buffer, Buffer], grads: Inputs
+        self,
+        x: Inputs,
+        dy: Buffer,
+        scores: Buffer,
+        factors: Buffer,
+        of_states: tuple[Buffer, Buffer],
+        grads: Inputs,
     ) -> None:
         """Record the kernels that write the gradients of B, C, D, A, dt and dt_bias."""
         NC, tokens, is_bf16 = self.layout.num_chunks, self.shape.B * self.shape.T, self.shape.is_bf16
         BK, BV, _ = self.shape.blocks
-        BJ = min(BK, 128 if is_bf16 else 64) if self.cuda else BK
+        BJ = min(BK, GRADIENT_ROWS if is_bf16 else 64) if self.cuda else BK
         BV = min(BV, 64 if is_bf16 else 32) if self.cuda else BV
         NJ, split = cdiv(self.N, BJ), cdiv(self.H // self.G, SPLIT_HEADS)
         parts = self.scratch(NC, self.H, NJ, 2, CHUNK_TOKENS)
@@ -220,7 +249,7 @@ class SSDPlan(CarryPlan):
         self.launch(
             gradients_kernel,
             (NC * self.G * split * NJ,),
-            *(x.C, x.B, x.x, dy, factors, self.chunks, *of_states, dc, db, parts, of_D),
+            *(x.C, x.B, x.x, dy, scores, factors, self.chunks, *of_states, dc, db, parts, of_D),
             tokens=tokens,
             C_STRIDE=self.strides.C,
             B_STRIDE=self.strides.B,
@@ -231,8 +260,8 @@ class SSDPlan(CarryPlan):
             BV=BV,
             SPLIT=split,
             PER_CHANNEL=per_channel(x.D),
-            num_warps=8 if BJ > 32 else 4,
-            num_stages=2 if is_bf16 else 1,
+            num_warps=TUNED["gradients"][0] if is_bf16 and BJ > 32 else 8 if BJ > 32 else 4,
+            num_stages=TUNED["gradients"][1] if is_bf16 else 1,
         )
         if split > 1:
             for part, whole in ((dc, grads.C), (db, grads.B)):
@@ -267,6 +296,7 @@ class SSDPlan(CarryPlan):
 
 
 def per_channel(D: Any) -> bool:
+    """Whether D, or its buffer, is [H, P]."""
     return D is not None and len(D.shape) == 2
 
 
@@ -289,11 +319,11 @@ def forward_plan(
     x, (initial, final, saved_buffer) = Inputs(*buffers[:8]), buffers[8:]
     fwd_epoch, incoming = saved_parts(plan, saved_buffer)
     y = plan.output(*x.x.shape, dtype=x.x.dtype)
-    factors = plan.factors(x)
+    factors, scores = plan.factors(x), plan.scores(x)
     sums = plan.local_states(x.B, x.x, factors, incoming.states)
     plan.carry(carrier, sums, incoming, (initial, final), fwd_epoch)
     plan.join_carry()
-    plan.outputs(x, factors, incoming, y)
+    plan.outputs(x, scores, factors, incoming, y)
     plan.end()
     return plan
 
@@ -311,17 +341,17 @@ def backward_plan(
     grads = Inputs(*[t if t is None else plan.output(*t.shape, dtype=t.dtype) for t in x])
     fwd_epoch, incoming = saved_parts(plan, saved_buffer)
     back = IncomingStates(*(plan.scratch(*of) for of, _ in shape.incoming(layout.num_segments)))
-    factors = plan.factors(x)
+    factors, scores = plan.factors(x), plan.scores(x)
     if x.z is not None:
         dout, dy = dy, plan.scratch(*dy.shape, dtype=dy.dtype)
-        plan.outputs(x, factors, incoming, dy, dout, grads.z)
+        plan.outputs(x, scores, factors, incoming, dy, dout, grads.z)
     sums = plan.local_states(x.C, dy, factors, back.states)
     states = plan.carry(
         carrier, sums, back, (dfinal, dinitial), fwd_epoch, lambda: plan.chunk_states(x, factors, incoming)
     )
     plan.join_carry()
-    dstates = plan.adjoint(x, dy, factors, back, grads.x)
-    plan.gradients(x, dy, factors, (states, dstates), grads)
+    dstates = plan.adjoint(x, dy, scores, factors, back, grads.x)
+    plan.gradients(x, dy, scores, factors, (states, dstates), grads)
     plan.end()
     return plan
 
