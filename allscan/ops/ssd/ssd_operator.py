@@ -72,11 +72,11 @@ def zeco_ssd(
 
     The arguments are those of ``mamba_ssm``'s ``mamba_chunk_scan_combined``, with comm= in addition.
 
-    The function is differentiable in all tensors; the gradients of A, D and dt_bias are this rank's contribution. Forward
-    runs one scan over the ranks; backward runs one scan in reverse. Each scan sends one state of B * H * P * N float32
-    words from each rank to the next. Decays are exact for every d_t A from 0 to -inf. Kernels read x, dt, B, C and z by
-    their strides: columns of a larger contiguous tensor, such as the output of one convolution, are not copied.
-    torch.compile traces the call as one custom operator.
+    The function is differentiable in all tensors; the gradients of A, D and dt_bias are this rank's contribution.
+    Forward runs one scan over the ranks; backward runs one scan in reverse. Each scan sends one state of B * H * P * N
+    float32 words from each rank to the next, overlapped with the kernels that need no remote data. Decays are exact for
+    every d_t A from 0 to -inf. Kernels read x, dt, B, C and z by their strides: columns of a larger contiguous tensor,
+    such as the output of one convolution, are not copied.
 
     Args:
         x: [B, T, H, P], this rank's T tokens; bfloat16, float16 or float32. T may differ between ranks and may be 0;
