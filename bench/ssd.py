@@ -145,12 +145,12 @@ def floors(T, H, P, G, N):
     x, b, states, factors = T * H * P * 2, T * G * N * 2, T // 64 * H * N * P * 2, T * H * 12
     scores = T * G * 256
     found = dict(
-        steps_kernel=2 * factors,
-        scores_kernel=4 * b + 2 * scores,
-        state_kernel=3 * (x + b + factors) + states,
-        output_kernel=2 * x + 2 * b + scores + factors,
-        adjoint_kernel=2 * x + 2 * b + scores + factors + states,
-        gradients_kernel=2 * x + 4 * b + scores + factors + 2 * states,
+        ssd_steps_kernel=2 * factors,
+        ssd_scores_kernel=4 * b + 2 * scores,
+        ssd_state_kernel=3 * (x + b + factors) + states,
+        ssd_output_kernel=2 * x + 2 * b + scores + factors,
+        ssd_adjoint_kernel=2 * x + 2 * b + scores + factors + states,
+        ssd_gradients_kernel=2 * x + 4 * b + scores + factors + 2 * states,
     )
     return {name: nbytes / BYTES_PER_US for name, nbytes in found.items()}
 

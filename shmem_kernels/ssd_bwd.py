@@ -3,17 +3,17 @@
 With S the incoming state of a chunk, E the gradient of its outgoing one, and dy that of y before its product with
 silu(z):
 
-steps_kernel, scores_kernel: the factors and scores again
-output_kernel     with z alone: dz and dy
-state_kernel      REVERSE: the gradient of the state over each segment alone; then, as in gla_bwd.py, the carries
-state_kernel      for every chunk: S; needs no remote gradient
-adjoint_kernel    from the last chunk to the first: E of every chunk, and
-                  dx_s = sum over t >= s of (C_t . B_s) e^(G_t - G_s) d_s dy_t + e^(G - G_s) d_s B_s E + D dy_s
-gradients_kernel  of each chunk and group, over its heads, with W[t, s] = e^(G_t - G_s) d_s (dy_t . x_s), s <= t:
-                  dC_t = sum_s W[t, s] B_s + e^G_t S dy_t      dB_s = sum_t W[t, s] C_t + e^(G - G_s) d_s E x_s
-                  and of each head the gradients of gates and of steps, and dD
-sums_kernel       sums of parts: of dB and dC over several programs of a group; of dA, dD, ddt_bias over chunks
-step_grad_kernel  ddt, and the parts of dA and ddt_bias, of a chunk and several heads
+ssd_steps_kernel, ssd_scores_kernel: the factors and scores again
+ssd_output_kernel      with z alone: dz and dy
+ssd_state_kernel       REVERSE: the gradient of the state over each segment alone; then, as in gla_bwd.py, the carries
+ssd_state_kernel       for every chunk: S; needs no remote gradient
+ssd_adjoint_kernel     from the last chunk to the first: E of every chunk, and
+                       dx_s = sum over t >= s of (C_t . B_s) e^(G_t - G_s) d_s dy_t + e^(G - G_s) d_s B_s E + D dy_s
+ssd_gradients_kernel   of each chunk and group, over its heads, with W[t, s] = e^(G_t - G_s) d_s (dy_t . x_s), s <= t:
+                       dC_t = sum_s W[t, s] B_s + e^G_t S dy_t      dB_s = sum_t W[t, s] C_t + e^(G - G_s) d_s E x_s
+                       and of each head the gradients of gates and of steps, and dD
+ssd_sums_kernel        sums of parts: of dB and dC over several programs of a group; of dA, dD, ddt_bias over chunks
+ssd_step_grad_kernel   ddt, and the parts of dA and ddt_bias, of a chunk and several heads
 
 dg_r is the sum of all terms whose decay contains g_r, without a difference of larger sums: so it is 0 where a decay is.
 With Q[t, s] = (C_t . B_s) W[t, s] / d_s:
@@ -78,7 +78,7 @@ def _adjoint_of_head(
 
 
 @triton.jit
-def adjoint_kernel(
+def ssd_adjoint_kernel(
     p_c,  # [tokens, G, N]
     p_b,  # [tokens, G, N]
     p_dy,  # [tokens, H, P]
@@ -132,7 +132,7 @@ def adjoint_kernel(
 
 
 @triton.jit
-def gradients_kernel(
+def ssd_gradients_kernel(
     p_c,  # [tokens, G, N]
     p_b,  # [tokens, G, N]
     p_x,  # [tokens, H, P]
@@ -232,7 +232,7 @@ def gradients_kernel(
 
 
 @triton.jit(do_not_specialize=["least", "most"])
-def step_grad_kernel(
+def ssd_step_grad_kernel(
     p_dt,  # [tokens, H]
     p_A,  # [H]
     p_dt_bias,  # [H], or None
@@ -276,7 +276,7 @@ def step_grad_kernel(
 
 
 @triton.jit(do_not_specialize=["parts", "width"])
-def sums_kernel(
+def ssd_sums_kernel(
     p_parts,  # float32 [parts, width]
     p_sum,  # [width]; out
     parts,  # int

@@ -2,12 +2,12 @@
 
     S_t = exp(d_t A) S_{t-1} + d_t B_t x_t^T      y_t = C_t S_t + D x_t, times silu(z_t) if z is given
 
-steps_kernel    d_t, and the sums of d A up to each token of its chunk, of a chunk and several heads
-scores_kernel   C B^T of a chunk and group
-state_kernel    each segment alone, from a zero state: its local state, and the sum of its gates; or, from its incoming
-                state, the incoming state of every chunk, which backward takes
+ssd_steps_kernel    d_t, and the sums of d A up to each token of its chunk, of a chunk and several heads
+ssd_scores_kernel   C B^T of a chunk and group
+ssd_state_kernel    each segment alone, from a zero state: its local state, and the sum of its gates; or, from its
+                    incoming state, the incoming state of every chunk, which backward takes
 carry_kernel, scan_kernel, final_kernel: as in gla_fwd.py, with gates that are equal for all rows of a state
-output_kernel   a segment at a time, HEADS states in registers, starting with their incoming states: y
+ssd_output_kernel   a segment at a time, HEADS states in registers, starting with their incoming states: y
 
 With G_t the sum of a chunk's gates up to token t, and G that of the whole chunk:
 
@@ -64,7 +64,7 @@ def steps_of(b_v, least, most, SOFTPLUS: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["least", "most"])
-def steps_kernel(
+def ssd_steps_kernel(
     p_dt,  # [tokens, H]
     p_A,  # [H]
     p_dt_bias,  # [H], or None
@@ -98,7 +98,7 @@ def steps_kernel(
 
 
 @triton.jit
-def scores_kernel(
+def ssd_scores_kernel(
     p_c,  # [tokens, G, N]
     p_b,  # [tokens, G, N]
     p_chunks,  # int32 [NC, 2]
@@ -192,7 +192,7 @@ def _next_state(
 
 
 @triton.jit
-def state_kernel(
+def ssd_state_kernel(
     p_b,  # B, REVERSE C [tokens, G, N]
     p_x,  # x, REVERSE dy [tokens, H, P]
     p_factors,  # float32 [NC, H, 3, BT]
@@ -312,7 +312,7 @@ def _outputs_of_head(
 
 
 @triton.jit
-def output_kernel(
+def ssd_output_kernel(
     p_c,  # [tokens, G, N]
     p_b,  # [tokens, G, N]
     p_x,  # [tokens, H, P]

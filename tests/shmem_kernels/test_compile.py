@@ -412,13 +412,13 @@ def test_ssd_kernels(H, G, P, N, dtype, z, most_spilled, monkeypatch):
     """All kernels of forward and backward compile with zeco_ssd's block sizes on a GPU and fit its shared memory."""
     launch_ssd(H, G, P, N, dtype, monkeypatch, z, channels=z)
     products = {
-        ssd_fwd.scores_kernel,
-        ssd_fwd.state_kernel,
-        ssd_fwd.output_kernel,
-        ssd_bwd.adjoint_kernel,
-        ssd_bwd.gradients_kernel,
+        ssd_fwd.ssd_scores_kernel,
+        ssd_fwd.ssd_state_kernel,
+        ssd_fwd.ssd_output_kernel,
+        ssd_bwd.ssd_adjoint_kernel,
+        ssd_bwd.ssd_gradients_kernel,
     }
-    others = {ssd_fwd.steps_kernel, ssd_bwd.step_grad_kernel, ssd_bwd.sums_kernel}
+    others = {ssd_fwd.ssd_steps_kernel, ssd_bwd.ssd_step_grad_kernel, ssd_bwd.ssd_sums_kernel}
     others |= {gla_fwd.carry_kernel, gla_fwd.final_kernel}
     assert {kernel for kernel, *_ in Launches.made} == products | others
     for kernel, compiled in compiled_launches():

@@ -475,9 +475,9 @@ def _run_backward(prepared: Prepared | None, *inputs: Any) -> tuple[Any, ...]:
             shape = _shape(x, tensors[1].dtype, B, tensors[4], cu_seqlens, options)
             packed = cu_seqlens is not None and saved_buffer.shape != (shape.saved_words,)  # saved by an eager call
             prepared = _find(carrier, shape, cu_seqlens, options, traced=not packed)
-        given = [(name, t) for name, t in zip(Inputs._fields, tensors, strict=True) if t is not None]
-        names = " ".join([name for name, _ in given] + ["saved_buffer", "dy"])
-        restored = [*(t for _, t in given), saved_buffer, dy]
+        named = [(name, t) for name, t in zip(Inputs._fields, tensors, strict=True) if t is not None]
+        names = " ".join([name for name, _ in named] + ["saved_buffer", "dy"])
+        restored = [*(t for _, t in named), saved_buffer, dy]
         check_restored("zeco_ssd", names, restored, prepared.saved_specs(tensors))
         (saved_buffer,) = plain_or_traced(saved_buffer)
         if saved_buffer.data_ptr() % 16:  # kernels need 16-byte alignment; a caller's hook may return other memory

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ...base.tiling import cdiv, next_power_of_2
 from ...launch.plan import Buffer
-from ...shmem_kernels.ssd_bwd import adjoint_kernel, gradients_kernel, step_grad_kernel, sums_kernel
-from ...shmem_kernels.ssd_fwd import output_kernel, scores_kernel, state_kernel, steps_kernel
+from ...shmem_kernels.ssd_bwd import ssd_adjoint_kernel, ssd_gradients_kernel, ssd_step_grad_kernel, ssd_sums_kernel
+from ...shmem_kernels.ssd_fwd import ssd_output_kernel, ssd_scores_kernel, ssd_state_kernel, ssd_steps_kernel
 from ...tokens.packing import CHUNK_TOKENS, Layout
 from ..carrier import StateCarrier
 from ..gla.gla_plans import CarryPlan, IncomingStates, Shape
@@ -22,7 +22,7 @@ SPLIT_HEADS = 32  # most heads whose contributions to dB and dC one program adds
 LONGEST, SHORTEST = 4096, 512  # tokens of a segment on a GPU
 FULL = 0.9  # a segment is the longest whose programs fill this part of their waves
 
-# (num_warps, num_stages) of bfloat16 inputs and large states; rows of the states in a program of gradients_kernel
+# (num_warps, num_stages) of bfloat16 inputs and large states; rows of the states in a program of ssd_gradients_kernel
 TUNED = dict(state=(8, 3), output=(8, 2), adjoint=(8, 2), gradients=(8, 2))
 GRADIENT_ROWS = 64
 TWO_HEADS = True  # programs that go from chunk to chunk take two heads of up to 64 columns
@@ -129,10 +129,10 @@ class SSDPlan(CarryPlan):
         return dict(num_warps=warps if BK * BV * heads > 4096 else 4, num_stages=stages)
 
     def factors(self, x: Inputs) -> Buffer:
-        """Record steps_kernel; return the factors, of one chunk more: an empty segment loads those of a first chunk."""
-        factors = self.scratch(self.layout.num_chunks + 1, self.H, 3, CHUNK_TOKENS)
+        """Record ssd_steps_kernel; return the factors."""
+        factors = self.scratch(self.layout.num_chunks, self.H, 3, CHUNK_TOKENS)
         self.launch(
-            steps_kernel,
+            ssd_steps_kernel,
             (self.by_heads,),
             *(x.dt, x.A, x.dt_bias, self.chunks, factors),
             least=self.steps.least,
@@ -145,11 +145,11 @@ class SSDPlan(CarryPlan):
         return factors
 
     def scores(self, x: Inputs) -> Buffer:
-        """Record scores_kernel; return the scores [B, T, G, BT]."""
+        """Record ssd_scores_kernel; return the scores [B, T, G, BT]."""
         scores = self.scratch(self.shape.B, self.shape.T, self.G, CHUNK_TOKENS)
         sizes = {name: self.common[name] for name in ("G", "N", "BT", "PRECISION")}
         self.launch(
-            scores_kernel,
+            ssd_scores_kernel,
             (self.layout.num_chunks * self.G,),
             *(x.C, x.B, self.chunks, scores),
             C_STRIDE=self.strides.C,
@@ -181,7 +181,7 @@ class SSDPlan(CarryPlan):
 
     def _state_kernel(self, strides: tuple[int, int], *tensors: Buffer | None, **fixed: Any) -> None:
         grid, (B, X) = (self.programs, self.layout.num_segments), strides
-        self.launch(state_kernel, grid, *tensors, B_STRIDE=B, X_STRIDE=X, **self.walk, **self.how("state"), **fixed)
+        self.launch(ssd_state_kernel, grid, *tensors, B_STRIDE=B, X_STRIDE=X, **self.walk, **self.how("state"), **fixed)
 
     def outputs(
         self,
@@ -193,9 +193,9 @@ class SSDPlan(CarryPlan):
         dy: Buffer | None = None,
         dz: Buffer | None = None,
     ) -> None:
-        """Record output_kernel."""
+        """Record ssd_output_kernel."""
         self.launch(
-            output_kernel,
+            ssd_output_kernel,
             (self.programs, self.layout.num_segments),
             *(x.C, x.B, x.x, scores, factors, self.segments, *incoming, x.D, x.z, dy, y, dz),
             C_STRIDE=self.strides.C,
@@ -211,10 +211,10 @@ class SSDPlan(CarryPlan):
     def adjoint(
         self, x: Inputs, dy: Buffer, scores: Buffer, factors: Buffer, back: IncomingStates, dx: Buffer
     ) -> Buffer:
-        """Record adjoint_kernel; return the gradients of the chunks' outgoing states."""
+        """Record ssd_adjoint_kernel; return the gradients of the chunks' outgoing states."""
         dstates = self.of_chunks()
         self.launch(
-            adjoint_kernel,
+            ssd_adjoint_kernel,
             (self.programs, self.layout.num_segments),
             *(x.C, x.B, dy, scores, factors, self.segments, *back, x.D, dstates, dx),
             C_STRIDE=self.strides.C,
@@ -247,7 +247,7 @@ class SSDPlan(CarryPlan):
         if split > 1:
             dc, db = (self.scratch(split, tokens, self.G, self.N) for _ in "cb")
         self.launch(
-            gradients_kernel,
+            ssd_gradients_kernel,
             (NC * self.G * split * NJ,),
             *(x.C, x.B, x.x, dy, scores, factors, self.chunks, *of_states, dc, db, parts, of_D),
             tokens=tokens,
@@ -268,7 +268,7 @@ class SSDPlan(CarryPlan):
                 self._sum(part, whole, split)
         of_A, of_bias = self.scratch(NC, self.H), None if x.dt_bias is None else self.scratch(NC, self.H)
         self.launch(
-            step_grad_kernel,
+            ssd_step_grad_kernel,
             (self.by_heads,),
             *(x.dt, x.A, x.dt_bias, factors, self.chunks, parts, grads.dt, of_A, of_bias),
             least=self.steps.least,
@@ -292,7 +292,7 @@ class SSDPlan(CarryPlan):
         if not self.cuda:
             BN, BW = next_power_of_2(max(1, number)), min(4096, next_power_of_2(max(1, width)))
         grid = (cdiv(width, BW),)
-        self.launch(sums_kernel, grid, parts, whole, parts=number, width=width, BN=BN, BW=BW, num_warps=4)
+        self.launch(ssd_sums_kernel, grid, parts, whole, parts=number, width=width, BN=BN, BW=BW, num_warps=4)
 
 
 def per_channel(D: Any) -> bool:
