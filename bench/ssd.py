@@ -155,14 +155,14 @@ def floors(T, H, P, G, N):
     return {name: nbytes / BYTES_PER_US for name, nbytes in found.items()}
 
 
-def mamba(configs):
-    """Return mamba_chunk_scan_combined, its kernels with at most ``configs`` configurations; or None."""
+def mamba(most):
+    """Return mamba_chunk_scan_combined, its kernels with at most ``most`` configurations; or None."""
     if importlib.util.find_spec("mamba_ssm") is None:
         return None
     import triton
 
     original = triton.autotune
-    triton.autotune = lambda given, *args, **options: original(given[:configs], *args, **options)
+    triton.autotune = lambda configs, *args, **options: original(configs[:most], *args, **options)
     spec = importlib.util.find_spec("mamba_ssm")
     package = types.ModuleType("mamba_ssm")  # its __init__ imports CUDA extensions
     package.__path__ = list(spec.submodule_search_locations)
@@ -207,24 +207,16 @@ def measure(name, call, shape, kernels=True):
 
 def tune(shape):
     """Print the times of each kernel with other warps and stages."""
-    variants = [("as chosen", {}, {})]
-    variants += [
-        (
-            f"two heads off, {w} warps, {s} stages",
-            dict(TWO_HEADS=False),
-            dict.fromkeys(("output", "adjoint", "state"), (w, s)),
-        )
-        for w, s in ((4, 2), (4, 3), (4, 1))
-    ]
-    variants += [
-        (f"{w} warps, {s} stages", {}, dict.fromkeys(("output", "adjoint", "state", "gradients"), (w, s)))
-        for w, s in ((8, 1), (8, 3), (4, 2), (8, 4))
-    ]
-    variants += [
-        (f"128 rows, {w} warps, {s} stages", dict(GRADIENT_ROWS=128), dict(gradients=(w, s)))
-        for w, s in ((8, 2), (4, 2), (8, 3))
-    ]
-    variants += [(f"{n} tokens in a segment", dict(LONGEST=n, SHORTEST=n), {}) for n in (1024, 2048, 4096)]
+    variants: list = [("as chosen", {}, {})]
+    for heads in (set(), {"output", "adjoint", "state"}):
+        for warps, stages in ((4, 1), (4, 2), (4, 3)) if not heads else ((8, 1), (8, 2), (8, 3)):
+            kernels = dict.fromkeys(("output", "adjoint", "state"), (warps, stages))
+            text = f"{2 if heads else 1} heads, {warps} warps, {stages} stages"
+            variants.append((text, dict(TWO_HEADS=heads), kernels))
+    for rows in (64, 128):
+        for warps, stages in ((8, 1), (8, 2), (8, 3), (4, 2)):
+            text = f"{rows} rows, {warps} warps, {stages} stages"
+            variants.append((text, dict(GRADIENT_ROWS=rows), dict(gradients=(warps, stages))))
     usual = {name: getattr(ssd_plans, name) for name in ("TWO_HEADS", "GRADIENT_ROWS", "LONGEST", "SHORTEST")}
     warps = dict(ssd_plans.TUNED)
     leaves, dy = drawn(*shape)

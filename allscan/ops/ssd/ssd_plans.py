@@ -23,9 +23,9 @@ LONGEST, SHORTEST = 4096, 512  # tokens of a segment on a GPU
 FULL = 0.9  # a segment is the longest whose programs fill this part of their waves
 
 # (num_warps, num_stages) of bfloat16 inputs and large states; rows of the states in a program of ssd_gradients_kernel
-TUNED = dict(state=(8, 3), output=(8, 2), adjoint=(8, 2), gradients=(8, 2))
-GRADIENT_ROWS = 64
-TWO_HEADS = True  # programs that go from chunk to chunk take two heads of up to 64 columns
+TUNED = dict(state=(8, 3), output=(4, 1), adjoint=(8, 3), gradients=(8, 2))
+GRADIENT_ROWS = 128
+TWO_HEADS = {"state", "adjoint"}  # kernels whose programs take two heads of up to 64 columns
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -37,12 +37,12 @@ class SSDShape(Shape):
 
     @functools.cached_property
     def blocks(self) -> tuple[int, int, int]:
-        """(BK, BV, HEADS): rows and columns of a state, and heads, of a program that goes from chunk to chunk."""
+        """(BK, BV, HEADS): rows and columns of a state, and most heads, of a program that goes from chunk to chunk."""
         BK, BV = max(16, next_power_of_2(self.K)), max(16, next_power_of_2(self.V))
         if self.device == "cpu":
             return BK, BV, 2 if self.H // self.G % 2 == 0 else 1
         BV = min(BV, (16384 if self.is_bf16 else 4096) // max(128, BK))
-        return BK, BV, 2 if TWO_HEADS and self.is_bf16 and BK * BV <= 8192 and self.H // self.G % 2 == 0 else 1
+        return BK, BV, 2 if self.is_bf16 and BK * BV <= 8192 and self.H // self.G % 2 == 0 else 1
 
     @functools.cached_property
     def segment(self) -> int:
@@ -113,24 +113,36 @@ class SSDPlan(CarryPlan):
         self.cuda = shape.device == "cuda"
         self.chunks = self.constant(layout.chunks)
         self.dtype = torch.bfloat16 if shape.is_bf16 else torch.float32  # of stored states
-        BK, BV, self.heads = shape.blocks
-        self.programs = cdiv(self.P, BV) * self.H // self.heads
         self.common: dict[str, Any] = dict(H=self.H, G=self.G, N=self.N, P=self.P, BT=CHUNK_TOKENS)
         self.common["PRECISION"] = "bf16" if shape.is_bf16 else "tf32x3"
-        self.walk = self.common | dict(BK=BK, BV=BV, HEADS=self.heads)
         self.dy_stride = self.H * self.P
         self.of_heads = dict(H=self.H, BT=CHUNK_TOKENS, BH=min(16 if self.cuda else 1024, next_power_of_2(self.H)))
         self.by_heads = layout.num_chunks * cdiv(self.H, self.of_heads["BH"])
 
-    def how(self, name: str) -> dict[str, int]:
-        """Warps and stages of a kernel's loop over chunks or heads."""
+    def walk(self, kernel: Any, name: str, *tensors: Buffer | None, **fixed: Any) -> None:
+        """Record a kernel that goes from chunk to chunk."""
         BK, BV, heads = self.shape.blocks
+        heads = heads if name in TWO_HEADS or not self.cuda else 1
         warps, stages = TUNED[name] if self.shape.is_bf16 and BK <= 128 else (8, 1)
-        return dict(num_warps=warps if BK * BV * heads > 4096 else 4, num_stages=stages)
+        if warps == 4 and BK * BV > 8192:  # the state would fill the registers
+            warps, stages = 8, 2
+        self.launch(
+            kernel,
+            (cdiv(self.P, BV) * self.H // heads, self.layout.num_segments),
+            *tensors,
+            **self.common,
+            **fixed,
+            BK=BK,
+            BV=BV,
+            HEADS=heads,
+            num_warps=warps if BK * BV * heads > 4096 else 4,
+            num_stages=stages,
+        )
 
     def factors(self, x: Inputs) -> Buffer:
-        """Record ssd_steps_kernel; return the factors."""
-        factors = self.scratch(self.layout.num_chunks, self.H, 3, CHUNK_TOKENS)
+        """Record ssd_steps_kernel; return the factors, of one chunk more: kernels may load those of the first chunk of
+        an empty segment."""
+        factors = self.scratch(self.layout.num_chunks + 1, self.H, 3, CHUNK_TOKENS)
         self.launch(
             ssd_steps_kernel,
             (self.by_heads,),
@@ -180,8 +192,8 @@ class SSDPlan(CarryPlan):
         return self.scratch(self.layout.num_chunks, self.H, self.N, self.P, dtype=self.dtype)
 
     def _state_kernel(self, strides: tuple[int, int], *tensors: Buffer | None, **fixed: Any) -> None:
-        grid, (B, X) = (self.programs, self.layout.num_segments), strides
-        self.launch(ssd_state_kernel, grid, *tensors, B_STRIDE=B, X_STRIDE=X, **self.walk, **self.how("state"), **fixed)
+        B, X = strides
+        self.walk(ssd_state_kernel, "state", *tensors, B_STRIDE=B, X_STRIDE=X, **fixed)
 
     def outputs(
         self,
@@ -194,9 +206,9 @@ class SSDPlan(CarryPlan):
         dz: Buffer | None = None,
     ) -> None:
         """Record ssd_output_kernel."""
-        self.launch(
+        self.walk(
             ssd_output_kernel,
-            (self.programs, self.layout.num_segments),
+            "output",
             *(x.C, x.B, x.x, scores, factors, self.segments, *incoming, x.D, x.z, dy, y, dz),
             C_STRIDE=self.strides.C,
             B_STRIDE=self.strides.B,
@@ -204,8 +216,6 @@ class SSDPlan(CarryPlan):
             Z_STRIDE=self.strides.z,
             DY_STRIDE=self.dy_stride,
             PER_CHANNEL=per_channel(x.D),
-            **self.walk,
-            **self.how("output"),
         )
 
     def adjoint(
@@ -213,16 +223,14 @@ class SSDPlan(CarryPlan):
     ) -> Buffer:
         """Record ssd_adjoint_kernel; return the gradients of the chunks' outgoing states."""
         dstates = self.of_chunks()
-        self.launch(
+        self.walk(
             ssd_adjoint_kernel,
-            (self.programs, self.layout.num_segments),
+            "adjoint",
             *(x.C, x.B, dy, scores, factors, self.segments, *back, x.D, dstates, dx),
             C_STRIDE=self.strides.C,
             B_STRIDE=self.strides.B,
             DY_STRIDE=self.dy_stride,
             PER_CHANNEL=per_channel(x.D),
-            **self.walk,
-            **self.how("adjoint"),
         )
         return dstates
 
