@@ -11,7 +11,8 @@ ssd_adjoint_kernel     from the last chunk to the first: E of every chunk, and
                        dx_s = sum over t >= s of (C_t . B_s) e^(G_t - G_s) d_s dy_t + e^(G - G_s) d_s B_s E + D dy_s
 ssd_gradients_kernel   of each chunk and group, over its heads, with W[t, s] = e^(G_t - G_s) d_s (dy_t . x_s), s <= t:
                        dC_t = sum_s W[t, s] B_s + e^G_t S dy_t      dB_s = sum_t W[t, s] C_t + e^(G - G_s) d_s E x_s
-                       and of each head the gradients of gates and of steps, and dD
+                       and of each head the terms of dg and dd with S and E
+ssd_pairs_kernel       of each chunk and head: dg, dd and dD
 ssd_sums_kernel        sums of parts: of dB and dC over several programs of a group; of dA, dD, ddt_bias over chunks
 ssd_step_grad_kernel   ddt, and the parts of dA and ddt_bias, of a chunk and several heads
 
@@ -32,7 +33,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .blocks import cast, load, loop_bound, lower, product, state_at
+from .blocks import cast, dot_split, load, loop_bound, lower, product, state_at
 from .segment_table import segment
 from .ssd_blocks import behind_of, decay_of, decays_of, factors_of, state_behind, tile
 from .ssd_fwd import of_columns, raw_steps, states_of_heads, steps_of
@@ -137,15 +138,14 @@ def ssd_gradients_kernel(
     p_b,  # [tokens, G, N]
     p_x,  # [tokens, H, P]
     p_dy,  # [tokens, H, P]
-    p_scores,  # float32 [tokens, G, BT]
     p_factors,  # float32 [NC, H, 3, BT]
     p_chunks,  # int32 [NC, 2]
     p_states,  # [NC, H, N, P], each chunk's incoming state
     p_dstates,  # [NC, H, N, P], the gradient of its outgoing state
     p_dc,  # [SPLIT, tokens, G, N]; out
     p_db,  # [SPLIT, tokens, G, N]; out
-    p_parts,  # float32 [NC, H, NJ, 2, BT]; out, of BJ rows of the states: of dg, and of dd without A dg
-    p_dD,  # float32 [NC, H] or [NC, H, P]; out; or None
+    p_parts,  # float32 [NC, H, NJ, 2, BT]; out, of BJ rows of the states: see ssd_pairs_kernel
+    p_through,  # float32 [NC, H, NJ]; out, sums of S E over BJ rows
     tokens,  # int
     H: tl.constexpr,
     G: tl.constexpr,
@@ -159,18 +159,15 @@ def ssd_gradients_kernel(
     BJ: tl.constexpr,
     BV: tl.constexpr,
     SPLIT: tl.constexpr,
-    PER_CHANNEL: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """BJ columns of dC and dB of one chunk and group, over all heads of the group (SPLIT: over a part of them), and the
-    scalars of each head."""
+    """BJ columns of dC and dB of one chunk and group, over all heads of the group (SPLIT: over a part of them)."""
     HEADS: tl.constexpr = H // G
     NJ: tl.constexpr = (N + BJ - 1) // BJ
     V_BLOCKS: tl.constexpr = (P + BV - 1) // BV
     j, i = tl.program_id(0) % NJ, tl.program_id(0) // NJ
     split, g, n = i % SPLIT, i // SPLIT % G, i // (SPLIT * G)
     start, end = tl.load(p_chunks + 2 * n), tl.load(p_chunks + 2 * n + 1)
-    base_a, at_a, inside_a = tile(start, end, g * BT, 0, G * BT, BT, BT, BT)
     base_c, at_c, inside = tile(start, end, g * N, j, C_STRIDE, N, BT, BJ)
     base_b, at_b, inside = tile(start, end, g * N, j, B_STRIDE, N, BT, BJ)
     b_w = tl.zeros([BT, BT], tl.float32)
@@ -183,7 +180,7 @@ def ssd_gradients_kernel(
         b_pairs = tl.zeros([BT, BT], tl.float32)
         b_read = tl.zeros([BT, BJ], tl.float32)
         b_left = tl.zeros([BT, BJ], tl.float32)
-        through, of_D = 0.0, 0.0
+        through = 0.0
         for i_v in tl.static_range(V_BLOCKS):
             base_x, at_x, inside_v = tile(start, end, h * P, i_v, X_STRIDE, P, BT, BV)
             base_dy, at_dy, inside_v = tile(start, end, h * P, i_v, DY_STRIDE, P, BT, BV)
@@ -194,41 +191,87 @@ def ssd_gradients_kernel(
             b_read = product(b_dy, tl.trans(b_state), b_read, PRECISION)
             b_left = product(b_x, tl.trans(b_dstate), b_left, PRECISION)
             through += tl.sum(b_state.to(tl.float32) * b_dstate.to(tl.float32))
-            if p_dD is not None:  # every j stores the same: a branch would keep Triton from pipelining the loads
-                b_dD = b_x.to(tl.float32) * b_dy.to(tl.float32)
-                if PER_CHANNEL:
-                    v = i_v * BV + tl.arange(0, BV)
-                    tl.store(p_dD + row.to(tl.int64) * P + v, tl.sum(b_dD, 0), mask=v < P)
-                else:
-                    of_D += tl.sum(b_dD)
-        if p_dD is not None:
-            if not PER_CHANNEL:
-                tl.store(p_dD + row, of_D)
-        # tiles of C, B and scores are loaded again for every head: there are no registers to hold them
+        tl.store(p_through + row * NJ + j, through)
+        b_w += b_pairs * decays_of(b_whole, b_part, BT, False) * b_d[None, :]
+        # tiles of C and B are loaded again for every head: there are no registers to hold them
         b_read *= decay_of(b_whole, b_part)[:, None]
         b_dc += b_read
-        b_reader = tl.sum(b_read * load(p_c + base_c, at_c, inside).to(tl.float32), 1)
+        p_of = p_parts + (row.to(tl.int64) * NJ + j) * (2 * BT) + tl.arange(0, BT)
+        tl.store(p_of, tl.sum(b_read * load(p_c + base_c, at_c, inside).to(tl.float32), 1))
         b_left *= behind_of(b_whole, b_part, whole, part)[:, None]
         b_db += b_left * b_d[:, None]
-        b_dd = tl.sum(b_left * load(p_b + base_b, at_b, inside).to(tl.float32), 1)
-        b_pairs *= decays_of(b_whole, b_part, BT, False)
-        b_w += b_pairs * b_d[None, :]
-        b_pairs = b_pairs * load(p_scores + base_a, at_a, inside_a)
-        if NJ > 1:
-            b_pairs = tl.where(j == 0, b_pairs, 0.0)
-        b_terms = b_pairs * b_d[None, :]
-        b_onward = tl.cumsum(b_terms, 1) - b_terms + b_reader[:, None]
-        b_dg = tl.sum(tl.where(lower(BT, 0), b_onward, (b_dd * b_d)[:, None]), 0) + through * decay_of(whole, part)
-        p_of = p_parts + (row.to(tl.int64) * NJ + j) * (2 * BT) + tl.arange(0, BT)
-        tl.store(p_of, b_dg)
-        tl.store(p_of + BT, b_dd + tl.sum(b_pairs, 0))
+        tl.store(p_of + BT, tl.sum(b_left * load(p_b + base_b, at_b, inside).to(tl.float32), 1))
     b_c, b_b = load(p_c + base_c, at_c, inside), load(p_b + base_b, at_b, inside)
-    b_dc += product(b_w, b_b, tl.zeros([BT, BJ], tl.float32), PRECISION)
-    b_db += product(tl.trans(b_w), b_c, tl.zeros([BT, BJ], tl.float32), PRECISION)
+    b_dc += dot_split(b_w, b_b, tl.zeros([BT, BJ], tl.float32), PRECISION)
+    b_db += dot_split(tl.trans(b_w), b_c, tl.zeros([BT, BJ], tl.float32), PRECISION)
     base, at, inside = tile(start, end, g * N, j, G * N, N, BT, BJ)
     base += split * tokens.to(tl.int64) * (G * N)
     tl.store(p_dc + base + at, cast(b_dc, p_dc.dtype.element_ty), mask=inside)
     tl.store(p_db + base + at, cast(b_db, p_db.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def ssd_pairs_kernel(
+    p_x,  # [tokens, H, P]
+    p_dy,  # [tokens, H, P]
+    p_scores,  # float32 [tokens, G, BT]
+    p_factors,  # float32 [NC, H, 3, BT]
+    p_chunks,  # int32 [NC, 2]
+    p_parts,  # float32 [NC, H, NJ, 2, BT], of each token the terms with states: e^G_t C_t . (S dy_t) and, without d_s,
+    # e^(G - G_s) B_s . (E x_s)
+    p_through,  # float32 [NC, H, NJ], sums of S E
+    p_scalars,  # float32 [NC, H, 2, BT]; out: dg, and dd without A dg
+    p_dD,  # float32 [NC, H] or [NC, H, P]; out; or None
+    H: tl.constexpr,
+    G: tl.constexpr,
+    P: tl.constexpr,
+    X_STRIDE: tl.constexpr,
+    DY_STRIDE: tl.constexpr,
+    BT: tl.constexpr,
+    BV: tl.constexpr,
+    NJ: tl.constexpr,
+    PER_CHANNEL: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """The gradients of gates and steps, and dD, of one chunk and head."""
+    V_BLOCKS: tl.constexpr = (P + BV - 1) // BV
+    n, h = tl.program_id(0) // H, tl.program_id(0) % H
+    row = n * H + h
+    start, end = tl.load(p_chunks + 2 * n), tl.load(p_chunks + 2 * n + 1)
+    b_pairs = tl.zeros([BT, BT], tl.float32)
+    of_D = 0.0
+    for i_v in tl.static_range(V_BLOCKS):
+        base_x, at_x, inside = tile(start, end, h * P, i_v, X_STRIDE, P, BT, BV)
+        base_dy, at_dy, inside = tile(start, end, h * P, i_v, DY_STRIDE, P, BT, BV)
+        b_x, b_dy = load(p_x + base_x, at_x, inside), load(p_dy + base_dy, at_dy, inside)
+        b_pairs = product(b_dy, tl.trans(b_x), b_pairs, PRECISION)
+        if p_dD is not None:
+            b_dD = b_x.to(tl.float32) * b_dy.to(tl.float32)
+            if PER_CHANNEL:
+                v = i_v * BV + tl.arange(0, BV)
+                tl.store(p_dD + row.to(tl.int64) * P + v, tl.sum(b_dD, 0), mask=v < P)
+            else:
+                of_D += tl.sum(b_dD)
+    if p_dD is not None:
+        if not PER_CHANNEL:
+            tl.store(p_dD + row, of_D)
+    t = tl.arange(0, BT)
+    b_reader, b_left = tl.zeros([BT], tl.float32), tl.zeros([BT], tl.float32)
+    through = 0.0
+    for j in tl.static_range(NJ):
+        p_of = p_parts + (row.to(tl.int64) * NJ + j) * (2 * BT) + t
+        b_reader += tl.load(p_of)
+        b_left += tl.load(p_of + BT)
+        through += tl.load(p_through + row * NJ + j)
+    b_d, b_whole, b_part, whole, part = factors_of(p_factors, row, BT)
+    base, at, inside = tile(start, end, h // (H // G) * BT, 0, G * BT, BT, BT, BT)
+    b_pairs *= load(p_scores + base, at, inside) * decays_of(b_whole, b_part, BT, False)
+    b_terms = b_pairs * b_d[None, :]
+    b_onward = tl.cumsum(b_terms, 1) - b_terms + b_reader[:, None]
+    b_dg = tl.sum(tl.where(lower(BT, 0), b_onward, (b_left * b_d)[:, None]), 0) + through * decay_of(whole, part)
+    p_scalars += row.to(tl.int64) * (2 * BT) + t
+    tl.store(p_scalars, b_dg)
+    tl.store(p_scalars + BT, b_left + tl.sum(b_pairs, 0))
 
 
 @triton.jit(do_not_specialize=["least", "most"])
@@ -238,7 +281,7 @@ def ssd_step_grad_kernel(
     p_dt_bias,  # [H], or None
     p_factors,  # float32 [NC, H, 3, BT]
     p_chunks,  # int32 [NC, 2]
-    p_parts,  # float32 [NC, H, NJ, 2, BT]
+    p_scalars,  # float32 [NC, H, 2, BT]: dg, and dd without A dg
     p_ddt,  # [tokens, H]; out
     p_dA,  # float32 [NC, H]; out
     p_dbias,  # float32 [NC, H]; out; None without p_dt_bias
@@ -246,7 +289,6 @@ def ssd_step_grad_kernel(
     most,  # float
     H: tl.constexpr,
     STRIDE: tl.constexpr,
-    NJ: tl.constexpr,
     BT: tl.constexpr,
     BH: tl.constexpr,
     SOFTPLUS: tl.constexpr,
@@ -260,11 +302,8 @@ def ssd_step_grad_kernel(
     t, h = tl.arange(0, BT), i * BH + tl.arange(0, BH)
     row, there = (n * H + h).to(tl.int64), (t >= 0)[:, None] & (h < H)[None, :]
     b_d = load(p_factors, (row * (3 * BT))[None, :] + t[:, None], there)
-    b_dg, b_dd = tl.zeros([BT, BH], tl.float32), tl.zeros([BT, BH], tl.float32)
-    for j in tl.static_range(NJ):
-        at_part = ((row * NJ + j) * (2 * BT))[None, :] + t[:, None]
-        b_dg += load(p_parts, at_part, inside)
-        b_dd += load(p_parts, at_part + BT, inside)
+    at_scalars = (row * (2 * BT))[None, :] + t[:, None]
+    b_dg, b_dd = load(p_scalars, at_scalars, inside), load(p_scalars, at_scalars + BT, inside)
     b_A = tl.load(p_A + h, mask=h < H, other=0.0).to(tl.float32)
     b_dd += tl.where(b_dg == 0.0, 0.0, b_dg * b_A[None, :])  # A may be -inf
     b_dd = tl.where(b_slope == 0.0, 0.0, b_dd * b_slope)

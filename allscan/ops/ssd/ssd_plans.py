@@ -12,7 +12,13 @@ from torch import Tensor
 
 from ...base.tiling import cdiv, next_power_of_2
 from ...launch.plan import Buffer
-from ...shmem_kernels.ssd_bwd import ssd_adjoint_kernel, ssd_gradients_kernel, ssd_step_grad_kernel, ssd_sums_kernel
+from ...shmem_kernels.ssd_bwd import (
+    ssd_adjoint_kernel,
+    ssd_gradients_kernel,
+    ssd_pairs_kernel,
+    ssd_step_grad_kernel,
+    ssd_sums_kernel,
+)
 from ...shmem_kernels.ssd_fwd import ssd_output_kernel, ssd_scores_kernel, ssd_state_kernel, ssd_steps_kernel
 from ...tokens.packing import CHUNK_TOKENS, Layout
 from ..carrier import StateCarrier
@@ -249,27 +255,39 @@ class SSDPlan(CarryPlan):
         BJ = min(BK, GRADIENT_ROWS if is_bf16 else 64) if self.cuda else BK
         BV = min(BV, 64 if is_bf16 else 32) if self.cuda else BV
         NJ, split = cdiv(self.N, BJ), cdiv(self.H // self.G, SPLIT_HEADS)
-        parts = self.scratch(NC, self.H, NJ, 2, CHUNK_TOKENS)
+        parts, through = self.scratch(NC, self.H, NJ, 2, CHUNK_TOKENS), self.scratch(NC, self.H, NJ)
+        scalars = self.scratch(NC, self.H, 2, CHUNK_TOKENS)
         of_D = None if x.D is None else self.scratch(NC, *x.D.shape)
         dc, db = grads.C, grads.B
         if split > 1:
             dc, db = (self.scratch(split, tokens, self.G, self.N) for _ in "cb")
+        strides = dict(X_STRIDE=self.strides.x, DY_STRIDE=self.dy_stride)
         self.launch(
             ssd_gradients_kernel,
             (NC * self.G * split * NJ,),
-            *(x.C, x.B, x.x, dy, scores, factors, self.chunks, *of_states, dc, db, parts, of_D),
+            *(x.C, x.B, x.x, dy, factors, self.chunks, *of_states, dc, db, parts, through),
             tokens=tokens,
             C_STRIDE=self.strides.C,
             B_STRIDE=self.strides.B,
-            X_STRIDE=self.strides.x,
-            DY_STRIDE=self.dy_stride,
+            **strides,
             **self.common,
             BJ=BJ,
             BV=BV,
             SPLIT=split,
-            PER_CHANNEL=per_channel(x.D),
             num_warps=TUNED["gradients"][0] if is_bf16 and BJ > 32 else 8 if BJ > 32 else 4,
             num_stages=TUNED["gradients"][1] if is_bf16 else 1,
+        )
+        self.launch(
+            ssd_pairs_kernel,
+            (NC * self.H,),
+            *(x.x, dy, scores, factors, self.chunks, parts, through, scalars, of_D),
+            **strides,
+            **{name: value for name, value in self.common.items() if name != "N"},
+            BV=BV,
+            NJ=NJ,
+            PER_CHANNEL=per_channel(x.D),
+            num_warps=4,
+            num_stages=1,
         )
         if split > 1:
             for part, whole in ((dc, grads.C), (db, grads.B)):
@@ -278,11 +296,10 @@ class SSDPlan(CarryPlan):
         self.launch(
             ssd_step_grad_kernel,
             (self.by_heads,),
-            *(x.dt, x.A, x.dt_bias, factors, self.chunks, parts, grads.dt, of_A, of_bias),
+            *(x.dt, x.A, x.dt_bias, factors, self.chunks, scalars, grads.dt, of_A, of_bias),
             least=self.steps.least,
             most=self.steps.most,
             STRIDE=self.strides.dt,
-            NJ=NJ,
             SOFTPLUS=self.steps.softplus,
             **self.of_heads,
             num_warps=4,
