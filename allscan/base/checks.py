@@ -127,11 +127,16 @@ def restored(what: str, names: str, tensors: Sequence[Tensor], wanted: list[tupl
     """``plain`` of the ``tensors`` that autograd saved for the backward pass of ``what``. ``names``: their names,
     separated by spaces. A saved_tensors_hook may return other tensors: raises RuntimeError, before any launch, unless
     ``described`` of each equals its entry of ``wanted``. Strides and negative bits may differ."""
+    check_restored(what, names, tensors, wanted)
+    return plain_or_traced(*tensors)
+
+
+def check_restored(what: str, names: str, tensors: Sequence[Tensor], wanted: list[tuple[Any, ...]]) -> None:
+    """The check of ``restored``."""
     if [*map(described, tensors)] != wanted:
         for name, x, kind in zip(names.split(), tensors, wanted, strict=True):
             if described(x) != kind:
                 raise saved_tensor_error(what, name, x, f"{kind[0]} {list(kind[1])} on {kind[2]}")
-    return plain_or_traced(*tensors)
 
 
 def saved_tensor_error(what: str, name: str, x: Tensor, saved: str) -> RuntimeError:

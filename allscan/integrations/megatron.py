@@ -46,8 +46,8 @@ def sequence_parallel(
     limit the number of ranks. Parameter gradients cover this rank's tokens; Megatron sums them over the ranks.
 
     The mixers call Megatron's operators: ``allscan.zeco_gated_delta_rule`` replaces fla's gated delta rule; other delta
-    rules (``self.gated_delta_rule``) are called for each piece; ``allscan.zeco_ssd`` calls mamba_ssm's chunk scan;
-    short convolutions of fla, causal_conv1d or torch get the tokens before a shard boundary by ``allscan.halo``.
+    rules (``self.gated_delta_rule``) are called for each piece; ``allscan.zeco_ssd`` replaces mamba_ssm's chunk
+    scan; short convolutions of fla, causal_conv1d or torch get the tokens before a shard boundary by ``allscan.halo``.
 
     Packed sequences (``packed_seq_params``, format "thd") share one scan. If each sequence is cut, its length must be a
     multiple of 2P tokens, and the scan sends the states of all sequences. If the row is cut as a whole, sequences may
@@ -319,11 +319,6 @@ class AllScanMambaMixer(_Mixer, MambaMixer):
         ).mT
 
     def _scan(self, tokens: _Tokens, x: Tensor, dt: Tensor, B: Tensor, C: Tensor, z: Tensor | None) -> Any:
-        def chunk_scan(*arguments: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
-            if mamba_mixer.MAMBA_HAS_STATE_DTYPE:
-                options["state_dtype"] = self.mamba_training_ssm_states_dtype
-            return mamba_mixer.mamba_chunk_scan_combined(*arguments, **options)
-
         D = self.D.float().view(-1, self.headdim) if self.D_has_hdim else self.D
         return zeco_ssd(
             x,
@@ -336,6 +331,5 @@ class AllScanMambaMixer(_Mixer, MambaMixer):
             z=z,
             dt_bias=self.dt_bias,
             dt_softplus=True,
-            chunk_scan=chunk_scan,
             **tokens.where,
         )

@@ -77,7 +77,7 @@ def sequence_parallel(
     of outputs and last state on the initial state. On GPUs, and if ``comm`` has ``invariant``, the layers call
     ``allscan.zeco_kda`` or ``allscan.zeco_gated_delta_rule`` instead. On CPU ranks they otherwise call transformers'
     torch functions, even if fla is installed, since fla's kernels need a GPU. Mamba2 layers call ``allscan.zeco_ssd``
-    around their own scan. Short convolutions receive the preceding tokens from the ranks before.
+    in place of their own scan. Short convolutions receive the preceding tokens from the ranks before.
 
     Softmax layers all-gather keys and values; Kimi-Linear's layers all-gather the latents. With "sdpa" as the model's
     attention function, for unpacked sequences without cache or dropout, the rank's own causal block overlaps with the

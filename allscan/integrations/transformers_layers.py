@@ -114,26 +114,6 @@ def _state_space(
     initial_states: Tensor | None = None,
     **_,
 ) -> Any:
-    def scan(
-        x: Tensor,
-        dt: Tensor,
-        A: Tensor,
-        B: Tensor,
-        C: Tensor,
-        chunk_size: int,
-        D: Tensor | None,
-        seq_idx: Tensor | None,
-        return_final_states: bool,
-    ) -> Any:
-        options = dict(chunk_size=chunk_size, D=D, return_final_states=return_final_states)
-        if seq_idx is None or of_package(original) is not None:
-            return original(x, dt, A, B, C, seq_idx=seq_idx, **options)
-        outputs, state = [], None
-        for start, end, *_ in sequence.parts():  # transformers' torch function takes one sequence
-            y, state = original(*(t[:, start:end] for t in (x, dt)), A, *(t[:, start:end] for t in (B, C)), **options)
-            outputs.append(y)
-        return torch.cat(outputs, 1), state
-
     own: Any = _own(sequence, x, dt, B, C, z)
     x, dt, B, C, z = own
     found: Any = zeco_ssd(
@@ -150,7 +130,6 @@ def _state_space(
         dt_softplus=dt_softplus,
         dt_limit=dt_limit,
         return_final_states="all" if return_final_states else False,
-        chunk_scan=scan,
         **sequence.where(),
     )
     return (_padded(found[0], sequence), found[1]) if return_final_states else _padded(found, sequence)

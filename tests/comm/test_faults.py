@@ -736,8 +736,6 @@ def wrong_of(kind, size):
             }.items()
         }
         found |= {f"first_token {i}": (packed | ends, dict(first_token=i)) for i in (99, -1, 1.5, 6 * size - 5)}
-    if kind == "zeco_ssd":
-        found["chunk_scan"] = {}, dict(chunk_scan="torch")
     first = next(iter(right))
     for name in right if kind in ("zeco_ssd", "zeco_gla") else (first,):
         if isinstance(right[name], torch.Tensor):

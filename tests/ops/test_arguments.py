@@ -395,14 +395,12 @@ def test_gates_that_are_rejected(run, name, call, how, debug):
 
 
 def made_gates_case(group):
-    """Return errors for gates that the operator computes: from raw ones, and dt * A."""
+    """Return errors for gates that the operator computes from raw ones."""
     import_fla(models=False)
     with allscan.Communicator(group, timeout=5.0) as comm:
         x, g = tensors(comm)
         strong = dict(use_gate_in_kernel=True, A_log=torch.full((H,), 100.0 if comm.rank else 0.0, device=comm.device))
-        decay = torch.full((H,), -1e5 if comm.rank else -1.0, device=comm.device)
         found = [raised(call, comm, x, g, **strong) for call in (kda, gdn)]
-        found.append(raised(allscan.zeco_ssd, x, 20 * x[..., 0].abs(), decay, x, x, T, comm=comm))
         comm.barrier()
         return found
 

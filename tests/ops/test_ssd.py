@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-import warnings
-
 import pytest
 import torch
 import torch.distributed as dist
 
 import allscan
-from allscan.ops import ssd
-from allscan.ops.ssd import torch_chunk_scan
 from allscan.reference import ssd_reference
 from support.values import error, place, raised
 
@@ -47,7 +41,7 @@ def drawn(tokens, batch, sequences, strong=False):
     return given, normal(batch, tokens, H, P), normal(sequences, H, P, N)
 
 
-def case(group, tokens, cuts, layout, strong, scan):
+def case(group, tokens, cuts, layout, strong):
     """Return errors of y, final states and each gradient."""
     with allscan.Communicator(group) as comm:
         total, errors = sum(tokens), {}
@@ -73,7 +67,6 @@ def case(group, tokens, cuts, layout, strong, scan):
             return_final_states=True,
             layout="contiguous" if layout == "contiguous" else "zigzag",
             per_document=documents is not None,
-            chunk_scan=scan,
             **where,
         )
         ((own_y * dy[:, mine].to(comm.device)).sum() + (own_final * dfinal.to(comm.device)).sum()).backward()
@@ -106,12 +99,12 @@ def case(group, tokens, cuts, layout, strong, scan):
 @pytest.mark.kernels
 def test_values_and_gradients(run, size, cuts, layout):
     tokens = {"zigzag": EVEN[size], "contiguous": TOKENS[size], "documents": [16] * size}[layout]
-    for errors in run(size, case, tokens, cuts, layout, strong=False, scan=None):
+    for errors in run(size, case, tokens, cuts, layout, strong=False):
         assert set(errors) == {"y", "final", *NAMES} and max(errors.values()) < 1e-5, errors
 
 
 def test_decays_that_leave_nothing(run, size=2):
-    for errors in run(size, case, TOKENS[size], cuts="asked", layout="contiguous", strong=True, scan=None):
+    for errors in run(size, case, TOKENS[size], cuts="asked", layout="contiguous", strong=True):
         assert max(errors.values()) < 1e-5, errors
 
 
@@ -132,59 +125,6 @@ def of_initial_states_case(group, tokens, layout):
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 def test_the_gradient_of_initial_states_alone(run, layout, size=2):
     assert max(run(size, of_initial_states_case, EVEN[size], layout)) == 0.0
-
-
-def token_by_token(x, dt, A, B, C, chunk_size, D, seq_idx, return_final_states):
-    """A simple chunk_scan with mamba_ssm's arguments: one sequence after the other."""
-    assert dt.dtype == torch.float32 and chunk_size == CHUNK and return_final_states
-    if seq_idx is None:
-        return ssd_reference(x, dt, A, B, C, D)
-    assert seq_idx.dtype == torch.int32 and seq_idx.shape == x.shape[:2] and seq_idx.is_contiguous()
-    numbers = seq_idx[0].unique_consecutive(return_counts=True)[1].cumsum(0).tolist()
-    y, states = ssd_reference(x, dt, A, B, C, D, cu_seqlens=[0, *numbers])
-    return y, states[-1:]
-
-
-def test_another_chunk_scan(run, size=2):
-    for errors in run(size, case, TOKENS[size], cuts="asked", layout="contiguous", strong=False, scan=token_by_token):
-        assert max(errors.values()) < 1e-5, errors
-
-
-@pytest.mark.parametrize("chunk", [1, 7, 64])
-@pytest.mark.kernels
-def test_chunks(chunk):
-    """The chunk scan in torch's operators is right on one rank, with D for each channel."""
-    given, *_ = drawn(40, 1, 1)
-    lengths, d = [0, 3, 7, 8, 29, 40], given["dt"].abs()
-    D, tensors = torch.randn(H, P), [given[name] for name in ("A", "B", "C")]
-    numbers = torch.repeat_interleave(torch.arange(5, dtype=torch.int32), torch.tensor(lengths).diff())[None]
-    y, last = torch_chunk_scan(given["x"], d, *tensors, chunk, D, numbers)
-    expected, states = ssd_reference(given["x"], d, *tensors, D, cu_seqlens=lengths)
-    assert error(y, expected) < 2e-6 and error(last, states[-1:]) < 2e-6
-
-
-@pytest.mark.parametrize("file, error", [("", "No module named 'mamba_ssm.ops'"), ("import selective_scan", "selecti")])
-def test_an_installation_that_cannot_be_used(monkeypatch, tmp_path, file, error):
-    """Named once a process; where nothing is installed nothing is said."""
-    device = torch.device("cuda")
-    try:
-        if importlib.util.find_spec("mamba_ssm") is None:
-            with warnings.catch_warnings():
-                warnings.simplefilter("error")
-                assert ssd._installed(device) is torch_chunk_scan
-            ssd._of_mamba_ssm.cache_clear()
-        (tmp_path / "mamba_ssm").mkdir()
-        (tmp_path / "mamba_ssm" / "__init__.py").write_text(file)
-        monkeypatch.syspath_prepend(tmp_path)
-        with pytest.warns(UserWarning, match=f"slower, since the import of mamba_ssm failed: .*{error}"):
-            assert ssd._installed(device) is torch_chunk_scan
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            assert ssd._installed(device) is torch_chunk_scan
-    finally:
-        ssd._of_mamba_ssm.cache_clear()
-        for name in [name for name in sys.modules if name.startswith("mamba_ssm")]:
-            del sys.modules[name]
 
 
 def half_precision_case(group, tokens):

@@ -11,7 +11,7 @@ import torch
 from torch.autograd import forward_ad
 
 import allscan
-from support.tensors import as_tuple, calls, drawn, ssd, with_gradients, worst
+from support.tensors import as_tuple, calls, drawn, with_gradients, worst
 from support.values import raised
 
 ONE = pytest.param(1, marks=pytest.mark.cpu)  # rank: on GPUs two ranks cover it, with the same kernels and more
@@ -32,37 +32,11 @@ def moved(x):
     return torch.cat([x.flatten()[:1], x.flatten()])[1:].view(x.shape) if x.numel() else x
 
 
-def of_memory(x, dt, A, B, C, chunk_size, **options):
-    """A chunk scan whose kernels read only the memory of their arguments and, in backward, of the gradients."""
-    from allscan.ops.ssd import torch_chunk_scan
-
-    seen = [Memory.apply(t) for t in (x, dt, A, B, C, options.pop("D"))]
-    y, last = torch_chunk_scan(*seen[:5], chunk_size, D=seen[5], **options)
-    return Memory.apply(y), last
-
-
-class Memory(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.new_empty(0).set_(x.untyped_storage(), x.storage_offset(), x.shape, x.stride()).clone()
-
-    @staticmethod
-    def backward(ctx, dx):
-        return Memory.forward(None, dx)
-
-
 def negatives_case(group):
     """Pass arguments and gradients with properties that a kernel does not read: negative bit, strides."""
     found = {}
     with allscan.Communicator(group) as comm:
         all_calls = calls()
-        for layout in ("contiguous", "zigzag"):
-            shapes = all_calls[f"zeco_ssd, {layout}"][1]
-
-            def of_other_make(comm, *tensors, layout=layout):
-                return ssd(comm, *tensors, layout=layout, chunk_scan=of_memory)
-
-            all_calls[f"zeco_ssd of other make, {layout}"] = of_other_make, shapes
         for name, (function, shapes) in all_calls.items():
             tensors = drawn(comm, shapes)
             expected = with_gradients(comm, function, tensors)
@@ -285,8 +259,7 @@ def tangents_of_gradients_case(group):
 def test_forward_mode_derivatives_of_gradients_are_rejected(run, size=2):
     for found in run(size, tangents_of_gradients_case):
         for name, answer in found.items():
-            word = "forward AD" if "ssd" in name else "forward-mode"  # torch rejects silu's before our check
-            assert answer and answer[0] == "NotImplementedError" and word in answer[1], (name, answer)
+            assert answer and answer[0] == "NotImplementedError" and "forward-mode" in answer[1], (name, answer)
 
 
 @contextlib.contextmanager

@@ -29,6 +29,8 @@ from allscan.shmem_kernels import (
     gla_bwd,
     gla_fwd,
     gla_strong,
+    ssd_bwd,
+    ssd_fwd,
 )
 from allscan.shmem_kernels.links import NONE, PUT, SENTINEL, SIGNAL
 from allscan.shmem_kernels.merge import merge_kernel
@@ -49,6 +51,7 @@ from support.launches import (
     compiled_launches,
     launch_chunks,
     launch_gla,
+    launch_ssd,
     most,
     with_gpu_blocks,
 )
@@ -392,6 +395,39 @@ def test_gla_kernels(K, V, dtype, keeps, monkeypatch):
         for kernel, compiled in compiled_launches(more_on_sm_100=None if kept else more, seen=seen):
             if kernel not in (gla_fwd.keys_kernel, gla_fwd.carry_kernel, gla_fwd.final_kernel):
                 assert compiled.count(r"\bmma\.|wgmma\.mma"), f"{kernel} uses no matrix instruction"
+
+
+@pytest.mark.parametrize(
+    "H, G, P, N, dtype, z, most_spilled",
+    [
+        (128, 8, 64, 128, torch.bfloat16, False, 0),
+        (80, 1, 64, 128, torch.bfloat16, True, 160),
+        (64, 64, 128, 128, torch.bfloat16, False, 16),
+        (6, 2, 96, 256, torch.bfloat16, False, 264),
+        (8, 2, 64, 128, torch.float32, True, 2500),
+        (3, 1, 16, 16, torch.float16, False, 64),
+    ],
+    ids=lambda x: str(x).removeprefix("torch."),
+)
+def test_ssd_kernels(H, G, P, N, dtype, z, most_spilled, monkeypatch):
+    """All kernels of forward and backward compile with zeco_ssd's block sizes on a GPU and fit its shared memory."""
+    launch_ssd(H, G, P, N, dtype, monkeypatch, z, channels=z)
+    products = {
+        ssd_fwd.ssd_scores_kernel,
+        ssd_fwd.ssd_state_kernel,
+        ssd_fwd.ssd_output_kernel,
+        ssd_bwd.ssd_adjoint_kernel,
+        ssd_bwd.ssd_gradients_kernel,
+    }
+    others = {ssd_fwd.ssd_steps_kernel, ssd_bwd.ssd_step_grad_kernel, ssd_bwd.ssd_sums_kernel}
+    others |= {gla_fwd.carry_kernel, gla_fwd.final_kernel}
+    assert {kernel for kernel, *_ in Launches.made} == products | others
+    for kernel, compiled in compiled_launches():
+        assert kernel not in products or compiled.count(r"\bmma\.|wgmma\.mma"), kernel
+        print(kernel.__name__, compiled.registers, compiled.spilled_bytes, compiled.shared >> 10)
+        assert compiled.spilled_bytes <= most_spilled, (kernel, compiled.spilled_bytes)
+        if VERSION == (3, 6) and kernel in products and compiled.options["num_stages"] == 1:
+            assert not compiled.lost_operands(), kernel
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import types
 
 import torch
@@ -16,6 +17,9 @@ from allscan.ops.delta import delta_passes, own_chunks, scalar_chunks
 from allscan.ops.delta.records import DeltaShape, Ends, Inputs, Outer, Saved
 from allscan.ops.gla import GLA, gla_operator, gla_plans
 from allscan.ops.operator import Call
+from allscan.ops.ssd import ssd_operator, ssd_plans
+from allscan.shmem_kernels.gla_strong import strong_decay_grad_kernel, strong_decay_kernel
+from allscan.shmem_kernels.ssd_bwd import ssd_gradients_kernel, ssd_sums_kernel
 from allscan.tokens.packing import Layout, TokenRange, flags_of
 
 from .delta import saved_states_for
@@ -36,6 +40,13 @@ class Launches:
         return lambda *values, **options: Launches.made.append((self.kernel, values, options))
 
 
+class NoCalls(frozenset):
+    """A cache that keeps nothing."""
+
+    def remember(self, *_):
+        pass
+
+
 class NoCarrier:
     """A carrier that sends nothing."""
 
@@ -43,14 +54,14 @@ class NoCarrier:
 
     class comm:  # noqa: N801
         size, device, streams, graphs, debug = 2, torch.device("cpu"), Streams(torch.device("cpu")), None, False
-        checked = ()
+        checked, rank, algorithm = NoCalls(), 0, "chain"
 
         @staticmethod
         @contextlib.contextmanager
         def call(*_):
             yield
 
-    def prepare(self, *_):
+    def prepare(self, *_, **__):
         pass
 
     def stream(self, *_):
@@ -86,11 +97,20 @@ def compiled_launches(most_spilled=None, more_on_sm_100=None, seen=None, look=Tr
         torch.int8: "*i8",
     }
     seen = [] if seen is None else seen
+    integers = {kernel: [("N", "i32")] for kernel in (strong_decay_kernel, strong_decay_grad_kernel)}
+    integers[ssd_gradients_kernel], integers[ssd_sums_kernel] = (
+        [("tokens", "i32")],
+        [("parts", "i32"), ("width", "i32")],
+    )
     for kernel, values, options in Launches.made:
         given = dict(zip(kernel.arg_names, values)) | options
         arguments = {n: kinds[x.dtype] for n, x in given.items() if isinstance(x, torch.Tensor)}
         options = {n: x for n, x in options.items() if n not in arguments}
-        arguments |= {n: kind for n, kind in (("scale", "fp32"), ("N", "i32")) if options.pop(n, None) is not None}
+        arguments |= {
+            n: kind
+            for n, kind in (("scale", "fp32"), ("least", "fp32"), ("most", "fp32"), *integers.get(kernel, ()))
+            if options.pop(n, None) is not None
+        }
         launch = {n: options.pop(n) for n in ("num_warps", "num_stages", "maxnreg", *OPTIONS) if n in options}
         if (kernel, options, arguments) in seen:
             continue
@@ -149,6 +169,34 @@ def launch_gla(K, V, dtype, kept, monkeypatch, H=4, T=130):
     with torch.no_grad():
         _, final, *made = GLA._forward(q, k, v, g, initial, None, True, *fixed)
         GLA._backward(None, do, final, q, k, v, g, *made, None, True, g.dtype, g.dtype, *fixed)
+
+
+def launch_ssd(H, G, P, N, dtype, monkeypatch, z=False, channels=False, T=130):
+    """Record in Launches the launches of both passes of zeco_ssd on a GPU, with x, B and C as columns of one tensor."""
+    for module in (gla_plans, ssd_plans):
+        for name, kernel in list(vars(module).items()):
+            if name.endswith("_kernel") and not isinstance(kernel, Launches):
+                monkeypatch.setattr(module, name, Launches(kernel))
+    layout = Layout([TokenRange(0, T, flags=flags_of(True, True))], 1, 1024, "cpu")
+    find = ssd_operator._shape
+
+    def on_gpu(*arguments):
+        return dataclasses.replace(find(*arguments), device="cuda", num_sms=H100_MULTIPROCESSORS)
+
+    monkeypatch.setattr(ssd_operator, "_shape", on_gpu)
+    monkeypatch.setattr(ssd_operator, "carrier_of", lambda *_: NoCarrier())
+    monkeypatch.setattr(ssd_operator, "looks_at_gates", lambda *_: False)
+    monkeypatch.setattr(ssd_operator, "find_layout", lambda *_, **__: layout)
+    monkeypatch.setattr(Launches, "made", [])
+    mixed = torch.zeros(1, T, H * P + 2 * G * N, dtype=dtype)
+    x, B, C = mixed.split([H * P, G * N, G * N], 2)
+    x, B, C = x.unflatten(2, (H, P)), B.unflatten(2, (G, N)), C.unflatten(2, (G, N))
+    of_heads, dt = torch.zeros(H), torch.zeros(1, T, H, dtype=dtype)
+    tensors = x, dt, of_heads, B, C, torch.zeros(H, P) if channels else of_heads, x if z else None, of_heads
+    initial, how = torch.zeros(1, H, P, N), (True, 0.0, float("inf"))
+    with torch.no_grad():
+        _, final, saved = ssd_operator._forward(*tensors, initial, None, True, 1, *how)
+        ssd_operator._backward(torch.zeros(1, T, H, P, dtype=dtype), final, *tensors, None, saved, True, 1, *how)
 
 
 class NoScan:

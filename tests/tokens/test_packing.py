@@ -250,11 +250,8 @@ def uses_case(group):
                 forward = len(counted)
                 torch.autograd.grad(result.sum(), inputs, allow_unused=True)
                 backward = len(counted) - forward
-                if name == "zeco_ssd":  # it has a table if a rank has tokens of two sequences
-                    has_tables = layout == "zigzag" or (lengths is not None and comm.rank == 0)
-                else:
-                    has_tables = lengths is not None or name != "halo"
-                backward_too = has_tables and name not in ("halo", "zeco_ssd")  # autograd holds theirs
+                has_tables = lengths is not None or name != "halo"
+                backward_too = has_tables and name != "halo"  # autograd holds its tables
                 if has_tables > forward or backward_too > backward:
                     silent.append((name, layout, lengths is None))
         return silent
@@ -435,7 +432,7 @@ def debug_case(group):
         return torch.tensor(packing._read_boundaries(packing.TensorKey(x)))
 
     with allscan.Communicator(group, timeout=2, debug=True) as comm, contextlib.ExitStack() as patches:
-        for module in ("operator", "ssd", "halo"):
+        for module in ("operator", "ssd.ssd_operator", "halo"):
             patches.enter_context(mock.patch(f"allscan.ops.{module}.own_boundaries", read))
         for name, call in calls(comm, 20).items():
             cu_seqlens = torch.tensor([0, 10, 20 * comm.size])

@@ -165,140 +165,24 @@ class IncomingStates(NamedTuple):
     prev: Buffer
 
 
-class GLAPlan(Plan):
-    """A forward or backward pass for calls of one shape.
+class CarryPlan(Plan):
+    """A pass whose states are scanned over this rank's segments and over the ranks.
 
     ``reverse``: backward.
     """
 
-    def __init__(self, carrier: StateCarrier, shape: Shape, scale: float, layout: Layout, reverse: bool) -> None:
+    def __init__(self, carrier: StateCarrier, shape: Shape, layout: Layout, reverse: bool) -> None:
         super().__init__(carrier.comm.graphs)
         self.stamp = layout.stamp
-        self.shape, self.scale, self.layout, self.reverse = shape, scale, layout, reverse
-        self.H, self.K, self.V, self.BT = shape.H, shape.K, shape.V, CHUNK_TOKENS
-        self.BK, self.BV_max = max(16, next_power_of_2(self.K)), max(16, next_power_of_2(self.V))
-        self.is_bf16 = is_bf16 = shape.dtype == torch.bfloat16  # 2-byte operands: blocks may be twice as large
-        self.columns = min(64, self.BV_max)  # BV of kernels that hold no state
-        self.num_stages = 3 if is_bf16 else 1
-        self.dtype = OPERANDS[shape.dtype]  # of stored operands
-        self.num_chunks = layout.num_chunks
-        self.by_chunks = layout.num_chunks, self.H
-        self.precision = dict(PRECISION=PRECISION[shape.dtype])
-        self.widths = dict(H=self.H, K=self.K, BT=self.BT)
-        self.range = 23.0 if shape.dtype == torch.float32 else 115.0  # limit of a chunk's decay, log2
-        flags = layout.num_chunks * self.H
-        self.lookers = (min(flags, LOOKERS * max(1, shape.num_sms)),)
-        sub_blocks = dict(BK=self.BK, BC=SUB_BLOCK[shape.device], BS=min(32, self.BK))
-        self.of_strong = dict(N=flags, LOOK=LOOK[shape.device], **sub_blocks)
-        self.chunks, self.segments, self.segments_of_states, self.weights = (
-            self.constant(x) for x in (layout.chunks, layout.segments, layout.segments_of_states, layout.weights)
+        self.shape, self.layout, self.reverse = shape, layout, reverse
+        self.H, self.K, self.V = shape.H, shape.K, shape.V
+        self.segments, self.segments_of_states = (
+            self.constant(x) for x in (layout.segments, layout.segments_of_states)
         )
         # set by ``carry``, for ``join_carry`` and ``end``
         self._has_incoming = False  # this rank receives a state, which final_kernel adds to its final states
         self._joins_last = False  # no kernel of this rank needs the scan's result: ``end`` joins, not ``join_carry``
         self._of_final_kernel: tuple[tuple[Buffer | None, ...], tuple[int, ...], dict[str, int]] = (None,), (), {}
-
-    def per_token(self, width: int, **options: Any) -> Buffer:
-        return self.scratch(self.shape.B, self.shape.T, self.H, width, **options)
-
-    def of_chunks(self, dtype: torch.dtype, **options: Any) -> Buffer:
-        """Allocate scratch for a state per chunk [NC, H, K, V]."""
-        return self.scratch(*self.by_chunks, self.K, self.V, dtype=dtype, **options)
-
-    def keys_apart(self, carrier: StateCarrier) -> bool:
-        """Return whether forward runs a separate keys_kernel and computes q_in and A overlapped with the scan. True if
-        the expected time of the scan exceeds the cost of the extra kernel."""
-        shape = self.shape
-        if shape.invariant:
-            return False
-        us = carrier.expected_us(shape.states * self.H * self.K * self.V, bool(shape.zigzag))
-        return us > APART_US * shape.B * shape.T * self.H * self.K
-
-    def keys(self, x: Inputs, intermediates: Chunks) -> None:
-        """Record keys_kernel."""
-        self.launch(
-            keys_kernel,
-            self.by_chunks,
-            *(x.k, x.g, self.chunks, intermediates.k_out, intermediates.gate, intermediates.strong),
-            **self.widths,
-            BR=STEP[self.shape.device] * (2 if self.BK == 256 else 1),
-            BK=self.BK,
-            num_warps=max(1, self.BK // 128),
-            RANGE=self.range,
-        )
-
-    def operands(self, keys: bool, x: Inputs, intermediates: Chunks) -> None:
-        """Record operands_kernel."""
-        self.launch(
-            operands_kernel,
-            self.by_chunks,
-            *(x.q, x.k, x.g, self.chunks, self.weights),
-            *(intermediates.gate, intermediates.strong, intermediates.q_in, intermediates.k_out, intermediates.a),
-            scale=self.scale,
-            **self.widths,
-            **self.precision,
-            BK=min(32, self.BK),
-            KEYS=keys,
-            RANGE=self.range,
-            num_warps=2 if self.is_bf16 else 4,
-            num_stages=3,
-        )
-
-    def strong_operands(self, x: Inputs, intermediates: Chunks) -> None:
-        """Record strong_decay_kernel."""
-        self.launch(
-            strong_decay_kernel,
-            self.lookers,
-            *(x.q, x.k, x.g, self.chunks),
-            *(intermediates.strong, intermediates.q_in, intermediates.k_out, intermediates.a),
-            scale=self.scale,
-            **self.widths,
-            **self.precision,
-            **self.of_strong,
-        )
-
-    def _with_state(
-        self, kernel: Any, BK: int, chosen: dict[int, tuple[int, int, int]], *args: Buffer | None, **options: Any
-    ) -> None:
-        """Record a kernel whose programs hold BK rows, BV columns of a state in registers. ``chosen``: see blocks."""
-        BV, num_warps, num_stages = self.blocks(BK, chosen)
-        grid = cdiv(self.V, BV) * cdiv(self.K, BK), self.layout.num_segments, self.H
-        blocks = dict(scale=self.scale, **self.widths, **self.precision, V=self.V, BK=BK, BV=BV)
-        self.launch(kernel, grid, *args, **blocks, num_warps=num_warps, num_stages=num_stages, **options)
-
-    def blocks(self, BK: int, chosen: dict[int, tuple[int, int, int]]) -> tuple[int, int, int]:
-        """Return (BV, num_warps, num_stages) for BK; ``chosen`` overrides the defaults for bfloat16 inputs."""
-        BV = (16384 if self.is_bf16 else 8192) // max(128, BK)
-        stages = max(1, min(self.num_stages, 512 // BK))
-        default = BV, 8 if BK * BV > 8192 else 4, stages
-        BV, num_warps, stages = chosen.get(BK, default) if self.is_bf16 else default
-        BV = min(BV, self.BV_max)
-        segments = self.shape.B * cdiv(self.shape.T, self.shape.segment)  # approximate, and equal for every layout
-        few = 0 if self.shape.invariant else self.shape.num_sms  # one program per multiprocessor
-        while BV > 32 and BK <= 64 and cdiv(self.V, BV) * segments * self.H < few:
-            BV //= 2
-        return BV, num_warps if BK * BV > 8192 else 4, stages
-
-    def segment_states(self, x: Buffer, y: Buffer, gate: Buffer, states: Buffer) -> Buffer:
-        """Record the kernel that writes each segment's local state to ``states`` [NS, H, K, V].
-
-        Returns the sums of gates [NS, H, K]."""
-        sums = self.scratch(self.layout.num_segments, self.H, self.K)
-        self._with_state(
-            state_kernel,
-            min(128, self.BK),
-            {},
-            x,
-            y,
-            gate,
-            self.segments,
-            states,
-            None,
-            sums,
-            *[None] * 5,
-            REVERSE=self.reverse,
-        )
-        return sums
 
     def carry(
         self,
@@ -419,6 +303,134 @@ class GLAPlan(Plan):
         """Join the scan, after the last kernel of a forward pass, if ``join_carry`` has not."""
         if self._joins_last:
             self.join()
+
+
+class GLAPlan(CarryPlan):
+    """A forward or backward pass for calls of one shape.
+
+    ``reverse``: backward.
+    """
+
+    def __init__(self, carrier: StateCarrier, shape: Shape, scale: float, layout: Layout, reverse: bool) -> None:
+        super().__init__(carrier, shape, layout, reverse)
+        self.scale, self.BT = scale, CHUNK_TOKENS
+        self.BK, self.BV_max = max(16, next_power_of_2(self.K)), max(16, next_power_of_2(self.V))
+        self.is_bf16 = is_bf16 = shape.dtype == torch.bfloat16  # 2-byte operands: blocks may be twice as large
+        self.columns = min(64, self.BV_max)  # BV of kernels that hold no state
+        self.num_stages = 3 if is_bf16 else 1
+        self.dtype = OPERANDS[shape.dtype]  # of stored operands
+        self.num_chunks = layout.num_chunks
+        self.by_chunks = layout.num_chunks, self.H
+        self.precision = dict(PRECISION=PRECISION[shape.dtype])
+        self.widths = dict(H=self.H, K=self.K, BT=self.BT)
+        self.range = 23.0 if shape.dtype == torch.float32 else 115.0  # limit of a chunk's decay, log2
+        flags = layout.num_chunks * self.H
+        self.lookers = (min(flags, LOOKERS * max(1, shape.num_sms)),)
+        sub_blocks = dict(BK=self.BK, BC=SUB_BLOCK[shape.device], BS=min(32, self.BK))
+        self.of_strong = dict(N=flags, LOOK=LOOK[shape.device], **sub_blocks)
+        self.chunks, self.weights = self.constant(layout.chunks), self.constant(layout.weights)
+
+    def per_token(self, width: int, **options: Any) -> Buffer:
+        return self.scratch(self.shape.B, self.shape.T, self.H, width, **options)
+
+    def of_chunks(self, dtype: torch.dtype, **options: Any) -> Buffer:
+        """Allocate scratch for a state per chunk [NC, H, K, V]."""
+        return self.scratch(*self.by_chunks, self.K, self.V, dtype=dtype, **options)
+
+    def keys_apart(self, carrier: StateCarrier) -> bool:
+        """Return whether forward runs a separate keys_kernel and computes q_in and A overlapped with the scan. True if
+        the expected time of the scan exceeds the cost of the extra kernel."""
+        shape = self.shape
+        if shape.invariant:
+            return False
+        us = carrier.expected_us(shape.states * self.H * self.K * self.V, bool(shape.zigzag))
+        return us > APART_US * shape.B * shape.T * self.H * self.K
+
+    def keys(self, x: Inputs, intermediates: Chunks) -> None:
+        """Record keys_kernel."""
+        self.launch(
+            keys_kernel,
+            self.by_chunks,
+            *(x.k, x.g, self.chunks, intermediates.k_out, intermediates.gate, intermediates.strong),
+            **self.widths,
+            BR=STEP[self.shape.device] * (2 if self.BK == 256 else 1),
+            BK=self.BK,
+            num_warps=max(1, self.BK // 128),
+            RANGE=self.range,
+        )
+
+    def operands(self, keys: bool, x: Inputs, intermediates: Chunks) -> None:
+        """Record operands_kernel."""
+        self.launch(
+            operands_kernel,
+            self.by_chunks,
+            *(x.q, x.k, x.g, self.chunks, self.weights),
+            *(intermediates.gate, intermediates.strong, intermediates.q_in, intermediates.k_out, intermediates.a),
+            scale=self.scale,
+            **self.widths,
+            **self.precision,
+            BK=min(32, self.BK),
+            KEYS=keys,
+            RANGE=self.range,
+            num_warps=2 if self.is_bf16 else 4,
+            num_stages=3,
+        )
+
+    def strong_operands(self, x: Inputs, intermediates: Chunks) -> None:
+        """Record strong_decay_kernel."""
+        self.launch(
+            strong_decay_kernel,
+            self.lookers,
+            *(x.q, x.k, x.g, self.chunks),
+            *(intermediates.strong, intermediates.q_in, intermediates.k_out, intermediates.a),
+            scale=self.scale,
+            **self.widths,
+            **self.precision,
+            **self.of_strong,
+        )
+
+    def _with_state(
+        self, kernel: Any, BK: int, chosen: dict[int, tuple[int, int, int]], *args: Buffer | None, **options: Any
+    ) -> None:
+        """Record a kernel whose programs hold BK rows, BV columns of a state in registers. ``chosen``: see blocks."""
+        BV, num_warps, num_stages = self.blocks(BK, chosen)
+        grid = cdiv(self.V, BV) * cdiv(self.K, BK), self.layout.num_segments, self.H
+        blocks = dict(scale=self.scale, **self.widths, **self.precision, V=self.V, BK=BK, BV=BV)
+        self.launch(kernel, grid, *args, **blocks, num_warps=num_warps, num_stages=num_stages, **options)
+
+    def blocks(self, BK: int, chosen: dict[int, tuple[int, int, int]]) -> tuple[int, int, int]:
+        """Return (BV, num_warps, num_stages) for BK; ``chosen`` overrides the defaults for bfloat16 inputs."""
+        BV = (16384 if self.is_bf16 else 8192) // max(128, BK)
+        stages = max(1, min(self.num_stages, 512 // BK))
+        default = BV, 8 if BK * BV > 8192 else 4, stages
+        BV, num_warps, stages = chosen.get(BK, default) if self.is_bf16 else default
+        BV = min(BV, self.BV_max)
+        segments = self.shape.B * cdiv(self.shape.T, self.shape.segment)  # approximate, and equal for every layout
+        few = 0 if self.shape.invariant else self.shape.num_sms  # one program per multiprocessor
+        while BV > 32 and BK <= 64 and cdiv(self.V, BV) * segments * self.H < few:
+            BV //= 2
+        return BV, num_warps if BK * BV > 8192 else 4, stages
+
+    def segment_states(self, x: Buffer, y: Buffer, gate: Buffer, states: Buffer) -> Buffer:
+        """Record the kernel that writes each segment's local state to ``states`` [NS, H, K, V].
+
+        Returns the sums of gates [NS, H, K]."""
+        sums = self.scratch(self.layout.num_segments, self.H, self.K)
+        self._with_state(
+            state_kernel,
+            min(128, self.BK),
+            {},
+            x,
+            y,
+            gate,
+            self.segments,
+            states,
+            None,
+            sums,
+            *[None] * 5,
+            REVERSE=self.reverse,
+        )
+        return sums
 
     def outputs(self, v: Buffer, intermediates: Chunks, incoming: IncomingStates, o: Buffer) -> None:
         """Record output_kernel. Forward does not use the parameters after o."""

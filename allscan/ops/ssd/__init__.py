@@ -1,0 +1,7 @@
+"""The state space duality of Mamba2. Its exports are the public ones; its modules are internal.
+
+ssd_operator    zeco_ssd: arguments, checks, autograd
+ssd_plans       launches of both passes, by the kernels of shmem_kernels/ssd_fwd.py and ssd_bwd.py
+"""
+
+from .ssd_operator import zeco_ssd as zeco_ssd

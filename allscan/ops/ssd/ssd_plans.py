@@ -1,0 +1,415 @@
+"""Launch plans of zeco_ssd: block sizes, grids and kernel arguments, in the order of ssd_fwd.py and ssd_bwd.py."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...base.tiling import cdiv, next_power_of_2
+from ...launch.plan import Buffer
+from ...shmem_kernels.ssd_bwd import (
+    ssd_adjoint_kernel,
+    ssd_gradients_kernel,
+    ssd_pairs_kernel,
+    ssd_step_grad_kernel,
+    ssd_sums_kernel,
+)
+from ...shmem_kernels.ssd_fwd import ssd_output_kernel, ssd_scores_kernel, ssd_state_kernel, ssd_steps_kernel
+from ...tokens.packing import CHUNK_TOKENS, Layout
+from ..carrier import StateCarrier
+from ..gla.gla_plans import CarryPlan, IncomingStates, Shape
+
+SPLIT_HEADS = 32  # most heads whose contributions to dB and dC one program adds up
+LONGEST, SHORTEST = 4096, 512  # tokens of a segment on a GPU
+FULL = 0.9  # a segment is the longest whose programs fill this part of their waves
+
+# (num_warps, num_stages) of bfloat16 inputs and large states; rows of the states in a program of ssd_gradients_kernel
+TUNED = dict(state=(8, 3), output=(4, 1), adjoint=(8, 3), gradients=(8, 2))
+GRADIENT_ROWS = 128
+TWO_HEADS = {"state", "adjoint"}  # kernels whose programs take two heads of up to 64 columns
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class SSDShape(Shape):
+    """Shape of a call whose states are [N, P]: K is N, V is P, dtype that of x, gate_dtype that of dt."""
+
+    G: int = 1
+    is_bf16: bool = False  # x, B and C are bfloat16: products of bfloat16, else of three TF32 parts
+
+    @functools.cached_property
+    def blocks(self) -> tuple[int, int, int]:
+        """(BK, BV, HEADS): rows and columns of a state, and most heads, of a program that goes from chunk to chunk."""
+        BK, BV = max(16, next_power_of_2(self.K)), max(16, next_power_of_2(self.V))
+        if self.device == "cpu":
+            return BK, BV, 2 if self.H // self.G % 2 == 0 else 1
+        BV = min(BV, (16384 if self.is_bf16 else 4096) // max(128, BK))
+        return BK, BV, 2 if self.is_bf16 and BK * BV <= 8192 and self.H // self.G % 2 == 0 else 1
+
+    @functools.cached_property
+    def segment(self) -> int:
+        """Tokens of a segment."""
+        if self.invariant:
+            return self.invariant
+        if not self.num_sms:
+            return 2 * CHUNK_TOKENS
+        _, BV, heads = self.blocks
+        of_one = self.B * cdiv(self.V, BV) * self.H // heads  # programs
+        waves, best = (2 if self.sequences > self.B else 1), (0.0, SHORTEST)
+        length = LONGEST
+        while length >= SHORTEST:
+            programs = of_one * cdiv(self.T, length)
+            full = programs / (self.num_sms * max(waves, cdiv(programs, self.num_sms)))
+            if full >= FULL:
+                return length
+            best = max(best, (full, length))
+            length //= 2
+        return best[1]
+
+
+shape_of = functools.lru_cache(4096)(SSDShape)  # one object per shape: SSDShape hashes by identity
+
+
+class Steps(NamedTuple):
+    """Options that determine d_t of ``zeco_ssd``."""
+
+    softplus: bool = False
+    least: float = 0.0
+    most: float = float("inf")
+
+
+class Inputs(NamedTuple):
+    """Tensors of the operator."""
+
+    x: Any
+    dt: Any
+    A: Any
+    B: Any
+    C: Any
+    D: Any = None
+    z: Any = None
+    dt_bias: Any = None
+
+
+class Strides(NamedTuple):
+    """Elements from one token to the next, of the tensors that kernels read by their strides."""
+
+    x: int
+    dt: int
+    B: int
+    C: int
+    z: int
+
+
+class SSDPlan(CarryPlan):
+    """A forward or backward pass for calls of one shape. ``reverse``: backward."""
+
+    shape: SSDShape
+
+    def __init__(
+        self, carrier: StateCarrier, shape: SSDShape, steps: Steps, strides: Strides, layout: Layout, reverse: bool
+    ) -> None:
+        super().__init__(carrier, shape, layout, reverse)
+        self.steps, self.strides = steps, strides
+        self.N, self.P, self.G = shape.K, shape.V, shape.G
+        self.cuda = shape.device == "cuda"
+        self.chunks = self.constant(layout.chunks)
+        self.dtype = torch.bfloat16 if shape.is_bf16 else torch.float32  # of stored states
+        self.common: dict[str, Any] = dict(H=self.H, G=self.G, N=self.N, P=self.P, BT=CHUNK_TOKENS)
+        self.common["PRECISION"] = "bf16" if shape.is_bf16 else "tf32x3"
+        self.dy_stride = self.H * self.P
+        self.of_heads = dict(H=self.H, BT=CHUNK_TOKENS, BH=min(16 if self.cuda else 1024, next_power_of_2(self.H)))
+        self.by_heads = layout.num_chunks * cdiv(self.H, self.of_heads["BH"])
+
+    def walk(self, kernel: Any, name: str, *tensors: Buffer | None, **fixed: Any) -> None:
+        """Record a kernel that goes from chunk to chunk."""
+        BK, BV, heads = self.shape.blocks
+        heads = heads if name in TWO_HEADS or not self.cuda else 1
+        warps, stages = TUNED[name] if self.shape.is_bf16 and BK <= 128 else (8, 1)
+        if warps == 4 and BK * BV > 8192:  # the state would fill the registers
+            warps, stages = 8, 2
+        self.launch(
+            kernel,
+            (cdiv(self.P, BV) * self.H // heads, self.layout.num_segments),
+            *tensors,
+            **self.common,
+            **fixed,
+            BK=BK,
+            BV=BV,
+            HEADS=heads,
+            num_warps=warps if BK * BV * heads > 4096 else 4,
+            num_stages=stages,
+        )
+
+    def factors(self, x: Inputs) -> Buffer:
+        """Record ssd_steps_kernel; return the factors, of one chunk more: kernels may load those of the first chunk of
+        an empty segment."""
+        factors = self.scratch(self.layout.num_chunks + 1, self.H, 3, CHUNK_TOKENS)
+        self.launch(
+            ssd_steps_kernel,
+            (self.by_heads,),
+            *(x.dt, x.A, x.dt_bias, self.chunks, factors),
+            least=self.steps.least,
+            most=self.steps.most,
+            STRIDE=self.strides.dt,
+            SOFTPLUS=self.steps.softplus,
+            **self.of_heads,
+            num_warps=4,
+        )
+        return factors
+
+    def scores(self, x: Inputs) -> Buffer:
+        """Record ssd_scores_kernel; return the scores [B, T, G, BT]."""
+        scores = self.scratch(self.shape.B, self.shape.T, self.G, CHUNK_TOKENS)
+        sizes = {name: self.common[name] for name in ("G", "N", "BT", "PRECISION")}
+        self.launch(
+            ssd_scores_kernel,
+            (self.layout.num_chunks * self.G,),
+            *(x.C, x.B, self.chunks, scores),
+            C_STRIDE=self.strides.C,
+            B_STRIDE=self.strides.B,
+            BK=min(self.shape.blocks[0], 64),
+            **sizes,
+            num_warps=4,
+            num_stages=1,
+        )
+        return scores
+
+    def local_states(self, b: Buffer, x: Buffer, factors: Buffer, states: Buffer) -> Buffer:
+        """Record the kernel that writes each segment's local state to ``states``; return the sums of gates
+        [NS, H, N]. b, x: B and x; in backward C and dy."""
+        sums = self.scratch(self.layout.num_segments, self.H, self.N)
+        strides = (self.strides.C, self.dy_stride) if self.reverse else (self.strides.B, self.strides.x)
+        self._state_kernel(strides, b, x, factors, self.segments, *[None] * 4, states, sums, REVERSE=self.reverse)
+        return sums
+
+    def chunk_states(self, x: Inputs, factors: Buffer, incoming: IncomingStates) -> Buffer:
+        """Record the kernel that writes each chunk's incoming state [NC, H, N, P]."""
+        states = self.of_chunks()
+        tensors = x.B, x.x, factors, self.segments, *incoming, states, None, None
+        self._state_kernel((self.strides.B, self.strides.x), *tensors, REVERSE=False)
+        return states
+
+    def of_chunks(self) -> Buffer:
+        return self.scratch(self.layout.num_chunks, self.H, self.N, self.P, dtype=self.dtype)
+
+    def _state_kernel(self, strides: tuple[int, int], *tensors: Buffer | None, **fixed: Any) -> None:
+        B, X = strides
+        self.walk(ssd_state_kernel, "state", *tensors, B_STRIDE=B, X_STRIDE=X, **fixed)
+
+    def outputs(
+        self,
+        x: Inputs,
+        scores: Buffer,
+        factors: Buffer,
+        incoming: IncomingStates,
+        y: Buffer,
+        dy: Buffer | None = None,
+        dz: Buffer | None = None,
+    ) -> None:
+        """Record ssd_output_kernel."""
+        self.walk(
+            ssd_output_kernel,
+            "output",
+            *(x.C, x.B, x.x, scores, factors, self.segments, *incoming, x.D, x.z, dy, y, dz),
+            C_STRIDE=self.strides.C,
+            B_STRIDE=self.strides.B,
+            X_STRIDE=self.strides.x,
+            Z_STRIDE=self.strides.z,
+            DY_STRIDE=self.dy_stride,
+            PER_CHANNEL=per_channel(x.D),
+        )
+
+    def adjoint(
+        self, x: Inputs, dy: Buffer, scores: Buffer, factors: Buffer, back: IncomingStates, dx: Buffer
+    ) -> Buffer:
+        """Record ssd_adjoint_kernel; return the gradients of the chunks' outgoing states."""
+        dstates = self.of_chunks()
+        self.walk(
+            ssd_adjoint_kernel,
+            "adjoint",
+            *(x.C, x.B, dy, scores, factors, self.segments, *back, x.D, dstates, dx),
+            C_STRIDE=self.strides.C,
+            B_STRIDE=self.strides.B,
+            DY_STRIDE=self.dy_stride,
+            PER_CHANNEL=per_channel(x.D),
+        )
+        return dstates
+
+    def gradients(
+        self,
+        x: Inputs,
+        dy: Buffer,
+        scores: Buffer,
+        factors: Buffer,
+        of_states: tuple[Buffer, Buffer],
+        grads: Inputs,
+    ) -> None:
+        """Record the kernels that write the gradients of B, C, D, A, dt and dt_bias."""
+        NC, tokens, is_bf16 = self.layout.num_chunks, self.shape.B * self.shape.T, self.shape.is_bf16
+        BK, BV, _ = self.shape.blocks
+        BJ = min(BK, GRADIENT_ROWS if is_bf16 else 64) if self.cuda else BK
+        BV = min(BV, 64 if is_bf16 else 32) if self.cuda else BV
+        NJ, split = cdiv(self.N, BJ), cdiv(self.H // self.G, SPLIT_HEADS)
+        parts, through = self.scratch(NC, self.H, NJ, 2, CHUNK_TOKENS), self.scratch(NC, self.H, NJ)
+        scalars = self.scratch(NC, self.H, 2, CHUNK_TOKENS)
+        of_D = None if x.D is None else self.scratch(NC, *x.D.shape)
+        dc, db = grads.C, grads.B
+        if split > 1:
+            dc, db = (self.scratch(split, tokens, self.G, self.N) for _ in "cb")
+        strides = dict(X_STRIDE=self.strides.x, DY_STRIDE=self.dy_stride)
+        self.launch(
+            ssd_gradients_kernel,
+            (NC * self.G * split * NJ,),
+            *(x.C, x.B, x.x, dy, factors, self.chunks, *of_states, dc, db, parts, through),
+            tokens=tokens,
+            C_STRIDE=self.strides.C,
+            B_STRIDE=self.strides.B,
+            **strides,
+            **self.common,
+            BJ=BJ,
+            BV=BV,
+            SPLIT=split,
+            num_warps=TUNED["gradients"][0] if is_bf16 and BJ > 32 else 8 if BJ > 32 else 4,
+            num_stages=TUNED["gradients"][1] if is_bf16 else 1,
+        )
+        self.launch(
+            ssd_pairs_kernel,
+            (NC * self.H,),
+            *(x.x, dy, scores, factors, self.chunks, parts, through, scalars, of_D),
+            **strides,
+            **{name: value for name, value in self.common.items() if name != "N"},
+            BV=BV,
+            NJ=NJ,
+            PER_CHANNEL=per_channel(x.D),
+            num_warps=4,
+            num_stages=1,
+        )
+        if split > 1:
+            for part, whole in ((dc, grads.C), (db, grads.B)):
+                self._sum(part, whole, split)
+        of_A, of_bias = self.scratch(NC, self.H), None if x.dt_bias is None else self.scratch(NC, self.H)
+        self.launch(
+            ssd_step_grad_kernel,
+            (self.by_heads,),
+            *(x.dt, x.A, x.dt_bias, factors, self.chunks, scalars, grads.dt, of_A, of_bias),
+            least=self.steps.least,
+            most=self.steps.most,
+            STRIDE=self.strides.dt,
+            SOFTPLUS=self.steps.softplus,
+            **self.of_heads,
+            num_warps=4,
+        )
+        for part, whole in ((of_A, grads.A), (of_bias, grads.dt_bias), (of_D, grads.D)):
+            if part is not None:
+                self._sum(part, whole, NC)
+
+    def _sum(self, parts: Buffer, whole: Buffer, number: int) -> None:
+        width = 1
+        for n in whole.shape:
+            width *= n
+        few = number <= 64
+        BN, BW = (min(64, next_power_of_2(number)), 1024) if few else (128, 16)
+        if not self.cuda:
+            BN, BW = next_power_of_2(max(1, number)), min(4096, next_power_of_2(max(1, width)))
+        grid = (cdiv(width, BW),)
+        self.launch(ssd_sums_kernel, grid, parts, whole, parts=number, width=width, BN=BN, BW=BW, num_warps=4)
+
+
+def per_channel(D: Any) -> bool:
+    """Whether D, or its buffer, is [H, P]."""
+    return D is not None and len(D.shape) == 2
+
+
+def saved_parts(plan: SSDPlan, saved_buffer: Buffer) -> tuple[Buffer, IncomingStates]:
+    """Return (forward epoch, IncomingStates): see Shape.all_saved."""
+    own, parts, at = (plan.layout.num_segments, plan.layout.num_chunks), [], 0
+    for (shape, dtype), size in zip(plan.shape.all_saved(*own), plan.shape.saved_sizes(*own), strict=True):
+        parts.append(plan.view(saved_buffer, at, *shape, dtype=dtype))
+        at += size
+    return parts[0], IncomingStates(*parts[1:])
+
+
+def forward_plan(
+    shape: SSDShape, steps: Steps, strides: Strides, layout: Layout, carrier: StateCarrier, *tensors: Tensor | None
+) -> SSDPlan:
+    """Return the plan of forward, whose output is y. ``tensors``: Inputs, initial or None, final or None,
+    saved_buffer."""
+    plan = SSDPlan(carrier, shape, steps, strides, layout, False)
+    buffers: list[Any] = [None if x is None else plan.input(x) for x in tensors]
+    x, (initial, final, saved_buffer) = Inputs(*buffers[:8]), buffers[8:]
+    fwd_epoch, incoming = saved_parts(plan, saved_buffer)
+    y = plan.output(*x.x.shape, dtype=x.x.dtype)
+    factors, scores = plan.factors(x), plan.scores(x)
+    sums = plan.local_states(x.B, x.x, factors, incoming.states)
+    plan.carry(carrier, sums, incoming, (initial, final), fwd_epoch)
+    plan.join_carry()
+    plan.outputs(x, scores, factors, incoming, y)
+    plan.end()
+    return plan
+
+
+def backward_plan(
+    shape: SSDShape, steps: Steps, strides: Strides, layout: Layout, carrier: StateCarrier, *tensors: Tensor | None
+) -> SSDPlan:
+    """Return the plan of backward, whose outputs are the gradients of the Inputs that are not None. ``tensors``:
+    Inputs, dy, dfinal or None, dinitial or None, saved_buffer.
+
+    The kernel that makes the chunks' states again needs no remote gradient and overlaps with the carry."""
+    plan = SSDPlan(carrier, shape, steps, strides, layout, True)
+    buffers: list[Any] = [None if t is None else plan.input(t) for t in tensors]
+    x, (dy, dfinal, dinitial, saved_buffer) = Inputs(*buffers[:8]), buffers[8:]
+    grads = Inputs(*[t if t is None else plan.output(*t.shape, dtype=t.dtype) for t in x])
+    fwd_epoch, incoming = saved_parts(plan, saved_buffer)
+    back = IncomingStates(*(plan.scratch(*of) for of, _ in shape.incoming(layout.num_segments)))
+    factors, scores = plan.factors(x), plan.scores(x)
+    if x.z is not None:
+        dout, dy = dy, plan.scratch(*dy.shape, dtype=dy.dtype)
+        plan.outputs(x, scores, factors, incoming, dy, dout, grads.z)
+    sums = plan.local_states(x.C, dy, factors, back.states)
+    states = plan.carry(
+        carrier, sums, back, (dfinal, dinitial), fwd_epoch, lambda: plan.chunk_states(x, factors, incoming)
+    )
+    plan.join_carry()
+    dstates = plan.adjoint(x, dy, scores, factors, back, grads.x)
+    plan.gradients(x, dy, scores, factors, (states, dstates), grads)
+    plan.end()
+    return plan
+
+
+def strides_of(tensors: Sequence[Tensor | None]) -> tuple[list[Tensor | None], Strides]:
+    """Return Inputs as kernels take them, and their strides. A view of a tensor's columns is taken as it is; what is
+    not [tokens, a row] in memory is copied."""
+    taken, strides = [], {}
+    for name, x in zip(Inputs._fields, tensors, strict=True):
+        if x is None:
+            taken.append(None)
+            continue
+        x = x.resolve_neg() if x.is_neg() else x
+        if name in Strides._fields:
+            stride = _token_stride(x)
+            x = x.contiguous() if stride is None else x
+            strides[name] = x[0, 0].numel() if stride is None else stride
+        elif not x.is_contiguous():
+            x = x.contiguous()
+        taken.append(x)
+    return taken, Strides(**{name: strides.get(name, 0) for name in Strides._fields})
+
+
+def _token_stride(x: Tensor) -> int | None:
+    """Elements from one token of x [B, T, ...] to the next; None if a copy is needed."""
+    width = 1
+    for size, stride in zip(reversed(x.shape[2:]), reversed(x.stride()[2:]), strict=True):
+        if size > 1 and stride != width:
+            return None
+        width *= size
+    (B, T), (batch, token) = x.shape[:2], x.stride()[:2]
+    if B * T <= 1:
+        return width
+    stride = token if T > 1 else batch
+    alike = T == 1 or B == 1 or batch == T * token
+    return stride if alike and stride >= width and x.data_ptr() % 16 == 0 and stride * x.itemsize % 16 == 0 else None

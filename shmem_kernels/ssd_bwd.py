@@ -1,0 +1,333 @@
+"""A scalar decay for each head (ssd_fwd.py), backward.
+
+With S the incoming state of a chunk, E the gradient of its outgoing one, and dy that of y before its product with
+silu(z):
+
+ssd_steps_kernel, ssd_scores_kernel: the factors and scores again
+ssd_output_kernel      with z alone: dz and dy
+ssd_state_kernel       REVERSE: the gradient of the state over each segment alone; then, as in gla_bwd.py, the carries
+ssd_state_kernel       for every chunk: S; needs no remote gradient
+ssd_adjoint_kernel     from the last chunk to the first: E of every chunk, and
+                       dx_s = sum over t >= s of (C_t . B_s) e^(G_t - G_s) d_s dy_t + e^(G - G_s) d_s B_s E + D dy_s
+ssd_gradients_kernel   of each chunk and group, over its heads, with W[t, s] = e^(G_t - G_s) d_s (dy_t . x_s), s <= t:
+                       dC_t = sum_s W[t, s] B_s + e^G_t S dy_t      dB_s = sum_t W[t, s] C_t + e^(G - G_s) d_s E x_s
+                       and of each head the terms of dg and dd with S and E
+ssd_pairs_kernel       of each chunk and head: dg, dd and dD
+ssd_sums_kernel        sums of parts: of dB and dC over several programs of a group; of dA, dD, ddt_bias over chunks
+ssd_step_grad_kernel   ddt, and the parts of dA and ddt_bias, of a chunk and several heads
+
+dg_r is the sum of all terms whose decay contains g_r, without a difference of larger sums: so it is 0 where a decay is.
+With Q[t, s] = (C_t . B_s) W[t, s] / d_s:
+
+    pairs s < r <= t:                      sum_{t >= r} sum_{s < r} Q[t, s] d_s
+    from the state to tokens t >= r:       sum_{t >= r} e^G_t C_t . (S dy_t)
+    from tokens s < r to the state:        sum_{s < r} e^(G - G_s) d_s B_s . (E x_s)
+    from state to state:                   e^G sum S E
+
+dd_s = A dg_s + sum_{t >= s} Q[t, s] + e^(G - G_s) B_s . (E x_s), exact also where d_s is 0.
+All these are made of the same tiles in float32: factors are applied to products of the tensors as they are.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .blocks import cast, dot_split, load, loop_bound, lower, product, state_at
+from .segment_table import segment
+from .ssd_blocks import behind_of, decay_of, decays_of, factors_of, state_behind, tile
+from .ssd_fwd import of_columns, raw_steps, states_of_heads, steps_of
+
+
+@triton.jit
+def _adjoint_of_head(
+    tensors,
+    b_state,
+    b_c,
+    b_b,
+    b_scores,
+    place,
+    sizes: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    PER_CHANNEL: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Store E and dx of one chunk and head; return the gradient of its incoming state. b_scores: B C^T."""
+    p_dy, p_factors, p_D, p_dstates, p_dx = tensors
+    H: tl.constexpr = sizes[0]
+    N: tl.constexpr = sizes[1]
+    P: tl.constexpr = sizes[2]
+    n, first, end, h, i_v = place
+    at, inside = state_at(n * H + h, i_v, N, P, BK, BV)
+    tl.store(p_dstates + at, cast(b_state, p_dstates.dtype.element_ty), mask=inside)
+    b_d, b_whole, b_part, whole, part = factors_of(p_factors, n * H + h, BT)
+    base, at, inside = tile(first, end, h * P, i_v, sizes[3], P, BT, BV)
+    b_dy = load(p_dy + base, at, inside)
+    b_a = b_scores * decays_of(b_whole, b_part, BT, True) * b_d[:, None]
+    b_factor = behind_of(b_whole, b_part, whole, part) * b_d
+    b_dx = product(b_a, b_dy, tl.zeros([BT, BV], tl.float32), PRECISION)
+    b_read = product(b_b, b_state, tl.zeros([BT, BV], tl.float32), PRECISION)
+    b_dx = tl.fma(b_read, b_factor[:, None] + tl.zeros_like(b_dx), b_dx)  # see _outputs_of_head
+    b_state = state_behind(b_state, b_dy, b_c, decay_of(b_whole, b_part), whole, part, PRECISION)
+    if p_D is not None:
+        b_dx += b_dy.to(tl.float32) * of_columns(p_D, h, i_v, P, BV, PER_CHANNEL)
+    base, at, inside = tile(first, end, h * P, i_v, H * P, P, BT, BV)
+    tl.store(p_dx + base + at, cast(b_dx, p_dx.dtype.element_ty), mask=inside)
+    return b_state
+
+
+@triton.jit
+def ssd_adjoint_kernel(
+    p_c,  # [tokens, G, N]
+    p_b,  # [tokens, G, N]
+    p_dy,  # [tokens, H, P]
+    p_scores,  # float32 [tokens, G, BT]
+    p_factors,  # float32 [NC, H, 3, BT]
+    p_segments,  # int32 [NS, SEGMENT_WORDS]
+    p_incoming,  # float32 [NS, H, N, P], gradients of the segments' outgoing states from this rank
+    p_edge_gate,  # float32 [NS, H, N]
+    p_prev,  # float32 [B, H, N, P]
+    p_D,  # [H] or [H, P]; or None
+    p_dstates,  # [NC, H, N, P]; out, the gradient of each chunk's outgoing state
+    p_dx,  # [tokens, H, P]; out
+    H: tl.constexpr,
+    G: tl.constexpr,
+    N: tl.constexpr,
+    P: tl.constexpr,
+    C_STRIDE: tl.constexpr,
+    B_STRIDE: tl.constexpr,
+    DY_STRIDE: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    HEADS: tl.constexpr,
+    PER_CHANNEL: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """E of every chunk and dx, of HEADS heads, BV columns, from the last chunk of a segment to the first."""
+    V_BLOCKS: tl.constexpr = (P + BV - 1) // BV
+    sizes: tl.constexpr = (H, N, P, DY_STRIDE)
+    i_v, h, s = tl.program_id(0) % V_BLOCKS, tl.program_id(0) // V_BLOCKS * HEADS, tl.program_id(1)
+    p_segment, start, end, chunk, num_chunks = segment(p_segments, s, BT)
+    b_first, b_second = states_of_heads(p_incoming, p_edge_gate, p_prev, p_segment, (s, h, i_v), H, N, P, BK, BV, HEADS)
+    for i in range(loop_bound(num_chunks)):
+        n = num_chunks - 1 - i
+        first = start + n * BT
+        base_c, at_c, inside = tile(first, end, h // (H // G) * N, 0, C_STRIDE, N, BT, BK)
+        base_b, at_b, inside = tile(first, end, h // (H // G) * N, 0, B_STRIDE, N, BT, BK)
+        b_c, b_b = load(p_c + base_c, at_c, inside), load(p_b + base_b, at_b, inside)
+        base, at, inside = tile(first, end, h // (H // G) * BT, 0, G * BT, BT, BT, BT)
+        b_scores = tl.trans(load(p_scores + base, at, inside))
+        tensors = (p_dy, p_factors, p_D, p_dstates, p_dx)
+        place = (chunk + n, first, end, h, i_v)
+        b_first = _adjoint_of_head(
+            tensors, b_first, b_c, b_b, b_scores, place, sizes, BT, BK, BV, PER_CHANNEL, PRECISION
+        )
+        if HEADS == 2:
+            place = (chunk + n, first, end, h + 1, i_v)
+            b_second = _adjoint_of_head(
+                tensors, b_second, b_c, b_b, b_scores, place, sizes, BT, BK, BV, PER_CHANNEL, PRECISION
+            )
+
+
+@triton.jit
+def ssd_gradients_kernel(
+    p_c,  # [tokens, G, N]
+    p_b,  # [tokens, G, N]
+    p_x,  # [tokens, H, P]
+    p_dy,  # [tokens, H, P]
+    p_factors,  # float32 [NC, H, 3, BT]
+    p_chunks,  # int32 [NC, 2]
+    p_states,  # [NC, H, N, P], each chunk's incoming state
+    p_dstates,  # [NC, H, N, P], the gradient of its outgoing state
+    p_dc,  # [SPLIT, tokens, G, N]; out
+    p_db,  # [SPLIT, tokens, G, N]; out
+    p_parts,  # float32 [NC, H, NJ, 2, BT]; out, of BJ rows of the states: see ssd_pairs_kernel
+    p_through,  # float32 [NC, H, NJ]; out, sums of S E over BJ rows
+    tokens,  # int
+    H: tl.constexpr,
+    G: tl.constexpr,
+    N: tl.constexpr,
+    P: tl.constexpr,
+    C_STRIDE: tl.constexpr,
+    B_STRIDE: tl.constexpr,
+    X_STRIDE: tl.constexpr,
+    DY_STRIDE: tl.constexpr,
+    BT: tl.constexpr,
+    BJ: tl.constexpr,
+    BV: tl.constexpr,
+    SPLIT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """BJ columns of dC and dB of one chunk and group, over all heads of the group (SPLIT: over a part of them)."""
+    HEADS: tl.constexpr = H // G
+    NJ: tl.constexpr = (N + BJ - 1) // BJ
+    V_BLOCKS: tl.constexpr = (P + BV - 1) // BV
+    j, i = tl.program_id(0) % NJ, tl.program_id(0) // NJ
+    split, g, n = i % SPLIT, i // SPLIT % G, i // (SPLIT * G)
+    start, end = tl.load(p_chunks + 2 * n), tl.load(p_chunks + 2 * n + 1)
+    base_c, at_c, inside = tile(start, end, g * N, j, C_STRIDE, N, BT, BJ)
+    base_b, at_b, inside = tile(start, end, g * N, j, B_STRIDE, N, BT, BJ)
+    b_w = tl.zeros([BT, BT], tl.float32)
+    b_dc = tl.zeros([BT, BJ], tl.float32)
+    b_db = tl.zeros([BT, BJ], tl.float32)
+    for i_h in range(HEADS * split // SPLIT, HEADS * (split + 1) // SPLIT):
+        h = g * HEADS + i_h
+        row = n * H + h
+        b_d, b_whole, b_part, whole, part = factors_of(p_factors, row, BT)
+        b_pairs = tl.zeros([BT, BT], tl.float32)
+        b_read = tl.zeros([BT, BJ], tl.float32)
+        b_left = tl.zeros([BT, BJ], tl.float32)
+        through = 0.0
+        for i_v in tl.static_range(V_BLOCKS):
+            base_x, at_x, inside_v = tile(start, end, h * P, i_v, X_STRIDE, P, BT, BV)
+            base_dy, at_dy, inside_v = tile(start, end, h * P, i_v, DY_STRIDE, P, BT, BV)
+            at_s, inside_s = state_at(row, i_v, N, P, BJ, BV, j)
+            b_x, b_dy = load(p_x + base_x, at_x, inside_v), load(p_dy + base_dy, at_dy, inside_v)
+            b_state, b_dstate = load(p_states, at_s, inside_s), load(p_dstates, at_s, inside_s)
+            b_pairs = product(b_dy, tl.trans(b_x), b_pairs, PRECISION)
+            b_read = product(b_dy, tl.trans(b_state), b_read, PRECISION)
+            b_left = product(b_x, tl.trans(b_dstate), b_left, PRECISION)
+            through += tl.sum(b_state.to(tl.float32) * b_dstate.to(tl.float32))
+        tl.store(p_through + row * NJ + j, through)
+        b_w += b_pairs * decays_of(b_whole, b_part, BT, False) * b_d[None, :]
+        # tiles of C and B are loaded again for every head: there are no registers to hold them
+        b_read *= decay_of(b_whole, b_part)[:, None]
+        b_dc += b_read
+        p_of = p_parts + (row.to(tl.int64) * NJ + j) * (2 * BT) + tl.arange(0, BT)
+        tl.store(p_of, tl.sum(b_read * load(p_c + base_c, at_c, inside).to(tl.float32), 1))
+        b_left *= behind_of(b_whole, b_part, whole, part)[:, None]
+        b_db += b_left * b_d[:, None]
+        tl.store(p_of + BT, tl.sum(b_left * load(p_b + base_b, at_b, inside).to(tl.float32), 1))
+    b_c, b_b = load(p_c + base_c, at_c, inside), load(p_b + base_b, at_b, inside)
+    b_dc += dot_split(b_w, b_b, tl.zeros([BT, BJ], tl.float32), PRECISION)
+    b_db += dot_split(tl.trans(b_w), b_c, tl.zeros([BT, BJ], tl.float32), PRECISION)
+    base, at, inside = tile(start, end, g * N, j, G * N, N, BT, BJ)
+    base += split * tokens.to(tl.int64) * (G * N)
+    tl.store(p_dc + base + at, cast(b_dc, p_dc.dtype.element_ty), mask=inside)
+    tl.store(p_db + base + at, cast(b_db, p_db.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def ssd_pairs_kernel(
+    p_x,  # [tokens, H, P]
+    p_dy,  # [tokens, H, P]
+    p_scores,  # float32 [tokens, G, BT]
+    p_factors,  # float32 [NC, H, 3, BT]
+    p_chunks,  # int32 [NC, 2]
+    p_parts,  # float32 [NC, H, NJ, 2, BT], of each token the terms with states: e^G_t C_t . (S dy_t) and, without d_s,
+    # e^(G - G_s) B_s . (E x_s)
+    p_through,  # float32 [NC, H, NJ], sums of S E
+    p_scalars,  # float32 [NC, H, 2, BT]; out: dg, and dd without A dg
+    p_dD,  # float32 [NC, H] or [NC, H, P]; out; or None
+    H: tl.constexpr,
+    G: tl.constexpr,
+    P: tl.constexpr,
+    X_STRIDE: tl.constexpr,
+    DY_STRIDE: tl.constexpr,
+    BT: tl.constexpr,
+    BV: tl.constexpr,
+    NJ: tl.constexpr,
+    PER_CHANNEL: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """The gradients of gates and steps, and dD, of one chunk and head."""
+    V_BLOCKS: tl.constexpr = (P + BV - 1) // BV
+    n, h = tl.program_id(0) // H, tl.program_id(0) % H
+    row = n * H + h
+    start, end = tl.load(p_chunks + 2 * n), tl.load(p_chunks + 2 * n + 1)
+    b_pairs = tl.zeros([BT, BT], tl.float32)
+    of_D = 0.0
+    for i_v in tl.static_range(V_BLOCKS):
+        base_x, at_x, inside = tile(start, end, h * P, i_v, X_STRIDE, P, BT, BV)
+        base_dy, at_dy, inside = tile(start, end, h * P, i_v, DY_STRIDE, P, BT, BV)
+        b_x, b_dy = load(p_x + base_x, at_x, inside), load(p_dy + base_dy, at_dy, inside)
+        b_pairs = product(b_dy, tl.trans(b_x), b_pairs, PRECISION)
+        if p_dD is not None:
+            b_dD = b_x.to(tl.float32) * b_dy.to(tl.float32)
+            if PER_CHANNEL:
+                v = i_v * BV + tl.arange(0, BV)
+                tl.store(p_dD + row.to(tl.int64) * P + v, tl.sum(b_dD, 0), mask=v < P)
+            else:
+                of_D += tl.sum(b_dD)
+    if p_dD is not None:
+        if not PER_CHANNEL:
+            tl.store(p_dD + row, of_D)
+    t = tl.arange(0, BT)
+    b_reader, b_left = tl.zeros([BT], tl.float32), tl.zeros([BT], tl.float32)
+    through = 0.0
+    for j in tl.static_range(NJ):
+        p_of = p_parts + (row.to(tl.int64) * NJ + j) * (2 * BT) + t
+        b_reader += tl.load(p_of)
+        b_left += tl.load(p_of + BT)
+        through += tl.load(p_through + row * NJ + j)
+    b_d, b_whole, b_part, whole, part = factors_of(p_factors, row, BT)
+    base, at, inside = tile(start, end, h // (H // G) * BT, 0, G * BT, BT, BT, BT)
+    b_pairs *= load(p_scores + base, at, inside) * decays_of(b_whole, b_part, BT, False)
+    b_terms = b_pairs * b_d[None, :]
+    b_onward = tl.cumsum(b_terms, 1) - b_terms + b_reader[:, None]
+    b_dg = tl.sum(tl.where(lower(BT, 0), b_onward, (b_left * b_d)[:, None]), 0) + through * decay_of(whole, part)
+    p_scalars += row.to(tl.int64) * (2 * BT) + t
+    tl.store(p_scalars, b_dg)
+    tl.store(p_scalars + BT, b_left + tl.sum(b_pairs, 0))
+
+
+@triton.jit(do_not_specialize=["least", "most"])
+def ssd_step_grad_kernel(
+    p_dt,  # [tokens, H]
+    p_A,  # [H]
+    p_dt_bias,  # [H], or None
+    p_factors,  # float32 [NC, H, 3, BT]
+    p_chunks,  # int32 [NC, 2]
+    p_scalars,  # float32 [NC, H, 2, BT]: dg, and dd without A dg
+    p_ddt,  # [tokens, H]; out
+    p_dA,  # float32 [NC, H]; out
+    p_dbias,  # float32 [NC, H]; out; None without p_dt_bias
+    least,  # float, bounds of d
+    most,  # float
+    H: tl.constexpr,
+    STRIDE: tl.constexpr,
+    BT: tl.constexpr,
+    BH: tl.constexpr,
+    SOFTPLUS: tl.constexpr,
+):
+    """ddt of one chunk and BH heads; a bound of d has the gradient 0 outside, as torch.clamp."""
+    BLOCKS: tl.constexpr = (H + BH - 1) // BH
+    n, i = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS
+    start, end = tl.load(p_chunks + 2 * n), tl.load(p_chunks + 2 * n + 1)
+    b_v, at, inside = raw_steps(p_dt, p_dt_bias, start, end, i, H, STRIDE, BT, BH)
+    b_unused, b_slope = steps_of(b_v, least, most, SOFTPLUS)
+    t, h = tl.arange(0, BT), i * BH + tl.arange(0, BH)
+    row, there = (n * H + h).to(tl.int64), (t >= 0)[:, None] & (h < H)[None, :]
+    b_d = load(p_factors, (row * (3 * BT))[None, :] + t[:, None], there)
+    at_scalars = (row * (2 * BT))[None, :] + t[:, None]
+    b_dg, b_dd = load(p_scalars, at_scalars, inside), load(p_scalars, at_scalars + BT, inside)
+    b_A = tl.load(p_A + h, mask=h < H, other=0.0).to(tl.float32)
+    b_dd += tl.where(b_dg == 0.0, 0.0, b_dg * b_A[None, :])  # A may be -inf
+    b_dd = tl.where(b_slope == 0.0, 0.0, b_dd * b_slope)
+    at_dt = (start + t).to(tl.int64)[:, None] * H + h[None, :]
+    tl.store(p_ddt + at_dt, cast(b_dd, p_ddt.dtype.element_ty), mask=inside)
+    tl.store(p_dA + row, tl.sum(tl.where(b_dg == 0.0, 0.0, b_dg * b_d), 0), mask=h < H)
+    if p_dbias is not None:
+        tl.store(p_dbias + row, tl.sum(tl.where(inside, b_dd, 0.0), 0), mask=h < H)
+
+
+@triton.jit(do_not_specialize=["parts", "width"])
+def ssd_sums_kernel(
+    p_parts,  # float32 [parts, width]
+    p_sum,  # [width]; out
+    parts,  # int
+    width,  # int
+    BN: tl.constexpr,
+    BW: tl.constexpr,
+):
+    """Sums over parts of BW columns, BN parts at a time."""
+    w = tl.program_id(0).to(tl.int64) * BW + tl.arange(0, BW)
+    b_sum = tl.zeros([BW], tl.float32)
+    for i in range(loop_bound((parts + BN - 1) // BN)):
+        part = i * BN + tl.arange(0, BN)
+        at = part.to(tl.int64)[:, None] * width + w[None, :]
+        b_sum += tl.sum(load(p_parts, at, (part < parts)[:, None] & (w < width)[None, :]), 0)
+    tl.store(p_sum + w, cast(b_sum, p_sum.dtype.element_ty), mask=w < width)

@@ -1,0 +1,367 @@
+"""A scalar decay for each head (Mamba2's SSD), forward.
+
+    S_t = exp(d_t A) S_{t-1} + d_t B_t x_t^T      y_t = C_t S_t + D x_t, times silu(z_t) if z is given
+
+ssd_steps_kernel    d_t, and the sums of d A up to each token of its chunk, of a chunk and several heads
+ssd_scores_kernel   C B^T of a chunk and group
+ssd_state_kernel    each segment alone, from a zero state: its local state, and the sum of its gates; or, from its
+                    incoming state, the incoming state of every chunk, which backward takes
+carry_kernel, scan_kernel, final_kernel: as in gla_fwd.py, with gates that are equal for all rows of a state
+ssd_output_kernel   a segment at a time, HEADS states in registers, starting with their incoming states: y
+
+With G_t the sum of a chunk's gates up to token t, and G that of the whole chunk:
+
+    y_t = sum over s <= t of (C_t . B_s) e^(G_t - G_s) d_s x_s + e^G_t C_t S
+    S' = e^G S + sum e^(G - G_s) d_s B_s x_s^T
+
+Exact for every gate from 0 to -inf: each factor is the exponential of a sum of gates between two tokens and at most 1.
+Such a sum is a difference of two sums from the chunk's beginning on, which are kept as an integer and a fraction (made
+in float64), so nothing is lost to gates outside. Factors are applied to float32 results of products, or to an operand
+that is rounded once: scores by head. So C, B and C B^T serve all heads of a program, one or two.
+
+Tensors: x, y, z [tokens, H, P], B, C [tokens, G, N], dt [tokens, H]: tokens may be any number of elements apart
+(*_STRIDE), all else is contiguous. Factors [NC, H, 3, BT] float32: d_t, integer and fraction of G_t to base 2; 0 and
+the chunk's sum for tokens beyond its end. States [N, P] of a head. Tables: see gla_fwd.py.
+PRECISION as in gla_fwd.py. Source: Mamba2, arXiv 2405.21060.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .blocks import cast, load, loop_bound, product, state_at
+from .delta_inputs import sigmoid
+from .gla_blocks import load_incoming_state
+from .segment_table import segment
+from .ssd_blocks import behind_of, decay_of, decays_of, factors_of, gates_of, state_behind, tile
+
+
+@triton.jit
+def raw_steps(
+    p_dt, p_dt_bias, start, end, i, H: tl.constexpr, STRIDE: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr
+):
+    """Return (dt + dt_bias [BT, BH], offsets in a tensor whose tokens are STRIDE apart, mask) of one chunk."""
+    t, h = tl.arange(0, BT), i * BH + tl.arange(0, BH)
+    inside = (start + t < end)[:, None] & (h < H)[None, :]
+    at = (start + t).to(tl.int64)[:, None] * STRIDE + h[None, :]
+    b_v = load(p_dt, at, inside).to(tl.float32)
+    if p_dt_bias is not None:
+        b_v += tl.load(p_dt_bias + h, mask=h < H, other=0.0).to(tl.float32)[None, :]
+    return b_v, at, inside
+
+
+@triton.jit
+def steps_of(b_v, least, most, SOFTPLUS: tl.constexpr):
+    """Return (d, its derivative) of raw steps."""
+    b_d, b_slope = b_v, tl.full(b_v.shape, 1.0, tl.float32)
+    if SOFTPLUS:
+        b_slope, b_unused, b_log = sigmoid(b_v)
+        b_d = tl.maximum(b_v, 0.0, propagate_nan=tl.PropagateNan.ALL) + b_log
+    b_slope = tl.where((b_d >= least) & (b_d <= most), b_slope, 0.0)
+    b_d = tl.maximum(b_d, least, propagate_nan=tl.PropagateNan.ALL)
+    return tl.minimum(b_d, most, propagate_nan=tl.PropagateNan.ALL), b_slope
+
+
+@triton.jit(do_not_specialize=["least", "most"])
+def ssd_steps_kernel(
+    p_dt,  # [tokens, H]
+    p_A,  # [H]
+    p_dt_bias,  # [H], or None
+    p_chunks,  # int32 [NC, 2]
+    p_factors,  # float32 [NC, H, 3, BT]; out
+    least,  # float, bounds of d
+    most,  # float
+    H: tl.constexpr,
+    STRIDE: tl.constexpr,
+    BT: tl.constexpr,
+    BH: tl.constexpr,
+    SOFTPLUS: tl.constexpr,
+):
+    """The factors of one chunk and BH heads."""
+    BLOCKS: tl.constexpr = (H + BH - 1) // BH
+    n, i = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS
+    start, end = tl.load(p_chunks + 2 * n), tl.load(p_chunks + 2 * n + 1)
+    b_v, at, inside = raw_steps(p_dt, p_dt_bias, start, end, i, H, STRIDE, BT, BH)
+    b_d, b_slope = steps_of(b_v, least, most, SOFTPLUS)
+    b_d = tl.where(inside, b_d, 0.0)
+    t, h = tl.arange(0, BT), i * BH + tl.arange(0, BH)
+    b_A = tl.load(p_A + h, mask=h < H, other=0.0).to(tl.float32)
+    b_sums = tl.cumsum(gates_of(b_d, b_A[None, :]), 0)
+    b_whole = b_sums.to(tl.int32)
+    b_part = (b_sums - b_whole.to(tl.float64)).to(tl.float32)
+    at = ((n * H + h).to(tl.int64) * (3 * BT))[None, :] + t[:, None]
+    there = (t >= 0)[:, None] & (h < H)[None, :]
+    tl.store(p_factors + at, b_d, mask=there)
+    tl.store(p_factors + at + BT, b_whole.to(tl.float32), mask=there)
+    tl.store(p_factors + at + 2 * BT, b_part, mask=there)
+
+
+@triton.jit
+def ssd_scores_kernel(
+    p_c,  # [tokens, G, N]
+    p_b,  # [tokens, G, N]
+    p_chunks,  # int32 [NC, 2]
+    p_scores,  # float32 [tokens, G, BT]; out
+    G: tl.constexpr,
+    N: tl.constexpr,
+    C_STRIDE: tl.constexpr,
+    B_STRIDE: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """C B^T of one chunk and group, BK columns of C and B at a time."""
+    n, g = tl.program_id(0) // G, tl.program_id(0) % G
+    start, end = tl.load(p_chunks + 2 * n), tl.load(p_chunks + 2 * n + 1)
+    b_scores = tl.zeros([BT, BT], tl.float32)
+    for j in tl.static_range((N + BK - 1) // BK):
+        base, at, inside = tile(start, end, g * N, j, C_STRIDE, N, BT, BK)
+        b_c = load(p_c + base, at, inside)
+        base, at, inside = tile(start, end, g * N, j, B_STRIDE, N, BT, BK)
+        b_scores = product(b_c, tl.trans(load(p_b + base, at, inside)), b_scores, PRECISION)
+    base, at, inside = tile(start, end, g * BT, 0, G * BT, BT, BT, BT)
+    tl.store(p_scores + base + at, b_scores, mask=inside)
+
+
+@triton.jit
+def states_of_heads(
+    p_incoming,
+    p_edge_gate,
+    p_prev,
+    p_segment,
+    place,
+    H: tl.constexpr,
+    N: tl.constexpr,
+    P: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    HEADS: tl.constexpr,
+):
+    """Return the states [BK, BV] of the program's two heads at a segment's edge; the first one twice if HEADS is 1.
+    p_incoming, p_edge_gate, p_prev: see load_incoming_state; None for zeros. place: segment, first head, block of P."""
+    s, h, i_v = place
+    if p_incoming is None:
+        b_first = tl.zeros([BK, BV], tl.float32)
+        b_second = b_first
+    else:
+        b_first = load_incoming_state(p_incoming, p_edge_gate, p_prev, p_segment, s, h, i_v, H, N, P, BK, BV)
+        b_second = b_first
+        if HEADS == 2:
+            b_second = load_incoming_state(p_incoming, p_edge_gate, p_prev, p_segment, s, h + 1, i_v, H, N, P, BK, BV)
+    return b_first, b_second
+
+
+@triton.jit
+def _local_gate(p_gate, sum_of_gates, row, N: tl.constexpr, BK: tl.constexpr):
+    """Store a segment's sum of gates, the same for all rows of the state."""
+    k = tl.arange(0, BK)
+    tl.store(p_gate + row * N + k, tl.zeros([BK], tl.float32) + sum_of_gates, mask=k < N)
+
+
+@triton.jit
+def _next_state(
+    p_x,
+    p_factors,
+    p_states,
+    b_state,
+    b_b,
+    place,
+    sizes: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    REVERSE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Return (the state behind a chunk of one head, the chunk's gates). place: chunk, first token, end, head, block of
+    P. sizes: H, N, P, stride of x."""
+    H: tl.constexpr = sizes[0]
+    N: tl.constexpr = sizes[1]
+    P: tl.constexpr = sizes[2]
+    STRIDE: tl.constexpr = sizes[3]
+    n, first, end, h, i_v = place
+    if p_states is not None:
+        at, inside = state_at(n * H + h, i_v, N, P, BK, BV)
+        tl.store(p_states + at, cast(b_state, p_states.dtype.element_ty), mask=inside)
+    b_d, b_whole, b_part, whole, part = factors_of(p_factors, n * H + h, BT)
+    base, at, inside = tile(first, end, h * P, i_v, STRIDE, P, BT, BV)
+    b_x = load(p_x + base, at, inside)
+    b_factor = decay_of(b_whole, b_part) if REVERSE else behind_of(b_whole, b_part, whole, part) * b_d
+    return state_behind(b_state, b_x, b_b, b_factor, whole, part, PRECISION), whole + part
+
+
+@triton.jit
+def ssd_state_kernel(
+    p_b,  # B, REVERSE C [tokens, G, N]
+    p_x,  # x, REVERSE dy [tokens, H, P]
+    p_factors,  # float32 [NC, H, 3, BT]
+    p_segments,  # int32 [NS, SEGMENT_WORDS]
+    p_incoming,  # float32 [NS, H, N, P], the segments' incoming states from this rank; None for zeros: see below
+    p_edge_gate,  # float32 [NS, H, N]; None without p_incoming
+    p_prev,  # float32 [B, H, N, P]; None without p_incoming
+    p_states,  # [NC, H, N, P]; out, each chunk's incoming state; None without p_incoming
+    p_local,  # float32 [NS, H, N, P]; out; None with p_incoming
+    p_gate,  # float32 [NS, H, N]; out; None with p_incoming
+    H: tl.constexpr,
+    G: tl.constexpr,
+    N: tl.constexpr,
+    P: tl.constexpr,
+    B_STRIDE: tl.constexpr,
+    X_STRIDE: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    HEADS: tl.constexpr,
+    REVERSE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Pass through the chunks of one segment, HEADS heads, BV columns of the states. From zero: the segment's local
+    state and the sum of its gates; REVERSE: the gradient of its incoming state, from the last chunk to the first. From
+    its incoming state: the incoming state of each chunk."""
+    V_BLOCKS: tl.constexpr = (P + BV - 1) // BV
+    sizes: tl.constexpr = (H, N, P, X_STRIDE)
+    i_v, h, s = tl.program_id(0) % V_BLOCKS, tl.program_id(0) // V_BLOCKS * HEADS, tl.program_id(1)
+    p_segment, start, end, chunk, num_chunks = segment(p_segments, s, BT)
+    b_first, b_second = states_of_heads(p_incoming, p_edge_gate, p_prev, p_segment, (s, h, i_v), H, N, P, BK, BV, HEADS)
+    gate, second_gate = 0.0, 0.0
+    for i in range(loop_bound(num_chunks)):
+        n = num_chunks - 1 - i if REVERSE else i
+        first = start + n * BT
+        base, at, inside = tile(first, end, h // (H // G) * N, 0, B_STRIDE, N, BT, BK)
+        b_b = load(p_b + base, at, inside)
+        place = (chunk + n, first, end, h, i_v)
+        b_first, more = _next_state(
+            p_x, p_factors, p_states, b_first, b_b, place, sizes, BT, BK, BV, REVERSE, PRECISION
+        )
+        gate += more
+        if HEADS == 2:
+            place = (chunk + n, first, end, h + 1, i_v)
+            b_second, more = _next_state(
+                p_x, p_factors, p_states, b_second, b_b, place, sizes, BT, BK, BV, REVERSE, PRECISION
+            )
+            second_gate += more
+    if p_local is not None:
+        at, inside = state_at(s * H + h, i_v, N, P, BK, BV)
+        tl.store(p_local + at, b_first, mask=inside)
+        if i_v == 0:
+            _local_gate(p_gate, gate, s * H + h, N, BK)
+        if HEADS == 2:
+            at, inside = state_at(s * H + h + 1, i_v, N, P, BK, BV)
+            tl.store(p_local + at, b_second, mask=inside)
+            _local_gate(p_gate, second_gate, s * H + h + 1, N, BK)
+
+
+@triton.jit
+def of_columns(p_D, h, i_v, P: tl.constexpr, BV: tl.constexpr, PER_CHANNEL: tl.constexpr):
+    """Return D of a head's columns [1, BV]. PER_CHANNEL: p_D is [H, P], else [H]."""
+    v = i_v * BV + tl.arange(0, BV)
+    if PER_CHANNEL:
+        b_D = tl.load(p_D + h * P + v, mask=v < P, other=0.0).to(tl.float32)
+    else:
+        b_D = tl.zeros([BV], tl.float32) + tl.load(p_D + h).to(tl.float32)
+    return b_D[None, :]
+
+
+@triton.jit
+def _outputs_of_head(
+    tensors,
+    b_state,
+    b_c,
+    b_b,
+    b_scores,
+    place,
+    sizes: tl.constexpr,
+    BT: tl.constexpr,
+    BV: tl.constexpr,
+    PER_CHANNEL: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Store y of one chunk and head, return the state behind. place as in _next_state. sizes: H, P, strides of x, z
+    and dy."""
+    p_x, p_factors, p_D, p_z, p_dy, p_y, p_dz = tensors
+    H: tl.constexpr = sizes[0]
+    P: tl.constexpr = sizes[1]
+    n, first, end, h, i_v = place
+    b_d, b_whole, b_part, whole, part = factors_of(p_factors, n * H + h, BT)
+    base, at, inside = tile(first, end, h * P, i_v, sizes[2], P, BT, BV)
+    b_x = load(p_x + base, at, inside)
+    b_a = b_scores * decays_of(b_whole, b_part, BT, False) * b_d[None, :]
+    # fma: Triton makes one chain of products that are added up, whose rows it gives to all warps; 8 have too few of BT
+    b_y = product(b_a, b_x, tl.zeros([BT, BV], tl.float32), PRECISION)
+    b_read = product(b_c, b_state, tl.zeros([BT, BV], tl.float32), PRECISION)
+    b_y = tl.fma(b_read, decay_of(b_whole, b_part)[:, None] + tl.zeros_like(b_y), b_y)
+    b_factor = behind_of(b_whole, b_part, whole, part) * b_d
+    b_state = state_behind(b_state, b_x, b_b, b_factor, whole, part, PRECISION)
+    if p_D is not None:
+        b_y += b_x.to(tl.float32) * of_columns(p_D, h, i_v, P, BV, PER_CHANNEL)
+    base, at_y, inside = tile(first, end, h * P, i_v, H * P, P, BT, BV)
+    if p_z is not None:
+        base_z, at, inside = tile(first, end, h * P, i_v, sizes[3], P, BT, BV)
+        b_z = load(p_z + base_z, at, inside).to(tl.float32)
+        b_sigmoid = tl.sigmoid(b_z)
+        if p_dz is not None:
+            base_z, at, inside = tile(first, end, h * P, i_v, sizes[4], P, BT, BV)
+            b_dy = load(p_dy + base_z, at, inside).to(tl.float32)
+            b_dz = b_dy * b_y * b_sigmoid * (1.0 + b_z * (1.0 - b_sigmoid))
+            tl.store(p_dz + base + at_y, cast(b_dz, p_dz.dtype.element_ty), mask=inside)
+            b_y = b_dy
+        b_y *= b_z * b_sigmoid
+    tl.store(p_y + base + at_y, cast(b_y, p_y.dtype.element_ty), mask=inside)
+    return b_state
+
+
+@triton.jit
+def ssd_output_kernel(
+    p_c,  # [tokens, G, N]
+    p_b,  # [tokens, G, N]
+    p_x,  # [tokens, H, P]
+    p_scores,  # float32 [tokens, G, BT]
+    p_factors,  # float32 [NC, H, 3, BT]
+    p_segments,  # int32 [NS, SEGMENT_WORDS]
+    p_incoming,  # float32 [NS, H, N, P], the segments' incoming states from this rank
+    p_edge_gate,  # float32 [NS, H, N]
+    p_prev,  # float32 [B, H, N, P]
+    p_D,  # [H] or [H, P]; or None
+    p_z,  # [tokens, H, P]; or None
+    p_dy,  # [tokens, H, P]; None but for backward with z
+    p_y,  # [tokens, H, P]; out
+    p_dz,  # [tokens, H, P]; out; or None, see below
+    H: tl.constexpr,
+    G: tl.constexpr,
+    N: tl.constexpr,
+    P: tl.constexpr,
+    C_STRIDE: tl.constexpr,
+    B_STRIDE: tl.constexpr,
+    X_STRIDE: tl.constexpr,
+    Z_STRIDE: tl.constexpr,
+    DY_STRIDE: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    HEADS: tl.constexpr,
+    PER_CHANNEL: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """y of HEADS heads, BV columns, from chunk to chunk of a segment. With p_dz, for backward: the gradients of z
+    (p_dz) and of y before its product with silu(z) (p_y)."""
+    V_BLOCKS: tl.constexpr = (P + BV - 1) // BV
+    sizes: tl.constexpr = (H, P, X_STRIDE, Z_STRIDE, DY_STRIDE)
+    i_v, h, s = tl.program_id(0) % V_BLOCKS, tl.program_id(0) // V_BLOCKS * HEADS, tl.program_id(1)
+    p_segment, start, end, chunk, num_chunks = segment(p_segments, s, BT)
+    b_first, b_second = states_of_heads(p_incoming, p_edge_gate, p_prev, p_segment, (s, h, i_v), H, N, P, BK, BV, HEADS)
+    for n in range(loop_bound(num_chunks)):
+        first = start + n * BT
+        base_c, at_c, inside = tile(first, end, h // (H // G) * N, 0, C_STRIDE, N, BT, BK)
+        base_b, at_b, inside = tile(first, end, h // (H // G) * N, 0, B_STRIDE, N, BT, BK)
+        b_c, b_b = load(p_c + base_c, at_c, inside), load(p_b + base_b, at_b, inside)
+        base, at, inside = tile(first, end, h // (H // G) * BT, 0, G * BT, BT, BT, BT)
+        b_scores = load(p_scores + base, at, inside)
+        tensors = (p_x, p_factors, p_D, p_z, p_dy, p_y, p_dz)
+        place = (chunk + n, first, end, h, i_v)
+        b_first = _outputs_of_head(tensors, b_first, b_c, b_b, b_scores, place, sizes, BT, BV, PER_CHANNEL, PRECISION)
+        if HEADS == 2:
+            place = (chunk + n, first, end, h + 1, i_v)
+            b_second = _outputs_of_head(
+                tensors, b_second, b_c, b_b, b_scores, place, sizes, BT, BV, PER_CHANNEL, PRECISION
+            )
