@@ -37,6 +37,7 @@ comm
 scan | tokens
 ops
 ops.gla | ops.delta
+ops.ssd
 __init__ device reference zigzag
 integrations
 tools

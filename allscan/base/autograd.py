@@ -5,8 +5,10 @@ from __future__ import annotations
 import inspect
 import itertools
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -14,6 +16,7 @@ from torch import Tensor
 from ..bindings.torch_compat import (
     bare_apply,
     compiled_effects,
+    in_backward,
     left_out_arguments,
     no_cuda_graph,
     num_dispatch_modes,

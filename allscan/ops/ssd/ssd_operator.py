@@ -125,7 +125,7 @@ def zeco_ssd(
     tensors = x, dt, A, B, C, D, z, dt_bias, initial_states
     where = cu_seqlens, first_token, layout, per_document
     asked = _CallOptions(chunk_size, dt_softplus, dt_limit, return_final_states, *where, invariant, of_all)
-    y, final = _call(carrier, tensors, asked)
+    y, final = _call(carrier, tensors, asked)  # type: tuple[Tensor, Any]
     if not return_final_states:
         return y
     if not of_all:
