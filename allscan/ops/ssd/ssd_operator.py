@@ -126,7 +126,7 @@ def zeco_ssd(
     where = cu_seqlens, first_token, layout, per_document
     asked = _CallOptions(chunk_size, dt_softplus, dt_limit, return_final_states, *where, invariant, of_all)
     y, final = _call(carrier, tensors, asked)
-    if not return_final_states:
+    if final is None:
         return y
     if not of_all:
         return y, final

@@ -384,7 +384,8 @@ def backward_plan(
 def strides_of(tensors: Sequence[Tensor | None]) -> tuple[list[Tensor | None], Strides]:
     """Return Inputs as kernels take them, and their strides. A view of a tensor's columns is taken as it is; what is
     not [tokens, a row] in memory is copied."""
-    taken, strides = [], {}
+    taken: list[Tensor | None] = []
+    strides: dict[str, int] = {}
     for name, x in zip(Inputs._fields, tensors, strict=True):
         if x is None:
             taken.append(None)
