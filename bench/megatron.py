@@ -71,7 +71,7 @@ COLUMNS = (
 METHODS = ("allscan, zigzag", "allscan", "all-to-all")
 STAND_INS = {"M": "chunk scan, gated norm", "G": "rule of a rank alone", "*": "core attention"}
 RECURRENT = "MG"
-STATES, STATES_ON_CPU = ((64, 128), (128, 128)), ((4, 6), (8, 8))  # (rows, columns), which identify scans
+STATES, STATES_ON_CPU = ((128, 64), (128, 128)), ((6, 4), (8, 8))  # (rows, columns), which identify scans
 
 
 class Shape(NamedTuple):
@@ -84,7 +84,7 @@ class Shape(NamedTuple):
 
     def options(self) -> dict[str, Any]:
         """Return options of Megatron's configuration."""
-        (P, N), (K, V) = STATES_ON_CPU if self.cpu else STATES
+        (N, P), (K, V) = STATES_ON_CPU if self.cpu else STATES
         sizes = dict(
             hidden_size=self.width,
             num_attention_heads=self.heads,

@@ -177,6 +177,9 @@ def ssd_gradients_kernel(
         h = g * HEADS + i_h
         row = n * H + h
         b_d, b_whole, b_part, whole, part = factors_of(p_factors, row, BT)
+        # loaded again for every head, since there are no registers to hold them; before the products, whose layout
+        # Triton then takes for the sums below, instead of that of these tiles
+        b_c, b_b = load(p_c + base_c, at_c, inside), load(p_b + base_b, at_b, inside)
         b_pairs = tl.zeros([BT, BT], tl.float32)
         b_read = tl.zeros([BT, BJ], tl.float32)
         b_left = tl.zeros([BT, BJ], tl.float32)
@@ -193,14 +196,13 @@ def ssd_gradients_kernel(
             through += tl.sum(b_state.to(tl.float32) * b_dstate.to(tl.float32))
         tl.store(p_through + row * NJ + j, through)
         b_w += b_pairs * decays_of(b_whole, b_part, BT, False) * b_d[None, :]
-        # tiles of C and B are loaded again for every head: there are no registers to hold them
         b_read *= decay_of(b_whole, b_part)[:, None]
         b_dc += b_read
         p_of = p_parts + (row.to(tl.int64) * NJ + j) * (2 * BT) + tl.arange(0, BT)
-        tl.store(p_of, tl.sum(b_read * load(p_c + base_c, at_c, inside).to(tl.float32), 1))
+        tl.store(p_of, tl.sum(b_read * b_c.to(tl.float32), 1))
         b_left *= behind_of(b_whole, b_part, whole, part)[:, None]
         b_db += b_left * b_d[:, None]
-        tl.store(p_of + BT, tl.sum(b_left * load(p_b + base_b, at_b, inside).to(tl.float32), 1))
+        tl.store(p_of + BT, tl.sum(b_left * b_b.to(tl.float32), 1))
     b_c, b_b = load(p_c + base_c, at_c, inside), load(p_b + base_b, at_b, inside)
     b_dc += dot_split(b_w, b_b, tl.zeros([BT, BJ], tl.float32), PRECISION)
     b_db += dot_split(tl.trans(b_w), b_c, tl.zeros([BT, BJ], tl.float32), PRECISION)
@@ -238,6 +240,8 @@ def ssd_pairs_kernel(
     n, h = tl.program_id(0) // H, tl.program_id(0) % H
     row = n * H + h
     start, end = tl.load(p_chunks + 2 * n), tl.load(p_chunks + 2 * n + 1)
+    base, at, inside = tile(start, end, h // (H // G) * BT, 0, G * BT, BT, BT, BT)
+    b_scores = load(p_scores + base, at, inside)
     b_pairs = tl.zeros([BT, BT], tl.float32)
     of_D = 0.0
     for i_v in tl.static_range(V_BLOCKS):
@@ -264,8 +268,7 @@ def ssd_pairs_kernel(
         b_left += tl.load(p_of + BT)
         through += tl.load(p_through + row * NJ + j)
     b_d, b_whole, b_part, whole, part = factors_of(p_factors, row, BT)
-    base, at, inside = tile(start, end, h // (H // G) * BT, 0, G * BT, BT, BT, BT)
-    b_pairs *= load(p_scores + base, at, inside) * decays_of(b_whole, b_part, BT, False)
+    b_pairs *= b_scores * decays_of(b_whole, b_part, BT, False)
     b_terms = b_pairs * b_d[None, :]
     b_onward = tl.cumsum(b_terms, 1) - b_terms + b_reader[:, None]
     b_dg = tl.sum(tl.where(lower(BT, 0), b_onward, (b_left * b_d)[:, None]), 0) + through * decay_of(whole, part)

@@ -130,7 +130,6 @@ def recorded_case(group, name, layout):
             lambda y: allscan.allscan(y, comm=comm, out=torch.empty_like(x)),
             lambda y: allscan.allscan_segments(y, comm=comm)[0],
             lambda y: allscan.halo(y, 1, comm=comm, layout="zigzag"),
-            lambda y: allscan.zeco_ssd(y, y[..., 0].exp(), -y[0, 0, :, 0].exp(), y, y, 4, comm=comm),
             lambda y: scan.scan(y),
         )
         return worst, calls, [raised(make_fx(other), x) for other in others]

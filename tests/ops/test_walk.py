@@ -26,10 +26,10 @@ BOUNDS = {
     "allscan with gradients": (18, 10, 5),
     "backward of allscan": (17, 7, 5),
     "zeco_gla": (12, 9, 2),
-    "zeco_gla with gradients": (21, 12, 3),
+    "zeco_gla with gradients": (19, 13, 4),
     "backward of zeco_gla": (19, 10, 5),
     "zeco_kda": (20, 12, 3),
-    "zeco_kda with gradients": (27, 15, 4),
+    "zeco_kda with gradients": (25, 16, 5),
     "backward of zeco_kda": (22, 14, 4),
 }
 ROOT = os.path.dirname(os.path.realpath(allscan.__file__))

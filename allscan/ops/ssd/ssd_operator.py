@@ -126,7 +126,7 @@ def zeco_ssd(
     where = cu_seqlens, first_token, layout, per_document
     asked = _CallOptions(chunk_size, dt_softplus, dt_limit, return_final_states, *where, invariant, of_all)
     y, final = _call(carrier, tensors, asked)  # type: tuple[Tensor, Any]
-    if not return_final_states:
+    if final is None:
         return y
     if not of_all:
         return y, final
@@ -333,7 +333,9 @@ def check_tensors(tensors: Sequence[Any], cu_seqlens: Tensor | None, comm: Commu
     wanted = dict(dt=(batch, T, H), A=(H,), B=(batch, T, G, N), C=(batch, T, G, N), z=(batch, T, H, P), dt_bias=(H,))
     for name, shape in wanted.items():
         if named[name] is not None and named[name].shape != shape:
-            raise ValueError(f"{name} must be {list(shape)}, got {list(named[name].shape)}")
+            why = f"{name} must be {list(shape)}, got {list(named[name].shape)}"
+            head_first = name == "A" and named[name].shape == (T,)
+            raise ValueError(why + f": is x, {list(x.shape)}, [B, H, T, P] in place of [B, T, H, P]?" * head_first)
     if D is not None and D.shape not in ((H,), (H, P)):
         raise ValueError(f"D must be {[H]} or {[H, P]}, got {list(D.shape)}")
     if N > MOST_ROWS:

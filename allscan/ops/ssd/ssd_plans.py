@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -30,6 +31,7 @@ FULL = 0.9  # a segment is the longest whose programs fill this part of their wa
 
 # (num_warps, num_stages) of bfloat16 inputs and large states; rows of the states in a program of ssd_gradients_kernel
 TUNED = dict(state=(8, 3), output=(4, 1), adjoint=(8, 3), gradients=(8, 2))
+WIDE = dict(state=(8, 3), output=(8, 2), adjoint=(8, 2))  # of states of more than 8,192 elements in a program
 GRADIENT_ROWS = 128
 TWO_HEADS = {"state", "adjoint"}  # kernels whose programs take two heads of up to 64 columns
 
@@ -129,9 +131,8 @@ class SSDPlan(CarryPlan):
         """Record a kernel that goes from chunk to chunk."""
         BK, BV, heads = self.shape.blocks
         heads = heads if name in TWO_HEADS or not self.cuda else 1
-        warps, stages = TUNED[name] if self.shape.is_bf16 and BK <= 128 else (8, 1)
-        if warps == 4 and BK * BV > 8192:  # the state would fill the registers
-            warps, stages = 8, 2
+        tuned = TUNED if BK * BV <= 8192 else WIDE
+        warps, stages = tuned[name] if self.shape.is_bf16 and BK <= 128 else (8, 1)
         self.launch(
             kernel,
             (cdiv(self.P, BV) * self.H // heads, self.layout.num_segments),
@@ -394,7 +395,7 @@ def strides_of(tensors: Sequence[Tensor | None]) -> tuple[list[Tensor | None], S
         if name in Strides._fields:
             stride = _token_stride(x)
             x = x.contiguous() if stride is None else x
-            strides[name] = x[0, 0].numel() if stride is None else stride
+            strides[name] = math.prod(x.shape[2:]) if stride is None else stride
         elif not x.is_contiguous():
             x = x.contiguous()
         taken.append(x)
