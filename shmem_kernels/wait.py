@@ -132,9 +132,11 @@ def gave_up(channel, started, NEIGHBOUR: tl.constexpr, tile, expected, seen):
     """Check whether a wait that began at ``started`` must end: timed out, or after a fault elsewhere."""
     over = poll_word(tl.load(channel.info + INFO_FAULT).to(tl.pointer_type(tl.int64))) != 0
     waited = now(channel, tile) - started
-    if waited > tl.load(channel.info + INFO_TIMEOUT_NS):
-        # the same again, of an atomic: with one condition ptxas 12.8 spills registers in the loop (test_compile.py)
-        if waited > poll_word(channel.info + INFO_TIMEOUT_NS):
+    timeout = tl.load(channel.info + INFO_TIMEOUT_NS)
+    if waited > timeout:
+        p_record = tl.load(channel.info + INFO_RECORD).to(tl.pointer_type(tl.int64))
+        # 0 or 1 ns are added. Without this second condition ptxas 12.8 spills registers in waiting loops (test_compile.py)
+        if waited > timeout + poll_word(p_record + RECORD_SET):
             fault(channel, TIMED_OUT, NEIGHBOUR, tile, expected, seen)
             over = True
     return over

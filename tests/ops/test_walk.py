@@ -27,7 +27,7 @@ BOUNDS = {
     "backward of allscan": (17, 7, 5),
     "zeco_gla": (12, 9, 2),
     "zeco_gla with gradients": (19, 13, 4),
-    "backward of zeco_gla": (19, 10, 5),
+    "backward of zeco_gla": (18, 11, 3),
     "zeco_kda": (20, 12, 3),
     "zeco_kda with gradients": (25, 16, 5),
     "backward of zeco_kda": (22, 14, 4),
