@@ -135,7 +135,7 @@ def gave_up(channel, started, NEIGHBOUR: tl.constexpr, tile, expected, seen):
     timeout = tl.load(channel.info + INFO_TIMEOUT_NS)
     if waited > timeout:
         p_record = tl.load(channel.info + INFO_RECORD).to(tl.pointer_type(tl.int64))
-        # 0 or 1 ns are added. Without this second condition ptxas 12.8 spills registers in waiting loops (test_compile.py)
+        # adds at most 1 ns: without this second condition ptxas 12.8 spills registers in the loops (test_compile.py)
         if waited > timeout + poll_word(p_record + RECORD_SET):
             fault(channel, TIMED_OUT, NEIGHBOUR, tile, expected, seen)
             over = True

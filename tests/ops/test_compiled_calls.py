@@ -124,6 +124,11 @@ def recorded_case(group, name, layout):
         before = sum(comm.order.call_counts)
         worst = max(error(graph(x), expected) for _ in range(2))
         calls = sum(comm.order.call_counts) - before
+
+        def ssd(y):
+            return allscan.zeco_ssd(y, y[..., 0].exp(), -y[0, 0, :, 0].exp(), y, y, 4, comm=comm)
+
+        worst = max(worst, error(make_fx(ssd)(x)(x), ssd(x)))
         scan, pair = allscan.AllScan(comm, x.shape), (x, x)
         others = (
             lambda y: allscan.allscan(pair, comm=comm, layout="zigzag")[0] + y,
