@@ -109,7 +109,7 @@ class SsdCall:
             assert actual.isfinite().all(), f"{name} is not finite"
             error = ((actual - whole).norm() / whole.norm().clamp_min(least)).item()
             # kernels store intermediates, such as dy times silu(z), in x's dtype
-            errors[name] = error / max(LIMIT[self.dtype], *(LIMIT[x.dtype] for x in parts if x is not None))
+            errors[name] = error / max(LIMIT[x.dtype] for x in (self.inputs["x"], *parts) if x is not None)
         return errors
 
 
