@@ -14,7 +14,6 @@ from ..base.errors import DeferredError
 from ..bindings.torch_compat import without_dispatch_modes
 from ..comm.communicator import Communicator
 
-FINAL_OF_ALL = "output_final_state is 'all'"  # name of this option among the arguments that ranks compare
 HEAD_FIRST = "warned of head-first inputs"  # attribute of a communicator
 LEAST_SUM = -(2.0**20)  # least sum of a chunk's gates, for kernels that subtract such sums: see docs/delta.md
 

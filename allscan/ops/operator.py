@@ -512,8 +512,7 @@ def layout_of(
     first_token: int | None,
     call: Call,
     segment: int,
-    fla: bool = False,
 ) -> Layout:
     """The Layout of this rank's tokens."""
     own = OwnTokens(q.shape[0], q.shape[1], cu_seqlens, first_token, call.zigzag)
-    return find_layout(comm, own, segment, fla, bool(call.invariant))
+    return find_layout(comm, own, segment, aligned=bool(call.invariant))
