@@ -100,6 +100,14 @@ class CoreAttention(torch.nn.Module):
         return merged(q, k, v, Blocks(others, self.scale)).transpose(0, 1).flatten(2)
 
 
+def share_storage(output, recomputed):
+    """Fill an output's freed storage. Megatron compiles C++ for this, which takes minutes on a busy machine, and a
+    process that is stopped meanwhile leaves a lock for which all later ones wait without end."""
+    storage = output.untyped_storage()
+    storage.resize_(recomputed.untyped_storage().nbytes())
+    storage.copy_(recomputed.untyped_storage())
+
+
 @contextlib.contextmanager
 def stand_ins():
     """Patch Megatron-core to run here: no GPU random numbers without a GPU, no compilation, and the stand-ins above for
@@ -125,6 +133,7 @@ def stand_ins():
             (hybrid_block, "TENorm", Norm),
             (random, "_get_all_rng_states", tuple),
             (random, "_set_all_rng_states", lambda: None),
+            (random, "_get_share_storage", lambda: share_storage),
             # Transformer Engine's
             (random, "FP8GlobalStateManager", mock.Mock(is_fp8_enabled=lambda: False)),
             (random, "activation_recompute_forward", lambda **_: contextlib.nullcontext()),
