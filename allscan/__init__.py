@@ -26,7 +26,7 @@ if not _rejected:
     from .ops.allscan_segments import allscan_segments
     from .ops.gla import zeco_gla
     from .ops.halo import halo
-    from .ops.ssd import zeco_ssd
+    from .ops.ssd import zeco_simple_gla, zeco_ssd
     from .scan.collective import AllScan
     from .scan.work import Work
 
@@ -52,6 +52,7 @@ __all__ = [
     "zeco_gated_delta_rule",
     "zeco_gla",
     "zeco_kda",
+    "zeco_simple_gla",
     "zeco_ssd",
     "zigzag",
 ]

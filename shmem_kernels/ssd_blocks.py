@@ -42,6 +42,12 @@ def decay_of(b_whole, b_part):
 
 
 @triton.jit
+def reading_of(b_whole, b_part, scale):
+    """Return the decay from the chunk's beginning to each token, times the scale of y."""
+    return decay_of(b_whole, b_part) * scale
+
+
+@triton.jit
 def behind_of(b_whole, b_part, whole, part):
     """Return the decay from each token to the chunk's end."""
     return exp2(whole - b_whole) * exp2(part - b_part)

@@ -1,7 +1,7 @@
 """A scalar decay for each head (ssd_fwd.py), backward.
 
 With S the incoming state of a chunk, E the gradient of its outgoing one, and dy that of y before its product with
-silu(z):
+silu(z), without the factor scale of C, which scores and reading_of contain:
 
 ssd_steps_kernel, ssd_scores_kernel: the factors and scores again
 ssd_output_kernel      with z alone: dz and dy
@@ -35,7 +35,7 @@ import triton.language as tl
 
 from .blocks import cast, dot_split, load, loop_bound, lower, product, state_at
 from .segment_table import segment
-from .ssd_blocks import behind_of, decay_of, decays_of, factors_of, state_behind, tile
+from .ssd_blocks import behind_of, decay_of, decays_of, factors_of, reading_of, state_behind, tile
 from .ssd_fwd import of_columns, raw_steps, states_of_heads, steps_of
 
 
@@ -47,6 +47,7 @@ def _adjoint_of_head(
     b_b,
     b_scores,
     place,
+    scale,
     sizes: tl.constexpr,
     BT: tl.constexpr,
     BK: tl.constexpr,
@@ -70,7 +71,7 @@ def _adjoint_of_head(
     b_dx = product(b_a, b_dy, tl.zeros([BT, BV], tl.float32), PRECISION)
     b_read = product(b_b, b_state, tl.zeros([BT, BV], tl.float32), PRECISION)
     b_dx = tl.fma(b_read, b_factor[:, None] + tl.zeros_like(b_dx), b_dx)  # see _outputs_of_head
-    b_state = state_behind(b_state, b_dy, b_c, decay_of(b_whole, b_part), whole, part, PRECISION)
+    b_state = state_behind(b_state, b_dy, b_c, reading_of(b_whole, b_part, scale), whole, part, PRECISION)
     if p_D is not None:
         b_dx += b_dy.to(tl.float32) * of_columns(p_D, h, i_v, P, BV, PER_CHANNEL)
     base, at, inside = tile(first, end, h * P, i_v, H * P, P, BT, BV)
@@ -78,7 +79,7 @@ def _adjoint_of_head(
     return b_state
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["scale"])
 def ssd_adjoint_kernel(
     p_c,  # [tokens, G, N]
     p_b,  # [tokens, G, N]
@@ -92,6 +93,7 @@ def ssd_adjoint_kernel(
     p_D,  # [H] or [H, P]; or None
     p_dstates,  # [NC, H, N, P]; out, the gradient of each chunk's outgoing state
     p_dx,  # [tokens, H, P]; out
+    scale,  # float
     H: tl.constexpr,
     G: tl.constexpr,
     N: tl.constexpr,
@@ -123,16 +125,16 @@ def ssd_adjoint_kernel(
         tensors = (p_dy, p_factors, p_D, p_dstates, p_dx)
         place = (chunk + n, first, end, h, i_v)
         b_first = _adjoint_of_head(
-            tensors, b_first, b_c, b_b, b_scores, place, sizes, BT, BK, BV, PER_CHANNEL, PRECISION
+            tensors, b_first, b_c, b_b, b_scores, place, scale, sizes, BT, BK, BV, PER_CHANNEL, PRECISION
         )
         if HEADS == 2:
             place = (chunk + n, first, end, h + 1, i_v)
             b_second = _adjoint_of_head(
-                tensors, b_second, b_c, b_b, b_scores, place, sizes, BT, BK, BV, PER_CHANNEL, PRECISION
+                tensors, b_second, b_c, b_b, b_scores, place, scale, sizes, BT, BK, BV, PER_CHANNEL, PRECISION
             )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["scale"])
 def ssd_gradients_kernel(
     p_c,  # [tokens, G, N]
     p_b,  # [tokens, G, N]
@@ -147,6 +149,7 @@ def ssd_gradients_kernel(
     p_parts,  # float32 [NC, H, NJ, 2, BT]; out, of BJ rows of the states: see ssd_pairs_kernel
     p_through,  # float32 [NC, H, NJ]; out, sums of S E over BJ rows
     tokens,  # int
+    scale,  # float
     H: tl.constexpr,
     G: tl.constexpr,
     N: tl.constexpr,
@@ -196,7 +199,7 @@ def ssd_gradients_kernel(
             through += tl.sum(b_state.to(tl.float32) * b_dstate.to(tl.float32))
         tl.store(p_through + row * NJ + j, through)
         b_w += b_pairs * decays_of(b_whole, b_part, BT, False) * b_d[None, :]
-        b_read *= decay_of(b_whole, b_part)[:, None]
+        b_read *= reading_of(b_whole, b_part, scale)[:, None]
         b_dc += b_read
         p_of = p_parts + (row.to(tl.int64) * NJ + j) * (2 * BT) + tl.arange(0, BT)
         tl.store(p_of, tl.sum(b_read * b_c.to(tl.float32), 1))
@@ -204,6 +207,7 @@ def ssd_gradients_kernel(
         b_db += b_left * b_d[:, None]
         tl.store(p_of + BT, tl.sum(b_left * b_b.to(tl.float32), 1))
     b_c, b_b = load(p_c + base_c, at_c, inside), load(p_b + base_b, at_b, inside)
+    b_w *= scale
     b_dc += dot_split(b_w, b_b, tl.zeros([BT, BJ], tl.float32), PRECISION)
     b_db += dot_split(tl.trans(b_w), b_c, tl.zeros([BT, BJ], tl.float32), PRECISION)
     base, at, inside = tile(start, end, g * N, j, G * N, N, BT, BJ)
@@ -279,14 +283,14 @@ def ssd_pairs_kernel(
 
 @triton.jit(do_not_specialize=["least", "most"])
 def ssd_step_grad_kernel(
-    p_dt,  # [tokens, H]
-    p_A,  # [H]
+    p_dt,  # [tokens, H]; or None, see ssd_steps_kernel
+    p_A,  # [H]; or None
     p_dt_bias,  # [H], or None
     p_factors,  # float32 [NC, H, 3, BT]
     p_chunks,  # int32 [NC, 2]
     p_scalars,  # float32 [NC, H, 2, BT]: dg, and dd without A dg
-    p_ddt,  # [tokens, H]; out
-    p_dA,  # float32 [NC, H]; out
+    p_ddt,  # [tokens, H]; out; None without p_dt
+    p_dA,  # float32 [NC, H]; out; None without p_A
     p_dbias,  # float32 [NC, H]; out; None without p_dt_bias
     least,  # float, bounds of d
     most,  # float
@@ -300,21 +304,28 @@ def ssd_step_grad_kernel(
     BLOCKS: tl.constexpr = (H + BH - 1) // BH
     n, i = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS
     start, end = tl.load(p_chunks + 2 * n), tl.load(p_chunks + 2 * n + 1)
-    b_v, at, inside = raw_steps(p_dt, p_dt_bias, start, end, i, H, STRIDE, BT, BH)
-    b_unused, b_slope = steps_of(b_v, least, most, SOFTPLUS)
     t, h = tl.arange(0, BT), i * BH + tl.arange(0, BH)
-    row, there = (n * H + h).to(tl.int64), (t >= 0)[:, None] & (h < H)[None, :]
-    b_d = load(p_factors, (row * (3 * BT))[None, :] + t[:, None], there)
-    at_scalars = (row * (2 * BT))[None, :] + t[:, None]
-    b_dg, b_dd = load(p_scalars, at_scalars, inside), load(p_scalars, at_scalars + BT, inside)
-    b_A = tl.load(p_A + h, mask=h < H, other=0.0).to(tl.float32)
-    b_dd += tl.where(b_dg == 0.0, 0.0, b_dg * b_A[None, :])  # A may be -inf
-    b_dd = tl.where(b_slope == 0.0, 0.0, b_dd * b_slope)
-    at_dt = (start + t).to(tl.int64)[:, None] * H + h[None, :]
-    tl.store(p_ddt + at_dt, cast(b_dd, p_ddt.dtype.element_ty), mask=inside)
-    tl.store(p_dA + row, tl.sum(tl.where(b_dg == 0.0, 0.0, b_dg * b_d), 0), mask=h < H)
+    inside = (start + t < end)[:, None] & (h < H)[None, :]
+    row = (n * H + h).to(tl.int64)
+    at = (row * (2 * BT))[None, :] + t[:, None]
+    b_dg = load(p_scalars, at, inside)
+    b_grad = b_dg
+    if p_A is not None:
+        there = (t >= 0)[:, None] & (h < H)[None, :]
+        b_d = load(p_factors, (row * (3 * BT))[None, :] + t[:, None], there)
+        tl.store(p_dA + row, tl.sum(tl.where(b_dg == 0.0, 0.0, b_dg * b_d), 0), mask=h < H)
+        if p_dt is not None:
+            b_v = raw_steps(p_dt, p_dt_bias, start, i, inside, H, STRIDE, BT, BH)
+            b_unused, b_slope = steps_of(b_v, least, most, SOFTPLUS)
+            b_A = tl.load(p_A + h, mask=h < H, other=0.0).to(tl.float32)
+            b_dd = load(p_scalars, at + BT, inside)
+            b_dd += tl.where(b_dg == 0.0, 0.0, b_dg * b_A[None, :])  # A may be -inf
+            b_grad = tl.where(b_slope == 0.0, 0.0, b_dd * b_slope)
+    if p_dt is not None:
+        at_dt = (start + t).to(tl.int64)[:, None] * H + h[None, :]
+        tl.store(p_ddt + at_dt, cast(b_grad, p_ddt.dtype.element_ty), mask=inside)
     if p_dbias is not None:
-        tl.store(p_dbias + row, tl.sum(tl.where(inside, b_dd, 0.0), 0), mask=h < H)
+        tl.store(p_dbias + row, tl.sum(tl.where(inside, b_grad, 0.0), 0), mask=h < H)
 
 
 @triton.jit(do_not_specialize=["parts", "width"])

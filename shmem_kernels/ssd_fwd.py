@@ -1,9 +1,11 @@
 """A scalar decay for each head (Mamba2's SSD), forward.
 
-    S_t = exp(d_t A) S_{t-1} + d_t B_t x_t^T      y_t = C_t S_t + D x_t, times silu(z_t) if z is given
+    S_t = exp(d_t A) S_{t-1} + d_t B_t x_t^T      y_t = scale C_t S_t + D x_t, times silu(z_t) if z is given
+
+For zeco_simple_gla C, B, x are q, k, v; d_t is 1, and the gate A or, without it, dt_t (g); scale is 1 for zeco_ssd.
 
 ssd_steps_kernel    d_t, and the sums of d A up to each token of its chunk, of a chunk and several heads
-ssd_scores_kernel   C B^T of a chunk and group
+ssd_scores_kernel   scale C B^T of a chunk and group
 ssd_state_kernel    each segment alone, from a zero state: its local state, and the sum of its gates; or, from its
                     incoming state, the incoming state of every chunk, which backward takes
 carry_kernel, scan_kernel, final_kernel: as in gla_fwd.py, with gates that are equal for all rows of a state
@@ -11,7 +13,7 @@ ssd_output_kernel   a segment at a time, HEADS states in registers, starting wit
 
 With G_t the sum of a chunk's gates up to token t, and G that of the whole chunk:
 
-    y_t = sum over s <= t of (C_t . B_s) e^(G_t - G_s) d_s x_s + e^G_t C_t S
+    y_t = sum over s <= t of (C_t . B_s) e^(G_t - G_s) d_s x_s + e^G_t C_t S, times scale
     S' = e^G S + sum e^(G - G_s) d_s B_s x_s^T
 
 Exact for every gate from 0 to -inf: each factor is the exponential of a sum of gates between two tokens and at most 1.
@@ -34,21 +36,19 @@ from .blocks import cast, load, loop_bound, product, state_at
 from .delta_inputs import sigmoid
 from .gla_blocks import load_incoming_state
 from .segment_table import segment
-from .ssd_blocks import behind_of, decay_of, decays_of, factors_of, gates_of, state_behind, tile
+from .ssd_blocks import behind_of, decays_of, factors_of, gates_of, reading_of, state_behind, tile
 
 
 @triton.jit
 def raw_steps(
-    p_dt, p_dt_bias, start, end, i, H: tl.constexpr, STRIDE: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr
+    p_dt, p_dt_bias, start, i, inside, H: tl.constexpr, STRIDE: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr
 ):
-    """Return (dt + dt_bias [BT, BH], offsets in a tensor whose tokens are STRIDE apart, mask) of one chunk."""
+    """Return dt + dt_bias [BT, BH] of one chunk."""
     t, h = tl.arange(0, BT), i * BH + tl.arange(0, BH)
-    inside = (start + t < end)[:, None] & (h < H)[None, :]
-    at = (start + t).to(tl.int64)[:, None] * STRIDE + h[None, :]
-    b_v = load(p_dt, at, inside).to(tl.float32)
+    b_v = load(p_dt, (start + t).to(tl.int64)[:, None] * STRIDE + h[None, :], inside).to(tl.float32)
     if p_dt_bias is not None:
         b_v += tl.load(p_dt_bias + h, mask=h < H, other=0.0).to(tl.float32)[None, :]
-    return b_v, at, inside
+    return b_v
 
 
 @triton.jit
@@ -65,8 +65,8 @@ def steps_of(b_v, least, most, SOFTPLUS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["least", "most"])
 def ssd_steps_kernel(
-    p_dt,  # [tokens, H]
-    p_A,  # [H]
+    p_dt,  # [tokens, H]; or None: d is 1
+    p_A,  # [H]; or None: the gates are dt, and d is 1
     p_dt_bias,  # [H], or None
     p_chunks,  # int32 [NC, 2]
     p_factors,  # float32 [NC, H, 3, BT]; out
@@ -82,12 +82,20 @@ def ssd_steps_kernel(
     BLOCKS: tl.constexpr = (H + BH - 1) // BH
     n, i = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS
     start, end = tl.load(p_chunks + 2 * n), tl.load(p_chunks + 2 * n + 1)
-    b_v, at, inside = raw_steps(p_dt, p_dt_bias, start, end, i, H, STRIDE, BT, BH)
-    b_d, b_slope = steps_of(b_v, least, most, SOFTPLUS)
-    b_d = tl.where(inside, b_d, 0.0)
     t, h = tl.arange(0, BT), i * BH + tl.arange(0, BH)
-    b_A = tl.load(p_A + h, mask=h < H, other=0.0).to(tl.float32)
-    b_sums = tl.cumsum(gates_of(b_d, b_A[None, :]), 0)
+    inside = (start + t < end)[:, None] & (h < H)[None, :]
+    b_d = tl.where(inside, 1.0, 0.0)
+    b_A = tl.zeros([BT, BH], tl.float32)
+    if p_A is not None:
+        b_A += tl.load(p_A + h, mask=h < H, other=0.0).to(tl.float32)[None, :]
+    if p_dt is not None:
+        b_v = raw_steps(p_dt, p_dt_bias, start, i, inside, H, STRIDE, BT, BH)
+        if p_A is None:
+            b_A = b_v
+        else:
+            b_steps, b_slope = steps_of(b_v, least, most, SOFTPLUS)
+            b_d = tl.where(inside, b_steps, 0.0)
+    b_sums = tl.cumsum(gates_of(b_d, b_A), 0)
     b_whole = b_sums.to(tl.int32)
     b_part = (b_sums - b_whole.to(tl.float64)).to(tl.float32)
     at = ((n * H + h).to(tl.int64) * (3 * BT))[None, :] + t[:, None]
@@ -97,12 +105,13 @@ def ssd_steps_kernel(
     tl.store(p_factors + at + 2 * BT, b_part, mask=there)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["scale"])
 def ssd_scores_kernel(
     p_c,  # [tokens, G, N]
     p_b,  # [tokens, G, N]
     p_chunks,  # int32 [NC, 2]
     p_scores,  # float32 [tokens, G, BT]; out
+    scale,  # float
     G: tl.constexpr,
     N: tl.constexpr,
     C_STRIDE: tl.constexpr,
@@ -111,7 +120,7 @@ def ssd_scores_kernel(
     BK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """C B^T of one chunk and group, BK columns of C and B at a time."""
+    """scale C B^T of one chunk and group, BK columns of C and B at a time."""
     n, g = tl.program_id(0) // G, tl.program_id(0) % G
     start, end = tl.load(p_chunks + 2 * n), tl.load(p_chunks + 2 * n + 1)
     b_scores = tl.zeros([BT, BT], tl.float32)
@@ -121,7 +130,7 @@ def ssd_scores_kernel(
         base, at, inside = tile(start, end, g * N, j, B_STRIDE, N, BT, BK)
         b_scores = product(b_c, tl.trans(load(p_b + base, at, inside)), b_scores, PRECISION)
     base, at, inside = tile(start, end, g * BT, 0, G * BT, BT, BT, BT)
-    tl.store(p_scores + base + at, b_scores, mask=inside)
+    tl.store(p_scores + base + at, b_scores * scale, mask=inside)
 
 
 @triton.jit
@@ -167,6 +176,7 @@ def _next_state(
     b_state,
     b_b,
     place,
+    scale,
     sizes: tl.constexpr,
     BT: tl.constexpr,
     BK: tl.constexpr,
@@ -187,11 +197,11 @@ def _next_state(
     b_d, b_whole, b_part, whole, part = factors_of(p_factors, n * H + h, BT)
     base, at, inside = tile(first, end, h * P, i_v, STRIDE, P, BT, BV)
     b_x = load(p_x + base, at, inside)
-    b_factor = decay_of(b_whole, b_part) if REVERSE else behind_of(b_whole, b_part, whole, part) * b_d
+    b_factor = reading_of(b_whole, b_part, scale) if REVERSE else behind_of(b_whole, b_part, whole, part) * b_d
     return state_behind(b_state, b_x, b_b, b_factor, whole, part, PRECISION), whole + part
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["scale"])
 def ssd_state_kernel(
     p_b,  # B, REVERSE C [tokens, G, N]
     p_x,  # x, REVERSE dy [tokens, H, P]
@@ -203,6 +213,7 @@ def ssd_state_kernel(
     p_states,  # [NC, H, N, P]; out, each chunk's incoming state; None without p_incoming
     p_local,  # float32 [NS, H, N, P]; out; None with p_incoming
     p_gate,  # float32 [NS, H, N]; out; None with p_incoming
+    scale,  # float
     H: tl.constexpr,
     G: tl.constexpr,
     N: tl.constexpr,
@@ -232,13 +243,13 @@ def ssd_state_kernel(
         b_b = load(p_b + base, at, inside)
         place = (chunk + n, first, end, h, i_v)
         b_first, more = _next_state(
-            p_x, p_factors, p_states, b_first, b_b, place, sizes, BT, BK, BV, REVERSE, PRECISION
+            p_x, p_factors, p_states, b_first, b_b, place, scale, sizes, BT, BK, BV, REVERSE, PRECISION
         )
         gate += more
         if HEADS == 2:
             place = (chunk + n, first, end, h + 1, i_v)
             b_second, more = _next_state(
-                p_x, p_factors, p_states, b_second, b_b, place, sizes, BT, BK, BV, REVERSE, PRECISION
+                p_x, p_factors, p_states, b_second, b_b, place, scale, sizes, BT, BK, BV, REVERSE, PRECISION
             )
             second_gate += more
     if p_local is not None:
@@ -271,6 +282,7 @@ def _outputs_of_head(
     b_b,
     b_scores,
     place,
+    scale,
     sizes: tl.constexpr,
     BT: tl.constexpr,
     BV: tl.constexpr,
@@ -290,7 +302,7 @@ def _outputs_of_head(
     # fma: Triton makes one chain of products that are added up, whose rows it gives to all warps; 8 have too few of BT
     b_y = product(b_a, b_x, tl.zeros([BT, BV], tl.float32), PRECISION)
     b_read = product(b_c, b_state, tl.zeros([BT, BV], tl.float32), PRECISION)
-    b_y = tl.fma(b_read, decay_of(b_whole, b_part)[:, None] + tl.zeros_like(b_y), b_y)
+    b_y = tl.fma(b_read, reading_of(b_whole, b_part, scale)[:, None] + tl.zeros_like(b_y), b_y)
     b_factor = behind_of(b_whole, b_part, whole, part) * b_d
     b_state = state_behind(b_state, b_x, b_b, b_factor, whole, part, PRECISION)
     if p_D is not None:
@@ -311,7 +323,7 @@ def _outputs_of_head(
     return b_state
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["scale"])
 def ssd_output_kernel(
     p_c,  # [tokens, G, N]
     p_b,  # [tokens, G, N]
@@ -327,6 +339,7 @@ def ssd_output_kernel(
     p_dy,  # [tokens, H, P]; None but for backward with z
     p_y,  # [tokens, H, P]; out
     p_dz,  # [tokens, H, P]; out; or None, see below
+    scale,  # float
     H: tl.constexpr,
     G: tl.constexpr,
     N: tl.constexpr,
@@ -359,9 +372,11 @@ def ssd_output_kernel(
         b_scores = load(p_scores + base, at, inside)
         tensors = (p_x, p_factors, p_D, p_z, p_dy, p_y, p_dz)
         place = (chunk + n, first, end, h, i_v)
-        b_first = _outputs_of_head(tensors, b_first, b_c, b_b, b_scores, place, sizes, BT, BV, PER_CHANNEL, PRECISION)
+        b_first = _outputs_of_head(
+            tensors, b_first, b_c, b_b, b_scores, place, scale, sizes, BT, BV, PER_CHANNEL, PRECISION
+        )
         if HEADS == 2:
             place = (chunk + n, first, end, h + 1, i_v)
             b_second = _outputs_of_head(
-                tensors, b_second, b_c, b_b, b_scores, place, sizes, BT, BV, PER_CHANNEL, PRECISION
+                tensors, b_second, b_c, b_b, b_scores, place, scale, sizes, BT, BV, PER_CHANNEL, PRECISION
             )

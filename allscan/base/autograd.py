@@ -5,10 +5,8 @@ from __future__ import annotations
 import inspect
 import itertools
 import warnings
-import weakref
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +14,6 @@ from torch import Tensor
 from ..bindings.torch_compat import (
     bare_apply,
     compiled_effects,
-    in_backward,
     left_out_arguments,
     no_cuda_graph,
     num_dispatch_modes,
@@ -262,78 +259,3 @@ class CustomOperator:
                 gradients, setup_context=lambda ctx, inputs, output: save(ctx, inputs[:-1], output[:-1])
             )
         self.operator = operators[0]
-
-
-class PreparedCalls(Protocol):
-    """State of an ``Operator`` for one call signature, prepared by the first call; runs all calls of that signature.
-    ``fixed``: the last inputs, which are equal in all of these calls."""
-
-    fixed: tuple[Any, ...]
-
-    def forward(self, *inputs: Any) -> tuple[Any, ...]:
-        """Compute the outputs from the inputs that precede ``fixed``."""
-
-    def pending(self) -> list[Any]:
-        """One PendingBackward for each scan whose backward the call expects."""
-
-
-RESULTS = 2  # number of outputs returned to the caller: o and final_state
-
-
-class Operator(CustomOperator):
-    """A CustomOperator with ``eager``, an autograd.Function that takes less host time where torch does not trace.
-
-    save: as for a CustomOperator; called with all inputs and outputs. ``ctx.pending`` is set before: to the result of
-        PreparedCalls.pending(), for a call of the custom operator to ``pending(*inputs)``, and to [] if no backward of
-        this node will run.
-    gradient: called as gradient(backward, ctx, *gradients of the results); returns the gradients of the tensors.
-    backward: called as backward(PreparedCalls or None, *inputs of passes.backward).
-
-    The first RESULTS outputs are returned to the caller, the others are saved for backward.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        passes: Passes,
-        save: Callable[..., None],
-        gradient: TupleFunction,
-        pending: Callable[..., list[Any]],
-        backward: TupleFunction,
-    ) -> None:
-        def save_traced(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-            ctx.mark_non_differentiable(*output[RESULTS:])
-            ctx.set_materialize_grads(False)
-            eager = type(output[0]) is Tensor and not in_backward()  # not traced, nor activation checkpointing's
-            ctx.pending = pending(*inputs) if eager else []
-            save(ctx, inputs, output)
-
-        def gradient_traced(run: TupleFunction, ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-            return gradient(run, ctx, *grads[:RESULTS])
-
-        super().__init__(name, passes, save_traced, gradient_traced)
-        traced = self.backward
-
-        class Eager(Function):
-            """The autograd graph holds a weak reference to the PreparedCalls, so that it does not keep the plans of a
-            deleted communicator alive."""
-
-            @staticmethod
-            def forward(ctx: Any, rest: tuple[Any, ...], *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-                prepared, others = rest
-                output = prepared.forward(*tensors, *others)
-                ctx.set_materialize_grads(False)
-                ctx.pending = [] if in_backward() else prepared.pending()
-                save(ctx, (*tensors, *others, *prepared.fixed), output)
-                ctx.prepared = weakref.ref(prepared)
-                return tuple(output[:RESULTS])
-
-            @staticmethod
-            def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-                own = num_dispatch_modes() == 0 and not torch.compiler.is_compiling()
-                for x in grads:
-                    own = own and (x is None or type(x) is Tensor)
-                return None, *gradient(partial(backward, ctx.prepared()) if own else traced, ctx, *grads)
-
-        # called as eager((PreparedCalls, inputs between the tensors and ``fixed``), *tensors)
-        self.eager: Callable[..., tuple[Any, ...]] = Eager.apply

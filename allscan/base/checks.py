@@ -296,10 +296,11 @@ def check_halves(T: int) -> None:
         raise ValueError(f"the zigzag layout needs an even T, two chunks of T / 2 on each rank, got {T}")
 
 
-def check_for_an_operator(tensors: dict[str, Any], scale: object) -> None:
-    """Raise TypeError or ValueError for arguments that a custom op's schema cannot take. ``tensors``: by name."""
+def check_for_an_operator(tensors: dict[str, Any], optional: Sequence[str], q: str, scale: object) -> None:
+    """Raise TypeError or ValueError for arguments that a custom op's schema cannot take. ``tensors``: by name.
+    optional: names of those that may be None. q: name of the one whose last dimension is that of the keys."""
     for name, x in tensors.items():
-        if x is None and name == "initial_state":
+        if x is None and name in optional:
             continue
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
@@ -307,8 +308,8 @@ def check_for_an_operator(tensors: dict[str, Any], scale: object) -> None:
             raise _without_memory(name, x)
         if x.layout != torch.strided:
             raise TypeError(f"{name} must be dense, got {x.layout}")
-    if tensors["q"].ndim != 4:
-        raise ValueError(f"q must be [B, T, H, K], got {tuple(tensors['q'].shape)}")
+    if tensors[q].ndim != 4:
+        raise ValueError(f"{q} must be [B, T, heads, width], got {tuple(tensors[q].shape)}")
     # backward divides by it in float32
     value: Any = scale
     if scale is not None and not (isinstance(scale, numbers.Real) and _FLOAT32.tiny <= abs(value) <= _FLOAT32.max):

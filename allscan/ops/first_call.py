@@ -3,36 +3,18 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from ..base.checks import PER_DOCUMENT
 from ..base.errors import DeferredError
 from ..bindings.torch_compat import without_dispatch_modes
 from ..comm.communicator import Communicator
 
 HEAD_FIRST = "warned of head-first inputs"  # attribute of a communicator
 LEAST_SUM = -(2.0**20)  # least sum of a chunk's gates, for kernels that subtract such sums: see docs/delta.md
-
-
-def common_fields(
-    B: int, dtype: torch.dtype, scale: float, zigzag: int, no_initial: bool, not_packed: bool, no_first: bool
-) -> tuple:
-    """Return (name, value) of an operator's arguments that must be equal on all ranks. no_initial, not_packed,
-    no_first: whether initial_state, cu_seqlens and first_token are None."""
-    return (
-        ("B", B),
-        ("dtype", str(dtype)),
-        ("scale", scale),
-        ("layout", "zigzag" if zigzag else "contiguous"),
-        ("per_document", zigzag == PER_DOCUMENT),
-        ("initial_state is None", no_initial),
-        ("cu_seqlens is None", not_packed),
-        ("first_token is None", no_first),
-    )
 
 
 class FirstCall(NamedTuple):
@@ -49,15 +31,15 @@ def check_first(
     comm: Communicator,
     first: FirstCall,
     check: Callable[[], None],
-    g: torch.Tensor,
+    gates: Callable[[], Iterable[tuple[str, torch.Tensor]]],
     prepare: Callable[..., object],
 ) -> None:
-    """Check the arguments of an operator with gates ``g`` and compare them with the other ranks', at the first call
+    """Check the arguments of an operator with gates and compare them with the other ranks', at the first call
     with a signature, or in debug mode at every call. Then add the signature to ``comm.checked``.
 
     ``check()`` raises TypeError or ValueError for arguments that are wrong on this rank. ``prepare(shape, agree,
     deferred, first_call_only=)`` calls ``get_or_create_scan``. ``check_gates`` reads the gates at the first call with
-    the same shape and agree.
+    the same shape and agree. gates: returns their names and values.
     """
     signature, shape, agree, tokens = first
     deferred, values_checked = None, False
@@ -65,26 +47,27 @@ def check_first(
         check()
         values_checked = looks_at_gates(comm, shape, agree)
         if values_checked:
-            with without_dispatch_modes():  # recomputation in selective checkpointing does not check again
-                check_gates("g", g, tokens)
+            with torch.no_grad(), without_dispatch_modes():  # selective checkpointing does not check again
+                for name, g in gates():
+                    check_gates(name, g, tokens)
     except (TypeError, ValueError) as error:
         deferred = DeferredError(error)
     prepare(shape, agree, deferred, first_call_only=values_checked)
     comm.checked.remember(signature)
 
 
-def look_for_head_first(comm: Communicator, name: str, q: torch.Tensor) -> None:
+def look_for_head_first(comm: Communicator, name: str, what: str, q: torch.Tensor) -> None:
     """Warn on the first rank, once, if inputs like q [B, T, H, K], without packed sequences, may be [B, H, T, K]: if T
-    of all ranks, taken as this rank's times their number, is less than H. Not for a single token (decoding), nor for as
-    many heads as a call with more tokens had."""
+    of all ranks, taken as this rank's times their number, is less than H. ``what``: q's name. Not for a single token
+    (decoding), nor for as many heads as a call with more tokens had."""
     T, H = q.shape[1:3]
     if T * comm.size >= H:
         comm.attributes[name, "heads", H] = True
     elif T > 1 and comm.rank == 0 and not comm.attributes.keys() & {HEAD_FIRST, (name, "heads", H)}:
         comm.attributes[HEAD_FIRST] = True
         warnings.warn(
-            f"{name} got {T} tokens of {H} heads, q {list(q.shape)}: are the inputs head-first, [B, H, T, ...]? It "
-            "wants [B, T, H, ...]: see transpose(1, 2). Ignore this if so few tokens are intended",
+            f"{name} got {T} tokens of {H} heads, {what} {list(q.shape)}: are the inputs head-first, [B, H, T, ...]? "
+            "It wants [B, T, H, ...]: see transpose(1, 2). Ignore this if so few tokens are intended",
             stacklevel=4,
         )
 

@@ -1,4 +1,4 @@
-"""The skeleton of differentiable operators over a sharded sequence: zeco_gla, zeco_kda, zeco_gated_delta_rule.
+"""The skeleton of differentiable operators over a sharded sequence: zeco_gla, the delta rules, zeco_ssd.
 
 A call has three records: ``Asked``, the caller's options, unchecked; ``Call``, the checked options that, with the
 shapes of the tensors, determine everything that is prepared; ``PreparedCall``, which is found by a key of the former
@@ -11,7 +11,7 @@ import contextlib
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -152,12 +152,17 @@ class SequenceOperator:
     """A differentiable operator of q, k, v, gates and more, with an initial and a final state, over the ranks.
 
     Eager calls are a torch.autograd.Function, which has the least host time; under torch.compile they are custom
-    operators. A subclass says what its tensors are, checks them, and makes PreparedCalls.
+    operators. A subclass says what its tensors are, checks them, and makes PreparedCalls. In this class q and
+    v are the inputs whose last dimensions are those of a state, [B, T, H, K] and [B, T, HV, V].
     """
 
     name: str  # of the custom operators
     titles: Mapping[str, str]  # the public function's name, by rule
-    inputs: tuple[str, ...]  # names of the input tensors, before initial_state: q, k, v, g, ...
+    inputs: tuple[str, ...]  # names of the input tensors, before the initial state: q, k, v, g, ...
+    optional: tuple[str, ...] = ()  # those of them that may be None
+    q_at, v_at = 0, 2  # places of q and v, among the inputs and in ``kept``
+    dtypes_at = 3, -1  # places of the inputs whose dtypes backward needs; that of the first is its gradient's
+    initial, final = "initial_state", "output_final_state"  # names of these arguments
     outputs: tuple[str, ...]  # results that are saved for backward
     kept: tuple[str, ...]  # all tensors that are saved for backward, except cu_seqlens
     kept_at: Mapping[str, Sequence[int]]  # their places among inputs and outputs, by rule
@@ -179,6 +184,18 @@ class SequenceOperator:
     def summed_gates(self, rule: str) -> int | None:
         """See ``check_gates``, tokens."""
         return None
+
+    def gates(self, tensors: Sequence[Any], call: Call) -> Iterable[tuple[str, Tensor]]:
+        """(name, logarithms of decays), whose values a first call checks."""
+        return [("g", tensors[3])]
+
+    def state_shape(self, n: int, q: Tensor, v: Tensor) -> tuple[int, int, int, int]:
+        """Shape of initial and final states of n sequences."""
+        return n, v.shape[2], q.shape[3], v.shape[3]
+
+    def restored(self, title: str, tensors: Sequence[Any], specs: list[tuple[Any, ...]]) -> Sequence[Any]:
+        """The restored tensors ``kept`` and do as kernels take them, after a comparison with ``saved_specs``."""
+        return restored(title, " ".join((*self.kept, "do")), tensors, specs)
 
     def make(
         self,
@@ -204,17 +221,18 @@ class SequenceOperator:
         """``outputs`` without data."""
         raise NotImplementedError
 
-    def gradients_like(self, kept: Sequence[Tensor]) -> Sequence[Tensor]:
+    def gradients_like(self, kept: Sequence[Any]) -> Sequence[Any]:
         """The saved tensors whose shapes and dtypes the gradients of the inputs have."""
         raise NotImplementedError
 
     def __init__(self) -> None:
         fixed = dict(handle=int, scale=float, bound=float | None, first_token=int | None, call=str)
-        tensors, maybe = dict.fromkeys(self.inputs, Tensor), Tensor | None
+        maybe: Any = Tensor | None
+        tensors = {name: maybe if name in self.optional else Tensor for name in self.inputs}
         forward = typed(
             self._forward, 2 + len(self.outputs), tensors, initial_state=maybe, cu_seqlens=maybe, final=bool, **fixed
         )
-        kept = dict(do=Tensor, dfinal=maybe) | dict.fromkeys(self.kept, Tensor)
+        kept = dict(do=Tensor, dfinal=maybe) | {name: maybe if name in self.optional else Tensor for name in self.kept}
         of_call = dict(cu_seqlens=maybe, initial=bool, gate_dtype=torch.dtype, last_dtype=torch.dtype)
         backward = typed(partial(self._backward, None), len(self.inputs) + 1, kept, **of_call, **fixed)
         passes = Passes(forward, self._fake, backward, self._fake_backward)
@@ -258,7 +276,7 @@ class SequenceOperator:
         ``prepared_inputs``. ``carrier`` scans the state over the ranks, by default All-Scan."""
         if type(comm) is not Communicator:
             check_communicator(comm)
-        of_all = isinstance(asked.output_final_state, str) and check_final(asked.output_final_state, comm)
+        of_all = isinstance(asked.output_final_state, str) and check_final(asked.output_final_state, comm, self.final)
         if carrier is None:
             in_order = comm.invariant if asked.invariant is None else asked.invariant
             kind = InOrderCarrier if in_order else AllScanCarrier
@@ -309,7 +327,8 @@ class SequenceOperator:
         deferred, cu_seqlens, comm = None, None, carrier.comm
         try:
             zigzag = zigzag_of(asked.layout, asked.per_document, asked.cu_seqlens)
-            check_for_an_operator(dict(zip((*self.inputs, "initial_state"), tensors)), asked.scale)
+            named = dict(zip((*self.inputs, self.initial), tensors))
+            check_for_an_operator(named, (*self.optional, self.initial), self.inputs[self.q_at], asked.scale)
             cu_seqlens = None if asked.cu_seqlens is None else own_boundaries(asked.cu_seqlens)
             first_token = checked_first_token(asked.first_token, cu_seqlens)
             invariant = comm.invariant if asked.invariant is None else asked.invariant
@@ -321,7 +340,7 @@ class SequenceOperator:
         if deferred is not None:
             carrier.prepare(None, deferred=deferred)  # raises the error, at a first call on all ranks
         compare_values(comm, asked.cu_seqlens, cu_seqlens)
-        scale = tensors[0].shape[-1] ** -0.5 if asked.scale is None else float(asked.scale)
+        scale = tensors[self.q_at].shape[-1] ** -0.5 if asked.scale is None else float(asked.scale)
         bound, more = self.options(tensors, asked.more)
         of_all, saves = isinstance(asked.output_final_state, str), not asked.recompute and wants_gradient(tensors)
         return cu_seqlens, first_token, Call(rule, scale, bound, zigzag, invariant, of_all, saves, more)
@@ -337,28 +356,30 @@ class SequenceOperator:
     ) -> PreparedCall:
         """Run the remaining checks; return the PreparedCall. The first call for a signature checks the tensors and
         compares its arguments with those of the other ranks. traced: for a call of the custom operator."""
-        comm, (q, _, v, g, *_, initial_state) = carrier.comm, tensors
+        comm, q, v = carrier.comm, tensors[self.q_at], tensors[self.v_at]
         n = None if cu_seqlens is None else cu_seqlens.shape[0] - 1
-        are_none = initial_state is None, cu_seqlens is None, first_token is None
-        signature = call, signature_of(*tensors), n, are_none, type(carrier), carrier.handle
+        signature = call, signature_of(*tensors), n, first_token is None, type(carrier), carrier.handle
         if comm.debug or signature not in comm.checked:
             shape = agree = None
             if q.ndim == v.ndim == 4:
                 shape = carried(q, v, n or q.shape[0], call.zigzag)
-                names = "initial_state is None", "cu_seqlens is None", "first_token is None"
-                of_tensors = (
+                named = dict(zip((*self.inputs, self.initial), tensors))
+                named |= dict(cu_seqlens=cu_seqlens, first_token=first_token)
+                optional = *self.optional, self.initial, "cu_seqlens", "first_token"
+                agree = (
+                    self.titles[call.rule],
                     ("B", q.shape[0]),
-                    ("heads of q", q.shape[2]),
+                    (f"heads of {self.inputs[self.q_at]}", q.shape[2]),
                     ("dtype", str(q.dtype)),
-                    *zip(names, are_none),
+                    *[(f"{name} is None", named[name] is None) for name in optional],
+                    *call.agreed,
                 )
-                agree = self.titles[call.rule], *of_tensors, *call.agreed
 
             def check() -> None:
                 self.check_all(comm, tensors, cu_seqlens, first_token, call)
 
             first = FirstCall(signature, shape, agree, self.summed_gates(call.rule))
-            check_first(comm, first, check, g, carrier.prepare)
+            check_first(comm, first, check, partial(self.gates, tensors, call), carrier.prepare)
         return self.make(carrier, tensors, cu_seqlens, first_token, call, traced)
 
     def check_all(
@@ -370,16 +391,12 @@ class SequenceOperator:
         call: Call,
     ) -> None:
         """Raise TypeError or ValueError for arguments that are wrong on this rank."""
-        q, k, v, *_, initial_state = tensors
+        q, v, initial_state = tensors[self.q_at], tensors[self.v_at], tensors[-1]
         for name, x in zip(self.inputs, tensors):
-            if x.device != comm.device:
+            if x is not None and x.device != comm.device:
                 raise ValueError(f"{name} must be on {comm.device}, got {x.device}")
-        if q.dtype not in FLOATS or not q.dtype == k.dtype == v.dtype:
-            raise TypeError(
-                f"q, k and v must share one dtype (bfloat16, float16 or float32), got {q.dtype}, {k.dtype}, {v.dtype}"
-            )
         self.check_tensors(comm, tensors, call)
-        (B, T, H, K), HV = q.shape, v.shape[2]
+        (B, T, H), HV = q.shape[:3], v.shape[2]
         if call.zigzag:
             check_halves(T)
         if B * cdiv(T, CHUNK_TOKENS) > GRID_LIMIT:
@@ -393,11 +410,11 @@ class SequenceOperator:
         if cu_seqlens is not None and B != 1:
             raise ValueError(f"cu_seqlens must be [N + 1] with B = 1, got {tuple(cu_seqlens.shape)}, B = {B}")
         if initial_state is not None:
-            check_tensor("initial_state", initial_state, (n, HV, K, v.shape[3]), comm.device)
+            check_tensor(self.initial, initial_state, self.state_shape(n, q, v), comm.device)
         check_cut(comm, T, call.invariant, call.zigzag)
         check_packed(comm, cu_seqlens, T, first_token, call.zigzag)
         if cu_seqlens is None and H == HV:  # packed inputs that are head-first would not fit the tokens of all ranks
-            look_for_head_first(comm, self.titles[call.rule], q)
+            look_for_head_first(comm, self.titles[call.rule], self.inputs[self.q_at], q)
 
     def _save(self, ctx: Any, inputs: tuple[Any, ...], rule: str, output: Sequence[Any]) -> None:
         """Save what ``_gradient`` needs. inputs: all of the custom operator's."""
@@ -406,8 +423,7 @@ class SequenceOperator:
         ctx.save_for_backward(*[found[i] for i in self.kept_at[rule]], cu_seqlens)
         ctx.rest = (
             initial_state is not None and initial_state.requires_grad,
-            tensors[3].dtype,
-            tensors[-1].dtype,
+            *[tensors[i].dtype for i in self.dtypes_at],
             *fixed,
         )
 
@@ -416,7 +432,8 @@ class SequenceOperator:
         ctx.set_materialize_grads(False)
         eager = type(output[0]) is Tensor and not in_backward()  # not traced, nor activation checkpointing's
         *_, handle, scale, bound, _, text = inputs
-        call, (q, _, v, *_), cu_seqlens = call_of(scale, bound, text), inputs, inputs[len(self.inputs) + 1]
+        call, cu_seqlens = call_of(scale, bound, text), inputs[len(self.inputs) + 1]
+        q, v = inputs[self.q_at], inputs[self.v_at]
         ctx.pending = []
         if eager:
             carrier = carrier_of(handle, call.invariant, self.dense)
@@ -433,8 +450,8 @@ class SequenceOperator:
             pending.run()
         initial, gate_dtype, _, handle, *_ = ctx.rest
         *kept, cu_seqlens = saved_tensors(ctx, lambda: carrier_of(handle).comm, True)
-        v = kept[2]
-        do, dfinal = plain_or_traced(torch.zeros_like(v) if do is None else do, dfinal)
+        v = kept[self.v_at]
+        do, dfinal = plain_or_traced(v.new_zeros(v.shape) if do is None else do, dfinal)
         dq, dk, dv, dg, *others, dinitial = backward(do, dfinal, *kept, cu_seqlens, *ctx.rest)
         return dq, dk, dv, dg.to(gate_dtype), *others, dinitial if initial else None
 
@@ -450,8 +467,8 @@ class SequenceOperator:
 
     def _fake(self, *inputs: Any) -> tuple[Tensor | None, ...]:
         *tensors, _, cu_seqlens, final, _, scale, bound, _, text = inputs
-        q, v = tensors[0], tensors[2]
-        o, final_state = torch.empty_like(v), zero_states(q, v, cu_seqlens, final)
+        q, v = tensors[self.q_at], tensors[self.v_at]
+        o, final_state = v.new_empty(v.shape), self._zero_states(q, v, cu_seqlens, final)
         return o, final_state, *self.fake_outputs(tensors, cu_seqlens, call_of(scale, bound, text))
 
     def _backward(
@@ -464,9 +481,10 @@ class SequenceOperator:
         title = self.titles[call.rule]
         with carrier.comm.call(True, f"the backward of {title}", (do, dfinal)):
             reject_second_derivative(title)
-            if kept[0].ndim != 4:
-                raise saved_tensor_error(title, "q", kept[0], "[B, T, H, K]")
-            check = partial(restored, title, " ".join((*self.kept, "do")), (*kept, do))
+            for i in (self.q_at, self.v_at):
+                if kept[i].ndim != 4:
+                    raise saved_tensor_error(title, self.kept[i], kept[i], "a tensor of four dimensions")
+            check = partial(self.restored, title, (*kept, do))
             if prepared is None:
                 rest = kept, do, cu_seqlens, first_token, call
                 prepared = self.make_again(carrier, rest, check, (gate_dtype, last_dtype))
@@ -475,8 +493,13 @@ class SequenceOperator:
 
     def _fake_backward(self, _: Any, __: Any, *inputs: Any) -> tuple[Tensor | None, ...]:
         kept, (cu_seqlens, initial, *_) = inputs[: len(self.kept)], inputs[len(self.kept) :]
-        dinitial = zero_states(kept[0], kept[2], cu_seqlens, initial)
-        return *(torch.empty_like(x) for x in self.gradients_like(kept)), dinitial
+        dinitial = self._zero_states(kept[self.q_at], kept[self.v_at], cu_seqlens, initial)
+        return *(x if x is None else x.new_empty(x.shape) for x in self.gradients_like(kept)), dinitial
+
+    def _zero_states(self, q: Tensor, v: Tensor, cu_seqlens: Tensor | None, wanted: bool) -> Tensor | None:
+        """Zeros for each sequence's state, or None if not ``wanted``."""
+        n = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        return q.new_zeros(self.state_shape(n, q, v), dtype=torch.float32) if wanted else None
 
 
 def typed(function: Callable[..., Any], results: int, *tables: dict[str, Any], **more: Any) -> Callable[..., Any]:
@@ -499,10 +522,12 @@ def carried(q: Tensor, v: Tensor, sequences: int, zigzag: int) -> tuple[int, int
     return carried_states(q.shape[0], sequences, zigzag) * v.shape[2], q.shape[3], v.shape[3]
 
 
-def zero_states(q: Tensor, v: Tensor, cu_seqlens: Tensor | None, wanted: bool) -> Tensor | None:
-    """Zeros for each sequence's state [N, H, K, V], or None if not ``wanted``."""
-    n = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    return q.new_zeros((n, v.shape[2], q.shape[3], v.shape[3]), dtype=torch.float32) if wanted else None
+def check_dtypes(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raise TypeError unless q, k and v share one of FLOATS."""
+    if q.dtype not in FLOATS or not q.dtype == k.dtype == v.dtype:
+        raise TypeError(
+            f"q, k and v must share one dtype (bfloat16, float16 or float32), got {q.dtype}, {k.dtype}, {v.dtype}"
+        )
 
 
 def layout_of(

@@ -18,6 +18,7 @@ from allscan.ops.delta.records import DeltaShape, Ends, Inputs, Outer, Saved
 from allscan.ops.gla import GLA, gla_operator, gla_plans
 from allscan.ops.operator import Call
 from allscan.ops.ssd import ssd_operator, ssd_plans
+from allscan.ops.ssd.ssd_operator import SSD
 from allscan.shmem_kernels.gla_strong import strong_decay_grad_kernel, strong_decay_kernel
 from allscan.shmem_kernels.ssd_bwd import ssd_gradients_kernel, ssd_sums_kernel
 from allscan.tokens.packing import Layout, TokenRange, flags_of
@@ -184,19 +185,21 @@ def launch_ssd(H, G, P, N, dtype, monkeypatch, z=False, channels=False, T=130):
         return dataclasses.replace(find(*arguments), device="cuda", num_sms=H100_MULTIPROCESSORS)
 
     monkeypatch.setattr(ssd_operator, "_shape", on_gpu)
-    monkeypatch.setattr(ssd_operator, "carrier_of", lambda *_: NoCarrier())
-    monkeypatch.setattr(ssd_operator, "looks_at_gates", lambda *_: False)
-    monkeypatch.setattr(ssd_operator, "find_layout", lambda *_, **__: layout)
+    monkeypatch.setattr(operator, "carrier_of", lambda *_: NoCarrier())
+    monkeypatch.setattr(operator, "check_first", lambda *_: None)
+    monkeypatch.setattr(operator, "find_layout", lambda *_, **__: layout)
     monkeypatch.setattr(Launches, "made", [])
     mixed = torch.zeros(1, T, H * P + 2 * G * N, dtype=dtype)
     x, B, C = mixed.split([H * P, G * N, G * N], 2)
     x, B, C = x.unflatten(2, (H, P)), B.unflatten(2, (G, N)), C.unflatten(2, (G, N))
     of_heads, dt = torch.zeros(H), torch.zeros(1, T, H, dtype=dtype)
     tensors = x, dt, of_heads, B, C, torch.zeros(H, P) if channels else of_heads, x if z else None, of_heads
-    initial, how = torch.zeros(1, H, P, N), (True, 0.0, float("inf"))
+    initial, more = torch.zeros(1, H, P, N), "dt_softplus=True,dt_limit=0.0 to inf"
+    fixed = 0, 1.0, None, None, Call("zeco_ssd", 1.0, more=more).text
     with torch.no_grad():
-        _, final, saved = ssd_operator._forward(*tensors, initial, None, True, 1, *how)
-        ssd_operator._backward(torch.zeros(1, T, H, P, dtype=dtype), final, *tensors, None, saved, True, 1, *how)
+        _, final, saved = SSD._forward(*tensors, initial, None, True, *fixed)
+        dy = torch.zeros(1, T, H, P, dtype=dtype)
+        SSD._backward(None, dy, final, *tensors, saved, None, True, B.dtype, x.dtype, *fixed)
 
 
 class NoScan:

@@ -43,6 +43,7 @@ def calls(comm, T, K=16, dtype=torch.float32):
         found["zeco_ssd", layout] = call(
             lambda x, dt, A, B, C, **options: allscan.zeco_ssd(x, dt, A, B, C, 16, **options), (x, dt, A, B, C), layout
         )
+        found["zeco_simple_gla", layout] = call(allscan.zeco_simple_gla, (q, k, v, scalar), layout)
         found["halo", layout] = call(lambda x, **options: allscan.halo(x, 3, **options), (x,), layout)
     return found
 

@@ -67,6 +67,22 @@ def ssd(comm, x, dt, A, B, C, D, z, dt_bias, initial_states, packed=False, **opt
     )
 
 
+def simple_gla(comm, q, k, v, g, initial_state, packed=False, **options):
+    lengths = [0, 11, 24 * comm.size] if packed else None
+    how = dict(g_gamma=-g.abs() / 8) if g.ndim == 1 else dict(g=-g.abs() / 8)
+    return allscan.zeco_simple_gla(
+        q,
+        k,
+        v,
+        **how,
+        comm=comm,
+        initial_state=initial_state,
+        output_final_state=True,
+        cu_seqlens=lengths,
+        **options,
+    )
+
+
 def other_rule(q, k, v, g, beta, initial_state, output_final_state):
     """Compute a custom delta rule in float64."""
     o, state = delta_reference(q, k, v, g, beta, initial_state=initial_state)
@@ -120,6 +136,10 @@ def calls(fla=True):
         found[f"zeco_gla, {layout}, kept"] = partial(gla, recompute=False, **options), (*[tokens] * 4, starts)
         of_ssd = (1, T, 2, 6), (1, T, 2), (2,), (1, T, 1, 10), (1, T, 1, 10), (2,), (1, T, 2, 6), (2,)
         found[f"zeco_ssd, {layout}"] = partial(ssd, **options), (*of_ssd, (*starts[:2], 6, 10))
+        of_simple = (1, T, 1, 16), (1, T, 1, 16), tokens
+        found[f"zeco_simple_gla, {layout}"] = partial(simple_gla, **options), (*of_simple, tokens[:3], starts)
+        if layout == "contiguous":
+            found["zeco_simple_gla, g_gamma"] = partial(simple_gla, state_v_first=True), (*of_simple, (2,), starts)
         if not fla:
             continue
         of_rule = *[tokens] * 4, tokens[:3], starts

@@ -432,7 +432,7 @@ def debug_case(group):
         return torch.tensor(packing._read_boundaries(packing.TensorKey(x)))
 
     with allscan.Communicator(group, timeout=2, debug=True) as comm, contextlib.ExitStack() as patches:
-        for module in ("operator", "ssd.ssd_operator", "halo"):
+        for module in ("operator", "halo"):
             patches.enter_context(mock.patch(f"allscan.ops.{module}.own_boundaries", read))
         for name, call in calls(comm, 20).items():
             cu_seqlens = torch.tensor([0, 10, 20 * comm.size])

@@ -12,7 +12,7 @@ from ...base.tiling import multiprocessors
 from ...bindings.versions import rejection
 from ...comm.communicator import Communicator
 from ...tokens.packing import carried_states
-from ..operator import FLOATS, Call
+from ..operator import Call, check_dtypes
 from .delta_passes import delta_segment_length
 from .fla_chunks import KDA, GatedDeltaNet
 from .own_chunks import OwnChunks
@@ -58,11 +58,7 @@ def _check_types(tensors: Sequence[Tensor]) -> None:
     for name, y in zip(("q", "k", "v", "g", "beta"), tensors):
         if not y.is_floating_point():
             raise TypeError(f"{name} must have a float type, got {y.dtype}")
-    q, k, v, *_ = tensors
-    if q.dtype not in FLOATS or not q.dtype == k.dtype == v.dtype:
-        raise TypeError(
-            f"q, k and v must share one dtype (bfloat16, float16 or float32), got {q.dtype}, {k.dtype}, {v.dtype}"
-        )
+    check_dtypes(*tensors[:3])
 
 
 def _check_gate(rule: str, lower_bound: Any, tensors: Sequence[Any]) -> None:

@@ -13,7 +13,7 @@ from ...comm.communicator import Communicator
 from ...launch.plan import Plan
 from ...tokens.packing import Layout
 from ..carrier import StateCarrier
-from ..operator import Asked, Call, PreparedCall, SequenceOperator, layout_of
+from ..operator import Asked, Call, PreparedCall, SequenceOperator, check_dtypes, layout_of
 from .gla_plans import Shape, backward_plan, forward_plan, shape_of
 
 SAVED_DTYPE = torch.int32  # of the saved buffer: integers, so that a saved_tensors_hook does not treat it as floats
@@ -188,6 +188,7 @@ class _GLA(SequenceOperator):
 
     def check_tensors(self, comm: Communicator, tensors: Sequence[Any], call: Call) -> None:
         q, k, v, g, _ = tensors
+        check_dtypes(q, k, v)
         names = dict(q=q, k=k, v=v, g=g)
         for name, x in names.items():
             if x.ndim != 4 or 0 in (*x.shape[:1], *x.shape[2:]):

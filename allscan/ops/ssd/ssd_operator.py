@@ -1,48 +1,28 @@
-"""zeco_ssd: the state space duality of Mamba2 over a sequence that is sharded across the ranks of a communicator."""
+"""zeco_ssd and zeco_simple_gla: one decay per head, over a sequence that is sharded across ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any, NamedTuple
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...base.autograd import Operator, Passes, check_saveable, reject_second_derivative, watched
-from ...base.checks import (
-    call_key,
-    check_halves,
-    check_restored,
-    check_tensor,
-    checked_first_token,
-    integer,
-    plain_or_traced,
-    saved_tensor_error,
-    signature_of,
-    zigzag_of,
-)
-from ...base.errors import DeferredError
-from ...base.tiling import cdiv, multiprocessors
-from ...bindings.torch_compat import num_dispatch_modes, recorded, without_dispatch_modes
-from ...comm.backwards import saved_tensors
-from ...comm.communicator import Communicator, check_communicator
-from ...launch.compiled_kernel import dynamo_disabled
+from ...base.checks import check_restored, integer, plain_or_traced
+from ...base.tiling import multiprocessors
+from ...comm.communicator import Communicator
 from ...launch.plan import Plan
-from ...tokens.packing import CHUNK_TOKENS, GRID_LIMIT, Layout, carried_states, own_boundaries
-from ...tokens.partition import OwnTokens, check_packed, compare_values, find_layout
-from ..allscan import check_final, final_of_all
-from ..carrier import AllScanCarrier, InOrderCarrier, StateCarrier, carrier_of, check_cut, check_invariant
-from ..first_call import check_gates, common_fields, looks_at_gates
-from .ssd_plans import Inputs, SSDShape, Steps, backward_plan, forward_plan, shape_of, strides_of
+from ...tokens.packing import Layout
+from ..carrier import StateCarrier
+from ..operator import FLOATS, Asked, Call, PreparedCall, SequenceOperator, check_dtypes, layout_of
+from .ssd_plans import Inputs, Options, SSDShape, backward_plan, forward_plan, shape_of, strides_of
 
 SAVED_DTYPE = torch.int32  # of the saved buffer: integers, so that a saved_tensors_hook does not treat it as floats
-MOST_ROWS = 256  # of a state: N
-OPTIONAL = "D", "z", "dt_bias"
+MOST_ROWS = 256  # of a state: N of zeco_ssd, K of zeco_simple_gla
 
 
-@dynamo_disabled
 def zeco_ssd(
     x: Tensor,
     dt: Tensor,
@@ -98,7 +78,7 @@ def zeco_ssd(
             itself, except that "all" is for all ranks or none: see output_final_state of ``allscan.zeco_gla``.
         cu_seqlens, first_token, layout, per_document, comm: as in ``allscan.zeco_gla``; in place of ``seq_idx``.
         invariant: as in ``allscan.zeco_gla``: results, and gradients except those of A, D and dt_bias, are bitwise
-            equal for every number of ranks. Cost: one call of the chunk scan for each segment and batch entry.
+            equal for every number of ranks.
 
     Returns:
         y [B, T, H, P] like x; with return_final_states (y, final_states). final_states [B or number of sequences, H, P,
@@ -116,222 +96,285 @@ def zeco_ssd(
     Source:
         Mamba2, arXiv 2405.21060; ZeCO, arXiv 2507.01004.
     """
-    check_communicator(comm)
-    of_all = False
-    if isinstance(return_final_states, str):
-        of_all = return_final_states = check_final(return_final_states, comm, "return_final_states")
-    invariant = comm.invariant if invariant is None else invariant
-    carrier = InOrderCarrier.of(comm) if invariant else AllScanCarrier.of(comm)
-    tensors = x, dt, A, B, C, D, z, dt_bias, initial_states
-    where = cu_seqlens, first_token, layout, per_document
-    asked = _CallOptions(chunk_size, dt_softplus, dt_limit, return_final_states, *where, invariant, of_all)
-    y, final = _call(carrier, tensors, asked)  # type: tuple[Tensor, Any]
-    if final is None:
-        return y
-    if not of_all:
-        return y, final
-    return final_of_all(y, final, comm, cu_seqlens is not None and not per_document, layout == "zigzag")
+    limit = tuple(dt_limit) if isinstance(dt_limit, tuple | list) else (dt_limit,)
+    more = chunk_size, dt_softplus, *limit
+    asked = Asked(return_final_states, 1.0, cu_seqlens, first_token, layout, per_document, invariant, True, more)
+    y, final_states = SSD.run(comm, "zeco_ssd", (x, dt, A, B, C, D, z, dt_bias, initial_states), asked)
+    return y if final_states is None else (y, final_states)
 
 
-class _CallOptions(NamedTuple):
-    """Unchecked options of a call, as the caller passes them: see ``zeco_ssd``."""
-
-    chunk_size: Any
-    softplus: Any
-    limit: Any
-    final: bool
-    cu_seqlens: Any
-    first_token: int | None
-    layout: str
-    per_document: bool
-    invariant: int
-    of_all: bool
-
-
-class Options(NamedTuple):
-    """Checked options of a call, without its tensors. zigzag: see zigzag_of. of_all: see final_of_all."""
-
-    softplus: bool = False
-    least: float = 0.0
-    most: float = float("inf")
-    first_token: int | None = None
-    zigzag: int = 0
-    invariant: int = 0
-    of_all: bool = False
-
-    @property
-    def steps(self) -> Steps:
-        return Steps(self.softplus, self.least, self.most)
-
-
-def _call(carrier: StateCarrier, tensors: tuple, asked: _CallOptions) -> tuple[Tensor, Tensor | None]:
-    """Run ``zeco_ssd``; return (y, final states or None)."""
-    comm = carrier.comm
-    if torch.compiler.is_compiling() or (num_dispatch_modes() and recorded()):
-        return _traced_call(carrier, tensors, asked.final, *_checked(carrier, tensors, asked))
-    with comm.call(False, "zeco_ssd", tensors):
-        key = call_key(tensors)
-        differentiable = bool(key[-1])  # 2: there are inference tensors, which torch cannot save (see call_key)
-        # calls that need all checks bypass the cache
-        known = (
-            asked.cu_seqlens is None
-            and asked.first_token is None
-            and not (comm.debug or asked.per_document)
-            and type(asked.chunk_size) is type(asked.invariant) is int
-            and type(asked.softplus) is bool
-            and type(asked.limit) is tuple
-            and {*map(type, asked.limit)} <= {int, float}
-            and type(asked.layout) is str
-            and key[-1] != 2
-            and num_dispatch_modes() == 0
-        )
-        key = key, asked if known else None, type(carrier), carrier.handle
-        prepared = comm.calls.get(key) if known else None
-        if prepared is None:
-            cu_seqlens, options = _checked(carrier, tensors, asked)
-            if watched((*tensors, cu_seqlens)):
-                return _traced_call(carrier, tensors, asked.final, cu_seqlens, options)
-            prepared = _prepare(carrier, tensors, cu_seqlens, options)
-            if known:
-                comm.calls.remember(key, prepared)
-        else:
-            cu_seqlens = None
-        if differentiable:
-            return _operator.eager((prepared, (cu_seqlens, asked.final)), *tensors)
-        y, final, _ = prepared.forward(*tensors, cu_seqlens, asked.final)
-        return y, final
-
-
-def _checked(carrier: StateCarrier, tensors: Sequence[Tensor], asked: _CallOptions) -> tuple[Tensor | None, Options]:
-    """Run the checks that need no other rank; return (cu_seqlens, Options)."""
-    deferred, cu_seqlens, boundaries = None, None, asked.cu_seqlens
-    try:
-        zigzag = zigzag_of(asked.layout, asked.per_document, boundaries)
-        cu_seqlens = None if boundaries is None else own_boundaries(boundaries)
-        first_token = checked_first_token(asked.first_token, cu_seqlens)
-        for name, x in zip((*Inputs._fields, "initial_states"), tensors, strict=True):
-            if (x is not None or name not in (*OPTIONAL, "initial_states")) and not torch.compiler.is_compiling():
-                check_tensor(name, x, None, carrier.comm.device, None)
-        integer("chunk_size", asked.chunk_size)
-        check_saveable((*tensors, cu_seqlens), tensors)
-        limit = asked.limit
-        if len(limit) != 2 or not 0 <= limit[0] <= limit[1]:
-            raise ValueError(f"dt_limit must be two numbers that rise from at least 0, got {limit}")
-        least, most = map(float, limit)
-        invariant = check_invariant(carrier.comm, asked.invariant, zigzag)
-    except (TypeError, ValueError) as error:
-        deferred = DeferredError(error)
-    if deferred is not None:
-        carrier.prepare(None, deferred=deferred)  # raises the error, at a first call on all ranks
-    compare_values(carrier.comm, boundaries, cu_seqlens)
-    return cu_seqlens, Options(bool(asked.softplus), least, most, first_token, zigzag, invariant, asked.of_all)
-
-
-def _traced_call(
-    carrier: StateCarrier, tensors: Sequence[Tensor | None], final: bool, cu_seqlens: Tensor | None, options: Options
+def zeco_simple_gla(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None = None,
+    g_gamma: Tensor | None = None,
+    *,
+    comm: Communicator,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool | str = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | Sequence[int] | None = None,
+    first_token: int | None = None,
+    layout: str = "contiguous",
+    per_document: bool = False,
+    invariant: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Call the custom operator."""
-    y, final_states, _ = _operator.forward(*tensors, cu_seqlens, final, carrier.handle, *options)
-    return y, final_states if final else None
+    """Gated linear attention with one decay per head (simple GLA, RetNet, lightning attention) over a sharded sequence;
+    each rank holds consecutive tokens, in rank order.
+
+        S_t = exp(g_t) S_{t-1} + k_t^T v_t,     o_t = scale * q_t S_t
+
+    The arguments are those of ``fla.ops.simple_gla.chunk_simple_gla``, with comm= in addition. The function is
+    differentiable in all tensors; the gradient of g_gamma, which fla does not compute, is this rank's contribution.
+    Decays are exact for every g from 0 to -inf. Kernels read q, k, v and g by their strides, as those of
+    ``allscan.zeco_ssd``.
+
+    Args:
+        q, k: [B, T, H, K], this rank's T tokens; bfloat16, float16 or float32. K is at most 256.
+        v: [B, T, HV, V], of q's dtype. HV is a multiple of H: consecutive heads share one head of q and k.
+        g: [B, T, HV], natural logarithm of the decay, at most 0; bfloat16, float16 or float32.
+        g_gamma: [HV], the same for all tokens. Give g or g_gamma, or neither: then nothing decays.
+        state_v_first: whether initial and final states are [..., HV, V, K] instead of [..., HV, K, V].
+        scale, initial_state, output_final_state, cu_seqlens, first_token, layout, per_document, invariant, comm: as in
+            ``allscan.zeco_gla``. With invariant=, the gradient of g_gamma is not bitwise equal.
+
+    Returns:
+        (o, final_state), as ``allscan.zeco_gla``; o like v.
+
+    Raises:
+        TypeError: a dtype is not supported.
+        ValueError: shapes, device or cu_seqlens are wrong, or a gate is positive.
+        RuntimeError: as ``allscan.allscan``, whose other errors are raised too; each before anything is launched.
+
+    Example:
+        >>> o, _ = allscan.zeco_simple_gla(q, k, v, g, comm=comm)
+
+    Source:
+        Lightning attention-2, arXiv 2401.04658; ZeCO, arXiv 2507.01004.
+    """
+    if state_v_first and initial_state is not None and initial_state.ndim > 1:
+        initial_state = initial_state.mT
+    asked = Asked(output_final_state, scale, cu_seqlens, first_token, layout, per_document, invariant)
+    o, final_state = SIMPLE_GLA.run(comm, "zeco_simple_gla", (v, g, g_gamma, k, q, initial_state), asked)
+    return o, final_state.mT if state_v_first and final_state is not None else final_state
 
 
-class Prepared:
-    """State of one call signature, as gla_operator.Prepared."""
+class PreparedSSD(PreparedCall):
+    """Calls of one signature. words: of the saved buffer. shape_of_states: of initial and final ones."""
 
     def __init__(
-        self, carrier: StateCarrier, shape: SSDShape, layout: Layout, options: Options, saved_words: int
+        self,
+        carrier: StateCarrier,
+        shape: SSDShape,
+        layout: Layout,
+        call: Call,
+        first_token: int | None,
+        words: int,
+        shape_of_states: tuple[int, int, int, int],
     ) -> None:
-        self.carrier, self.shape, self.layout, self.options = carrier, shape, layout, options
-        self.saved_words = saved_words
-        scan = carrier.prepare((shape.carried * shape.H, shape.K, shape.V))
-        self.fixed = carrier.handle, *options  # the operator's last inputs
-        self.pending = partial(carrier.pending, scan, bool(shape.zigzag))
-        self._states = shape.sequences, shape.H, shape.K, shape.V
+        super().__init__(carrier, call, first_token, (shape.sequences, shape.H, shape.K, shape.V), shape.carried)
+        self.shape, self.layout, self.words = shape, layout, words
+        self.turned = call.rule == "zeco_ssd"  # its states are [P, N], the kernels' [N, P]
+        self.options = options_of(call.scale, call.more)
+        self._states = shape_of_states
         self._plans: dict[tuple, Plan] = {}
 
-    def forward(self, *inputs: Any) -> tuple[Tensor, Any, Tensor]:
-        """Run forward. ``inputs``: the operator's inputs before ``fixed``.
-
-        Returns (y, final states or None, the buffer of Shape.saved_sizes)."""
+    def forward(self, *inputs: Any) -> tuple[Any, ...]:
         *tensors, initial, _, final = inputs
         x = tensors[0]
         final_states = x.new_zeros(self._states, dtype=torch.float32) if final else None
-        saved_buffer = x.new_empty(self.saved_words, dtype=SAVED_DTYPE)
-        rest = _turned(initial), final_states, saved_buffer
-        (y,) = self._run(forward_plan, tensors, rest)
-        final_states = _turned(final_states)
-        if self.carrier.comm.debug:
-            self.carrier.comm._look_for_nan("zeco_ssd", y=y, final_states=final_states)
+        saved_buffer = x.new_empty(self.words, dtype=SAVED_DTYPE)
+        ends = self._turn(initial), self._turn(final_states)
+        (y,) = self._run(forward_plan, tensors, (*ends, saved_buffer))
+        final_states = self._turn(ends[1])
+        if self.comm.debug:
+            self.comm._look_for_nan(self.call.rule, y=y, final_states=final_states)
         return y, final_states, saved_buffer
 
-    def backward(
-        self, dy: Tensor, dfinal: Tensor | None, tensors: Sequence[Any], saved_buffer: Tensor, initial: bool
-    ) -> tuple[Tensor | None, ...]:
-        """Run backward; return the gradients of ``tensors`` (Inputs; None for None) and of initial_states or None."""
-        dinitial = dy.new_zeros(self._states, dtype=torch.float32) if initial else None
-        found = iter(self._run(backward_plan, tensors, (dy, _turned(dfinal), dinitial, saved_buffer)))
+    def backward(self, do: Tensor, dfinal: Tensor | None, kept: Sequence[Any], initial: bool) -> Sequence[Any]:
+        *tensors, saved_buffer = kept
+        (saved_buffer,) = plain_or_traced(saved_buffer)
+        if saved_buffer.data_ptr() % 16:  # kernels need 16-byte alignment; a caller's hook may return other memory
+            saved_buffer = saved_buffer.clone()
+        dinitial = self._turn(do.new_zeros(self._states, dtype=torch.float32)) if initial else None
+        found = iter(self._run(backward_plan, tensors, (do, self._turn(dfinal), dinitial, saved_buffer)))
         grads = [None if x is None else next(found) for x in tensors]
-        dinitial = _turned(dinitial)
-        if self.carrier.comm.debug:
-            named = {f"d{name}": x for name, x in zip(Inputs._fields, grads, strict=True)}
-            self.carrier.comm._look_for_nan("zeco_ssd's backward", **named, dinitial_states=dinitial)
+        dinitial = self._turn(dinitial)
+        if self.comm.debug:
+            named = {f"gradient {i}": x for i, x in enumerate((*grads, dinitial))}
+            self.comm._look_for_nan(f"{self.call.rule}'s backward", **named)
         return *grads, dinitial
 
-    def saved_specs(self, tensors: Sequence[Any]) -> list:
-        """Return (dtype, shape, device) of what autograd saves (Inputs, those that are not None; the saved buffer), and
-        of dy."""
-        shape, device = self.shape, self.carrier.comm.device
-        x, B = (torch.Size((shape.B, shape.T, *rest)) for rest in ((shape.H, shape.V), (shape.G, shape.K)))
-        shapes = dict(x=x, dt=x[:3], A=x[2:3], B=B, C=B, D=x[2:3], z=x, dt_bias=x[2:3])
-        specs = [
-            (t.dtype, x[2:] if name == "D" and t.ndim == 2 else shapes[name], device)
-            for name, t in zip(Inputs._fields, tensors, strict=True)
-            if t is not None
-        ]
-        specs[0], specs[1] = (shape.dtype, x, device), (shape.gate_dtype, x[:3], device)
-        return [*specs, (SAVED_DTYPE, torch.Size((self.saved_words,)), device), (shape.dtype, x, device)]
+    def _turn(self, states: Tensor | None) -> Any:
+        """States of the caller as those of the kernels, or the other way."""
+        return states if states is None or not self.turned else states.resolve_neg().mT.contiguous()
 
     def _run(self, make: Callable[..., Plan], tensors: Sequence[Any], rest: tuple[Tensor | None, ...]) -> list[Tensor]:
         """Run the plan of a pass, which ``make`` makes."""
-        self.layout.use(self.carrier.comm)
+        self.layout.use(self.comm)
         taken, strides = strides_of(tensors)
         variant = make, strides, tuple(x is None for x in rest)
         plan = self._plans.get(variant)
         if plan is None:
-            shape, layout, options = self.shape, self.layout, self.options
+            shape, layout, (rule, *_), of_all = self.shape, self.layout, self.call, self.call.of_all
             kinds = tuple(None if x is None else (x.shape, x.dtype) for x in tensors)
-            key = type(self.carrier), self.carrier.handle, shape, options, kinds, *variant
-            alike = "zeco_ssd", shape.B, shape.G, str(shape.dtype), options.steps, options.of_all
+            key = type(self.carrier), self.carrier.handle, shape, self.options, of_all, kinds, *variant
+            alike = rule, shape.B, shape.G, str(shape.dtype), self.options, of_all
 
             def new() -> Plan:
                 same = layout.for_calls(*alike)
-                return make(shape, options.steps, strides, same, self.carrier, *taken, *rest)
+                return make(shape, self.options, strides, same, self.carrier, *taken, *rest)
 
             plan = layout.derived(key, new)
             self._plans[variant] = plan
         return plan.run(self.carrier, *[x for x in (*taken, *rest) if x is not None])
 
 
-def _turned(states: Tensor | None) -> Any:
-    """[..., P, N] as [..., N, P], or the other way; contiguous."""
-    return None if states is None else states.resolve_neg().mT.contiguous()
+class _ScalarDecay(SequenceOperator):
+    """Inputs of calls: those of ``Inputs``, or the first of them."""
+
+    outputs = ("saved_buffer",)
+    q_at, v_at = 3, 0
+    dtypes_at = 3, 0
+
+    def __init__(self) -> None:
+        self.kept = *self.inputs, "saved_buffer"
+        self.kept_at = {self.name: range(len(self.kept))}
+        self.titles = {self.name: self.name}
+        super().__init__()
+
+    def prepared_inputs(self, tensors: Sequence[Any], more: Any, handle: int) -> Sequence[Any]:
+        return tensors  # kernels read them by their strides
+
+    def restored(self, title: str, tensors: Sequence[Any], specs: list[tuple[Any, ...]]) -> Sequence[Any]:
+        named = [(name, x) for name, x in zip((*self.kept, "do"), tensors, strict=True) if x is not None]
+        check_restored(title, " ".join([name for name, _ in named]), [x for _, x in named], specs)
+        return tensors
+
+    def make(
+        self,
+        carrier: StateCarrier,
+        tensors: Sequence[Any],
+        cu_seqlens: Tensor | None,
+        first_token: int | None,
+        call: Call,
+        traced: bool,
+    ) -> PreparedSSD:
+        q, v = tensors[self.q_at], tensors[self.v_at]
+        shape = _shape(tensors, cu_seqlens, call)
+        layout = layout_of(carrier.comm, v, cu_seqlens, first_token, call, shape.segment)
+        every_cut = traced or cu_seqlens is None
+        words = shape.saved_words if every_cut else sum(shape.saved_sizes(layout.num_segments, layout.num_chunks))
+        states = self.state_shape(shape.sequences, q, v)
+        prepared = PreparedSSD(carrier, shape, layout, call, first_token, words, states)
+        prepared.saved_specs = _saved_specs(tensors[: len(self.inputs)], (v.dtype, q.dtype), words)
+        return prepared
+
+    def make_again(
+        self, carrier: StateCarrier, rest: Sequence[Any], check: Callable[..., Any], dtypes: Sequence[torch.dtype]
+    ) -> PreparedSSD:
+        (*tensors, saved_buffer), _, cu_seqlens, first_token, call = rest
+        shape = _shape(tensors, cu_seqlens, call)
+        packed = cu_seqlens is not None and saved_buffer.shape != (shape.saved_words,)  # saved by an eager call
+        words = saved_buffer.numel() if packed else shape.saved_words
+        check(_saved_specs(tensors, dtypes[::-1], words))
+        return self.make(carrier, (*tensors, None), cu_seqlens, first_token, call, not packed)
+
+    def fake_outputs(self, inputs: Sequence[Tensor], cu_seqlens: Tensor | None, call: Call) -> Sequence[Tensor]:
+        return [inputs[0].new_empty(_shape(inputs, cu_seqlens, call, SSDShape).saved_words, dtype=SAVED_DTYPE)]
+
+    def gradients_like(self, kept: Sequence[Any]) -> Sequence[Any]:
+        return kept[:-1]
+
+    def _save(self, ctx: Any, inputs: tuple[Any, ...], rule: str, output: Sequence[Any]) -> None:
+        super()._save(ctx, inputs, rule, output)
+        ctx.given = [x is not None for x in inputs[: len(self.inputs) + 1]]
+
+    def _gradient(self, backward: Callable[..., Any], ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        return tuple([x if given else None for x, given in zip(super()._gradient(backward, ctx, *grads), ctx.given)])
 
 
-def check_tensors(tensors: Sequence[Any], cu_seqlens: Tensor | None, comm: Communicator, zigzag: int) -> None:
-    """Raise TypeError or ValueError for arguments that are wrong on this rank."""
-    named = dict(zip(Inputs._fields, tensors))
-    x, B, D, initial = named["x"], named["B"], named["D"], tensors[-1]
+class _SSD(_ScalarDecay):
+    name = "zeco_ssd"
+    inputs = Inputs._fields
+    optional = "D", "z", "dt_bias"
+    initial, final = "initial_states", "return_final_states"
+
+    def check_options(self, rule: str, tensors: Sequence[Any], asked: Asked, invariant: int) -> None:
+        chunk_size, _, *limit = asked.more
+        integer("chunk_size", chunk_size)
+        if len(limit) != 2 or not 0 <= limit[0] <= limit[1]:
+            raise ValueError(f"dt_limit must be two numbers that rise from at least 0, got {tuple(limit)}")
+
+    def options(self, tensors: Sequence[Any], more: Any) -> tuple[float | None, str]:
+        _, softplus, least, most = more
+        return None, f"dt_softplus={bool(softplus)},dt_limit={float(least)} to {float(most)}"
+
+    def check_tensors(self, comm: Communicator, tensors: Sequence[Any], call: Call) -> None:
+        check_ssd(Inputs(*tensors[:-1]))
+
+    def gates(self, tensors: Sequence[Any], call: Call) -> Iterator[tuple[str, Tensor]]:
+        x, options = Inputs(*tensors[:-1]), options_of(call.scale, call.more)
+        yield "A", x.A[None, None]
+        d = x.dt.float() if x.dt_bias is None else x.dt.float() + x.dt_bias.float()
+        d = (F.softplus(d) if options.softplus else d).clamp(options.least, options.most)
+        yield "dt * A", torch.where(d == 0, 0.0, x.A.float() * d)
+
+    def state_shape(self, n: int, q: Tensor, v: Tensor) -> tuple[int, int, int, int]:
+        return n, v.shape[2], v.shape[3], q.shape[3]
+
+
+class _SimpleGLA(_ScalarDecay):
+    name = "zeco_simple_gla"
+    inputs = "v", "g", "g_gamma", "k", "q"  # x, dt, A, B, C of Inputs
+    optional = "g", "g_gamma"
+
+    def check_tensors(self, comm: Communicator, tensors: Sequence[Any], call: Call) -> None:
+        v, g, g_gamma, k, q, _ = tensors
+        check_dtypes(q, k, v)
+        if v.ndim != 4 or q.shape != k.shape or q.shape[:2] != v.shape[:2] or 0 in (*q.shape[2:], *v.shape[2:]):
+            shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in dict(q=q, k=k, v=v).items())
+            raise ValueError(f"q, k must be [B, T, H, K] and v [B, T, HV, V], not empty but for T, got {shapes}")
+        (B, T, H, K), HV = q.shape, v.shape[2]
+        if HV % H:
+            raise ValueError(f"v must have a multiple of the {H} heads of q, got {HV}")
+        if K > MOST_ROWS:
+            raise ValueError(f"K must be at most {MOST_ROWS}, got {K}")
+        if g is not None and g_gamma is not None:
+            raise ValueError("give g or g_gamma, not both")
+        for name, x, expected in (("g", g, (B, T, HV)), ("g_gamma", g_gamma, (HV,))):
+            if x is not None:
+                _check_dtype(name, x)
+                if x.shape != expected:
+                    raise ValueError(f"{name} must be {list(expected)}, got {list(x.shape)}")
+
+    def gates(self, tensors: Sequence[Any], call: Call) -> Iterable[tuple[str, Tensor]]:
+        _, g, g_gamma, *_ = tensors
+        return [("g", g)] if g is not None else [] if g_gamma is None else [("g_gamma", g_gamma[None, None])]
+
+
+def _check_dtype(name: str, x: Tensor) -> None:
+    if x.dtype not in FLOATS:
+        raise TypeError(f"{name} must be bfloat16, float16 or float32, got {x.dtype}")
+
+
+def check_ssd(tensors: Inputs) -> None:
+    """Raise TypeError or ValueError for inputs of zeco_ssd that are wrong on this rank."""
+    x, B, D = tensors.x, tensors.B, tensors.D
+    named = tensors._asdict()
     for name, t in named.items():
-        if t is not None and t.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-            raise TypeError(f"{name} must be bfloat16, float16 or float32, got {t.dtype}")
-    if x.ndim != 4 or B.ndim != 4 or 0 in (*x.shape[:1], *x.shape[2:], *B.shape[2:]):
+        if t is not None:
+            _check_dtype(name, t)
+    if x.ndim != 4 or 0 in (*x.shape[:1], *x.shape[2:], *B.shape[2:]):
         shapes = f"{tuple(x.shape)}, {tuple(B.shape)}"
         raise ValueError(f"x must be [B, T, H, P] and B [B, T, G, N] with no empty dimension but T, got {shapes}")
     (batch, T, H, P), (G, N) = x.shape, B.shape[2:]
     if H % G:
         raise ValueError(f"the {H} heads of x must be a multiple of the {G} groups of B")
-    wanted = dict(dt=(batch, T, H), A=(H,), B=(batch, T, G, N), C=(batch, T, G, N), z=(batch, T, H, P), dt_bias=(H,))
-    for name, shape in wanted.items():
+    expected = dict(dt=(batch, T, H), A=(H,), B=(batch, T, G, N), C=(batch, T, G, N), z=(batch, T, H, P), dt_bias=(H,))
+    for name, shape in expected.items():
         if named[name] is not None and named[name].shape != shape:
             why = f"{name} must be {list(shape)}, got {list(named[name].shape)}"
             head_first = name == "A" and named[name].shape == (T,)
@@ -340,225 +383,42 @@ def check_tensors(tensors: Sequence[Any], cu_seqlens: Tensor | None, comm: Commu
         raise ValueError(f"D must be {[H]} or {[H, P]}, got {list(D.shape)}")
     if N > MOST_ROWS:
         raise ValueError(f"N must be at most {MOST_ROWS}, got {N}")
-    if batch * cdiv(T, CHUNK_TOKENS) > GRID_LIMIT:
-        raise ValueError(f"B * T must be at most {GRID_LIMIT:,} chunks of {CHUNK_TOKENS} tokens, got {tuple(x.shape)}")
-    if zigzag:
-        check_halves(T)
-    if cu_seqlens is not None and batch != 1:
-        raise ValueError(f"cu_seqlens must be [N + 1] with B = 1, got {tuple(cu_seqlens.shape)}, B = {batch}")
-    sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    states = carried_states(batch, sequences, zigzag) * (1 + bool(zigzag))
-    if states * H > GRID_LIMIT:
-        raise ValueError(f"the states of {states} sequences or halves times H must be at most {GRID_LIMIT:,}")
-    if initial is not None:
-        check_tensor("initial_states", initial, (sequences, H, P, N), comm.device)
 
 
-def _carried_shape(x: Tensor, B: Tensor, cu_seqlens: Tensor | None, zigzag: int) -> tuple[int, int, int]:
-    """Return the shape (states * H, N, P) of the data that a rank sends."""
-    sequences = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    return carried_states(x.shape[0], sequences, zigzag) * x.shape[2], B.shape[3], x.shape[3]
+@functools.lru_cache(1024)
+def options_of(scale: float, more: str) -> Options:
+    """The Options of a Call's ``scale`` and ``more``."""
+    if not more:
+        return Options(scale)
+    softplus, limit = (field.partition("=")[2] for field in more.split(","))
+    least, most = map(float, limit.split(" to "))
+    return Options(scale, softplus == "True", least, most)
 
 
-def _prepare(
-    carrier: StateCarrier, tensors: Sequence[Any], cu_seqlens: Tensor | None, options: Options, traced: bool = False
-) -> Prepared:
-    """Run the remaining checks; return the Prepared. The first call for a signature checks the tensors and compares
-    its arguments with those of the other ranks. traced: for a call of the custom operator."""
-    comm, (x, dt, A, B, C, *optional, initial) = carrier.comm, tensors
-    softplus, least, most, first_token, zigzag, invariant, of_all = options
-    are_none = initial is None, cu_seqlens is None, first_token is None
-    sequences = None if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    by = type(carrier), carrier.handle
-    rest = first_token is None, zigzag, *options.steps, invariant, of_all
-    signature = "zeco_ssd", signature_of(*tensors), sequences, rest, by
-    if comm.debug or signature not in comm.checked:
-        deferred, shape, agree, values_checked = None, None, None, False
-        try:
-            if x.ndim == B.ndim == 4:
-                shape = _carried_shape(x, B, cu_seqlens, zigzag)
-                absent = tuple((f"{name} is None", t is None) for name, t in zip(OPTIONAL, optional, strict=True))
-                how = ("dt_softplus", softplus), ("dt_limit", (least, most))
-                common = common_fields(x.shape[0], x.dtype, 1.0, zigzag, *are_none)
-                last = ("invariant", invariant), ("return_final_states is 'all'", of_all)
-                agree = "zeco_ssd", ("groups", B.shape[2]), *common, *absent, *how, *last
-            check_tensors(tensors, cu_seqlens, comm, zigzag)
-            check_cut(comm, x.shape[1], invariant, zigzag)
-            check_packed(comm, cu_seqlens, x.shape[1], first_token, zigzag)
-            values_checked = looks_at_gates(comm, shape, agree)
-            if values_checked:
-                with torch.no_grad(), without_dispatch_modes():  # selective checkpointing does not check again
-                    check_gates("A", A[None, None])
-                    d = dt.float() if optional[-1] is None else dt.float() + optional[-1].float()
-                    d = (F.softplus(d) if softplus else d).clamp(least, most)
-                    check_gates("dt * A", torch.where(d == 0, 0.0, A.float() * d))
-        except (TypeError, ValueError) as error:
-            deferred = DeferredError(error)
-        carrier.prepare(shape, agree, deferred, first_call_only=values_checked)
-        comm.checked.remember(signature)
-    return _find(carrier, _shape(x, dt.dtype, B, C, cu_seqlens, options), cu_seqlens, options, traced)
-
-
-def _find(
-    carrier: StateCarrier, shape: SSDShape, cu_seqlens: Tensor | None, options: Options, traced: bool
-) -> Prepared:
-    """Return the Prepared of checked tensors. traced: as in gla_operator._find."""
-    own = OwnTokens(shape.B, shape.T, cu_seqlens, options.first_token, options.zigzag)
-    layout = find_layout(carrier.comm, own, shape.segment, aligned=bool(shape.invariant))
-    every_cut = traced or cu_seqlens is None
-    words = shape.saved_words if every_cut else sum(shape.saved_sizes(layout.num_segments, layout.num_chunks))
-    return Prepared(carrier, shape, layout, options, words)
+def _saved_specs(tensors: Sequence[Any], dtypes: Sequence[torch.dtype], words: int) -> list[tuple[Any, ...]]:
+    """Return (dtype, shape, device) of what autograd saves (Inputs, those that are not None; the saved buffer), and of
+    do. dtypes: of x and B."""
+    x, _, _, B, _, *rest = tensors
+    device, of_x, of_B = x.device, x.shape, B.shape
+    shapes = Inputs(of_x, of_x[:3], of_x[2:3], of_B, of_B, rest[0].shape if rest and rest[0] is not None else None)
+    shapes = shapes._replace(z=of_x, dt_bias=of_x[2:3])
+    known = {0: dtypes[0], 3: dtypes[1]}
+    specs = [
+        (known.get(i, t.dtype), shape, device) for i, (t, shape) in enumerate(zip(tensors, shapes)) if t is not None
+    ]
+    return [*specs, (SAVED_DTYPE, torch.Size((words,)), device), (dtypes[0], of_x, device)]
 
 
 def _shape(
-    x: Tensor,
-    dt_dtype: torch.dtype,
-    B: Tensor,
-    C: Tensor,
-    cu_seqlens: Tensor | None,
-    options: Options,
-    make: Callable[..., SSDShape] = shape_of,
+    tensors: Sequence[Any], cu_seqlens: Tensor | None, call: Call, make: Callable[..., SSDShape] = shape_of
 ) -> SSDShape:
     """Return the SSDShape of a call."""
+    x, dt, _, B, C, *_ = tensors
     (batch, T, H, P), (G, N) = x.shape, B.shape[2:]
     sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
     is_bf16 = x.dtype == B.dtype == C.dtype == torch.bfloat16
-    how = x.device.type, options.zigzag, multiprocessors(x.device), False, options.invariant
-    return make(batch, T, H, N, P, sequences, x.dtype, dt_dtype, *how, G, is_bf16)
+    how = x.device.type, call.zigzag, multiprocessors(x.device), False, call.invariant
+    return make(batch, T, H, N, P, sequences, x.dtype, torch.float32 if dt is None else dt.dtype, *how, G, is_bf16)
 
 
-def _ends(x: Tensor, wanted: bool, shape: SSDShape) -> Tensor | None:
-    """Return zeros [sequences, H, P, N], or None if not ``wanted``."""
-    return x.new_zeros((shape.sequences, shape.H, shape.V, shape.K), dtype=torch.float32) if wanted else None
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-    *tensors, initial, cu_seqlens, _, handle = inputs[:12]
-    options = inputs[12:]
-    ctx.save_for_backward(*tensors, cu_seqlens, output[2])
-    ctx.rest = initial is not None and initial.requires_grad, handle, *options
-
-
-def _pending(*inputs: Any) -> list:
-    """Return the PendingBackward records of a call of the custom operator."""
-    x, B, cu_seqlens, handle = inputs[0], inputs[3], inputs[9], inputs[11]
-    options = Options(*inputs[12:])
-    carrier = carrier_of(handle, options.invariant)
-    shape = _carried_shape(x, B, cu_seqlens, options.zigzag)
-    return carrier.pending(carrier.prepare(shape), bool(options.zigzag))
-
-
-def _gradient(backward: Callable[..., Any], ctx: Any, dy: Tensor, dfinal: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Return the gradients of Inputs and of initial_states."""
-    for pending in ctx.pending:
-        pending.run()
-    comm = lambda: carrier_of(ctx.rest[1]).comm  # noqa: E731
-    *tensors, cu_seqlens, saved_buffer = saved_tensors(ctx, comm, True)
-    x = tensors[0]
-    dy = torch.zeros_like(x, memory_format=torch.contiguous_format) if dy is None else dy
-    dy, dfinal = plain_or_traced(dy, dfinal)
-    *grads, dinitial = backward(dy, dfinal, *tensors, cu_seqlens, saved_buffer, *ctx.rest)
-    return *[None if t is None else g for t, g in zip(tensors, grads)], dinitial if ctx.rest[0] else None
-
-
-def _run_backward(prepared: Prepared | None, *inputs: Any) -> tuple[Any, ...]:
-    """Check the restored tensors and run backward. ``inputs``: the inputs of ``_backward``."""
-    dy, dfinal, *tensors, cu_seqlens, saved_buffer = inputs[:12]
-    initial, handle, *rest = inputs[12:]
-    options = Options(*rest)
-    carrier = carrier_of(handle, options.invariant) if prepared is None else prepared.carrier
-    with carrier.comm.call(True, "the backward of zeco_ssd", (dy, dfinal)):
-        reject_second_derivative("zeco_ssd")
-        x, B = tensors[0], tensors[3]
-        if x.ndim != 4 or B.ndim != 4:
-            name = "x" if x.ndim != 4 else "B"
-            raise saved_tensor_error("zeco_ssd", name, tensors[Inputs._fields.index(name)], "four dimensions")
-        if prepared is None:
-            shape = _shape(x, tensors[1].dtype, B, tensors[4], cu_seqlens, options)
-            packed = cu_seqlens is not None and saved_buffer.shape != (shape.saved_words,)  # saved by an eager call
-            prepared = _find(carrier, shape, cu_seqlens, options, traced=not packed)
-        named = [(name, t) for name, t in zip(Inputs._fields, tensors, strict=True) if t is not None]
-        names = " ".join([name for name, _ in named] + ["saved_buffer", "dy"])
-        restored = [*(t for _, t in named), saved_buffer, dy]
-        check_restored("zeco_ssd", names, restored, prepared.saved_specs(tensors))
-        (saved_buffer,) = plain_or_traced(saved_buffer)
-        if saved_buffer.data_ptr() % 16:  # kernels need 16-byte alignment; a caller's hook may return other memory
-            saved_buffer = saved_buffer.clone()
-        return prepared.backward(dy, dfinal, tensors, saved_buffer, initial)
-
-
-# The custom operator, which torch.compile traces
-
-
-def _forward(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None,
-    z: Tensor | None,
-    dt_bias: Tensor | None,
-    initial_states: Tensor | None,
-    cu_seqlens: Tensor | None,
-    final: bool,
-    handle: int,
-    softplus: bool,
-    least: float,
-    most: float,
-    first_token: int | None = None,
-    zigzag: int = False,
-    invariant: int = 0,
-    of_all: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
-    carrier, tensors = carrier_of(handle, invariant), (x, dt, A, B, C, D, z, dt_bias, initial_states)
-    with carrier.comm.call(False, "zeco_ssd", tensors):
-        options = Options(softplus, least, most, first_token, zigzag, invariant, of_all)
-        prepared = _prepare(carrier, tensors, cu_seqlens, options, traced=True)
-        return prepared.forward(*tensors, cu_seqlens, final)
-
-
-def _fake(*inputs: Any) -> tuple[Tensor | None, ...]:
-    x, dt, _, B, C = inputs[:5]
-    cu_seqlens, final, _, *options = inputs[9:]
-    shape = _shape(x, dt.dtype, B, C, cu_seqlens, Options(*options), SSDShape)
-    return x.new_empty(x.shape), _ends(x, final, shape), x.new_empty(shape.saved_words, dtype=SAVED_DTYPE)
-
-
-def _backward(
-    dy: Tensor,
-    dfinal: Tensor | None,
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None,
-    z: Tensor | None,
-    dt_bias: Tensor | None,
-    cu_seqlens: Tensor | None,
-    saved: Tensor,
-    initial: bool,
-    handle: int,
-    softplus: bool,
-    least: float,
-    most: float,
-    first_token: int | None = None,
-    zigzag: int = False,
-    invariant: int = 0,
-    of_all: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    rest = softplus, least, most, first_token, zigzag, invariant, of_all
-    tensors = x, dt, A, B, C, D, z, dt_bias
-    return _run_backward(None, dy, dfinal, *tensors, cu_seqlens, saved, initial, handle, *rest)  # type: ignore[return-value]
-
-
-def _fake_backward(*inputs: Any) -> tuple[Tensor | None, ...]:
-    tensors, (cu_seqlens, _, initial, _, *options) = inputs[2:10], inputs[10:]
-    x, dt, _, B, C, *_ = tensors
-    dinitial = _ends(x, initial, _shape(x, dt.dtype, B, C, cu_seqlens, Options(*options), SSDShape))
-    return *(t if t is None else t.new_empty(t.shape) for t in tensors), dinitial
-
-
-_passes = Passes(_forward, _fake, _backward, _fake_backward)
-_operator = Operator("allscan::zeco_ssd", _passes, _setup_context, _gradient, _pending, _run_backward)
+SSD, SIMPLE_GLA = _SSD(), _SimpleGLA()

@@ -76,16 +76,17 @@ class SSDShape(Shape):
 shape_of = functools.lru_cache(4096)(SSDShape)  # one object per shape: SSDShape hashes by identity
 
 
-class Steps(NamedTuple):
-    """Options that determine d_t of ``zeco_ssd``."""
+class Options(NamedTuple):
+    """scale: of y. The others determine d_t of ``zeco_ssd``."""
 
+    scale: float = 1.0
     softplus: bool = False
     least: float = 0.0
     most: float = float("inf")
 
 
 class Inputs(NamedTuple):
-    """Tensors of the operator."""
+    """Tensors of the operators. Without A, dt are the gates and d_t is 1; without dt, A are the gates."""
 
     x: Any
     dt: Any
@@ -113,10 +114,10 @@ class SSDPlan(CarryPlan):
     shape: SSDShape
 
     def __init__(
-        self, carrier: StateCarrier, shape: SSDShape, steps: Steps, strides: Strides, layout: Layout, reverse: bool
+        self, carrier: StateCarrier, shape: SSDShape, options: Options, strides: Strides, layout: Layout, reverse: bool
     ) -> None:
         super().__init__(carrier, shape, layout, reverse)
-        self.steps, self.strides = steps, strides
+        self.options, self.strides = options, strides
         self.N, self.P, self.G = shape.K, shape.V, shape.G
         self.cuda = shape.device == "cuda"
         self.chunks = self.constant(layout.chunks)
@@ -154,10 +155,10 @@ class SSDPlan(CarryPlan):
             ssd_steps_kernel,
             (self.by_heads,),
             *(x.dt, x.A, x.dt_bias, self.chunks, factors),
-            least=self.steps.least,
-            most=self.steps.most,
+            least=self.options.least,
+            most=self.options.most,
             STRIDE=self.strides.dt,
-            SOFTPLUS=self.steps.softplus,
+            SOFTPLUS=self.options.softplus,
             **self.of_heads,
             num_warps=4,
         )
@@ -171,6 +172,7 @@ class SSDPlan(CarryPlan):
             ssd_scores_kernel,
             (self.layout.num_chunks * self.G,),
             *(x.C, x.B, self.chunks, scores),
+            scale=self.options.scale,
             C_STRIDE=self.strides.C,
             B_STRIDE=self.strides.B,
             BK=min(self.shape.blocks[0], 64),
@@ -200,7 +202,7 @@ class SSDPlan(CarryPlan):
 
     def _state_kernel(self, strides: tuple[int, int], *tensors: Buffer | None, **fixed: Any) -> None:
         B, X = strides
-        self.walk(ssd_state_kernel, "state", *tensors, B_STRIDE=B, X_STRIDE=X, **fixed)
+        self.walk(ssd_state_kernel, "state", *tensors, scale=self.options.scale, B_STRIDE=B, X_STRIDE=X, **fixed)
 
     def outputs(
         self,
@@ -217,6 +219,7 @@ class SSDPlan(CarryPlan):
             ssd_output_kernel,
             "output",
             *(x.C, x.B, x.x, scores, factors, self.segments, *incoming, x.D, x.z, dy, y, dz),
+            scale=self.options.scale,
             C_STRIDE=self.strides.C,
             B_STRIDE=self.strides.B,
             X_STRIDE=self.strides.x,
@@ -234,6 +237,7 @@ class SSDPlan(CarryPlan):
             ssd_adjoint_kernel,
             "adjoint",
             *(x.C, x.B, dy, scores, factors, self.segments, *back, x.D, dstates, dx),
+            scale=self.options.scale,
             C_STRIDE=self.strides.C,
             B_STRIDE=self.strides.B,
             DY_STRIDE=self.dy_stride,
@@ -268,6 +272,7 @@ class SSDPlan(CarryPlan):
             (NC * self.G * split * NJ,),
             *(x.C, x.B, x.x, dy, factors, self.chunks, *of_states, dc, db, parts, through),
             tokens=tokens,
+            scale=self.options.scale,
             C_STRIDE=self.strides.C,
             B_STRIDE=self.strides.B,
             **strides,
@@ -293,15 +298,15 @@ class SSDPlan(CarryPlan):
         if split > 1:
             for part, whole in ((dc, grads.C), (db, grads.B)):
                 self._sum(part, whole, split)
-        of_A, of_bias = self.scratch(NC, self.H), None if x.dt_bias is None else self.scratch(NC, self.H)
+        of_A, of_bias = (None if t is None else self.scratch(NC, self.H) for t in (x.A, x.dt_bias))
         self.launch(
             ssd_step_grad_kernel,
             (self.by_heads,),
             *(x.dt, x.A, x.dt_bias, factors, self.chunks, scalars, grads.dt, of_A, of_bias),
-            least=self.steps.least,
-            most=self.steps.most,
+            least=self.options.least,
+            most=self.options.most,
             STRIDE=self.strides.dt,
-            SOFTPLUS=self.steps.softplus,
+            SOFTPLUS=self.options.softplus,
             **self.of_heads,
             num_warps=4,
         )
@@ -336,13 +341,13 @@ def saved_parts(plan: SSDPlan, saved_buffer: Buffer) -> tuple[Buffer, IncomingSt
 
 
 def forward_plan(
-    shape: SSDShape, steps: Steps, strides: Strides, layout: Layout, carrier: StateCarrier, *tensors: Tensor | None
+    shape: SSDShape, options: Options, strides: Strides, layout: Layout, carrier: StateCarrier, *tensors: Tensor | None
 ) -> SSDPlan:
     """Return the plan of forward, whose output is y. ``tensors``: Inputs, initial or None, final or None,
     saved_buffer."""
-    plan = SSDPlan(carrier, shape, steps, strides, layout, False)
+    plan = SSDPlan(carrier, shape, options, strides, layout, False)
     buffers: list[Any] = [None if x is None else plan.input(x) for x in tensors]
-    x, (initial, final, saved_buffer) = Inputs(*buffers[:8]), buffers[8:]
+    x, (initial, final, saved_buffer) = Inputs(*buffers[:-3]), buffers[-3:]
     fwd_epoch, incoming = saved_parts(plan, saved_buffer)
     y = plan.output(*x.x.shape, dtype=x.x.dtype)
     factors, scores = plan.factors(x), plan.scores(x)
@@ -355,15 +360,15 @@ def forward_plan(
 
 
 def backward_plan(
-    shape: SSDShape, steps: Steps, strides: Strides, layout: Layout, carrier: StateCarrier, *tensors: Tensor | None
+    shape: SSDShape, options: Options, strides: Strides, layout: Layout, carrier: StateCarrier, *tensors: Tensor | None
 ) -> SSDPlan:
     """Return the plan of backward, whose outputs are the gradients of the Inputs that are not None. ``tensors``:
     Inputs, dy, dfinal or None, dinitial or None, saved_buffer.
 
     The kernel that makes the chunks' states again needs no remote gradient and overlaps with the carry."""
-    plan = SSDPlan(carrier, shape, steps, strides, layout, True)
+    plan = SSDPlan(carrier, shape, options, strides, layout, True)
     buffers: list[Any] = [None if t is None else plan.input(t) for t in tensors]
-    x, (dy, dfinal, dinitial, saved_buffer) = Inputs(*buffers[:8]), buffers[8:]
+    x, (dy, dfinal, dinitial, saved_buffer) = Inputs(*buffers[:-4]), buffers[-4:]
     grads = Inputs(*[t if t is None else plan.output(*t.shape, dtype=t.dtype) for t in x])
     fwd_epoch, incoming = saved_parts(plan, saved_buffer)
     back = IncomingStates(*(plan.scratch(*of) for of, _ in shape.incoming(layout.num_segments)))
@@ -387,7 +392,7 @@ def strides_of(tensors: Sequence[Tensor | None]) -> tuple[list[Tensor | None], S
     not [tokens, a row] in memory is copied."""
     taken: list[Tensor | None] = []
     strides: dict[str, int] = {}
-    for name, x in zip(Inputs._fields, tensors, strict=True):
+    for name, x in zip(Inputs._fields, tensors):
         if x is None:
             taken.append(None)
             continue
