@@ -123,19 +123,21 @@ def plain_or_traced(*tensors: Tensor | None) -> Sequence[Any]:
 described = operator.attrgetter("dtype", "shape", "device")  # properties of a tensor that restored() compares
 
 
-def restored(what: str, names: str, tensors: Sequence[Tensor], wanted: list[tuple[Any, ...]]) -> Sequence[Tensor]:
-    """``plain`` of the ``tensors`` that autograd saved for the backward pass of ``what``. ``names``: their names,
-    separated by spaces. A saved_tensors_hook may return other tensors: raises RuntimeError, before any launch, unless
-    ``described`` of each equals its entry of ``wanted``. Strides and negative bits may differ."""
+def restored(
+    what: str, names: Sequence[str], tensors: Sequence[Tensor], wanted: list[tuple[Any, ...]]
+) -> Sequence[Tensor]:
+    """``plain`` of the ``tensors`` that autograd saved for the backward pass of ``what``. ``names``: their names. A
+    saved_tensors_hook may return other tensors: raises RuntimeError, before any launch, unless ``described`` of each
+    equals its entry of ``wanted``. Strides and negative bits may differ."""
     if [*map(described, tensors)] != wanted:
         check_restored(what, names, tensors, wanted)
     return plain_or_traced(*tensors)
 
 
-def check_restored(what: str, names: str, tensors: Sequence[Tensor], wanted: list[tuple[Any, ...]]) -> None:
+def check_restored(what: str, names: Sequence[str], tensors: Sequence[Tensor], wanted: list[tuple[Any, ...]]) -> None:
     """The check of ``restored``."""
     if [*map(described, tensors)] != wanted:
-        for name, x, kind in zip(names.split(), tensors, wanted, strict=True):
+        for name, x, kind in zip(names, tensors, wanted, strict=True):
             if described(x) != kind:
                 raise saved_tensor_error(what, name, x, f"{kind[0]} {list(kind[1])} on {kind[2]}")
 

@@ -364,8 +364,8 @@ def _restored(factor: Any, shape: Any, is_decay: bool, prev: Any, dprev: Tensor)
     """Check saved tensors by ``restored``; return (factor of this shape, prev, of dprev's shape, or None)."""
     kinds, names = [(dprev.dtype, x, dprev.device) for x in (shape, dprev.shape)], "decay" if is_decay else "transition"
     if prev is None:
-        return *restored("allscan()", names, (factor,), kinds[:1]), None
-    return restored("allscan()", f"{names} prev", (factor, prev), kinds)
+        return *restored("allscan()", (names,), (factor,), kinds[:1]), None
+    return restored("allscan()", (names, "prev"), (factor, prev), kinds)
 
 
 def _gradients(
@@ -431,7 +431,9 @@ def _backward(
         elif transition is not None:
             shape = torch.Size((*dprev.shape[:-1], dprev.shape[-2]))
             transition, prev = _restored(transition, shape, False, prev, dprev)
-        (fwd_epoch,) = restored("allscan()", "fwd_epoch", [fwd_epoch], [(torch.int64, torch.Size([1]), dprev.device)])
+        (fwd_epoch,) = restored(
+            "allscan()", ("fwd_epoch",), [fwd_epoch], [(torch.int64, torch.Size([1]), dprev.device)]
+        )
         inputs = ScanInputs(dprev, number if decay is None else decay, transition)
         dstate = scan_once(comm, inputs, not reverse, part=ScanPart(adjoint=True), fwd_epoch=fwd_epoch)
         grads = dstate, *_gradients(comm, dstate, inputs, prev, reverse, (of_decay, of_transition, of_initial))

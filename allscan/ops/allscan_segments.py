@@ -219,7 +219,7 @@ class _AllScanSegments(Function):
             uses = any(ctx.needs_input_grad[2:4])
             shapes = (factor_shape or comm.placeholder.shape, shape if uses else comm.placeholder.shape)
             kinds = [(torch.float32, x, comm.device) for x in shapes]
-            factor, incoming = restored(NAME, "decays_or_transitions incoming", saved, kinds)
+            factor, incoming = restored(NAME, ("decays_or_transitions", "incoming"), saved, kinds)
             decays, transitions = (factor, None) if has_decays else (number, None if factor_shape is None else factor)
             if dincoming is None:
                 dincoming = torch.zeros(shape, dtype=torch.float32, device=comm.device)

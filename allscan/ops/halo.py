@@ -430,7 +430,7 @@ def _backward(
         comm.order.stamp = _stamp_of(cu_seqlens, agree)
         inside = _inside(comm, T, n, reverse, cu_seqlens, first_token, False)
         inputs = ScanInputs(dfound if inside is None else torch.where(inside, dfound, 0.0), _decay(T, n, reverse))
-        (fwd_epoch,) = restored("halo()", "fwd_epoch", [fwd_epoch], [(torch.int64, torch.Size([1]), comm.device)])
+        (fwd_epoch,) = restored("halo()", ("fwd_epoch",), [fwd_epoch], [(torch.int64, torch.Size([1]), comm.device)])
         return (scan_once(comm, inputs, not reverse, part=OF_HALO._replace(adjoint=True), fwd_epoch=fwd_epoch),)
 
 

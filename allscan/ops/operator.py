@@ -163,6 +163,7 @@ class SequenceOperator:
     q_at, v_at = 0, 2  # places of q and v, among the inputs and in ``kept``
     dtypes_at = 3, -1  # places of the inputs whose dtypes backward needs; that of the first is its gradient's
     initial, final = "initial_state", "output_final_state"  # names of these arguments
+    restored: Callable[..., Sequence[Any]] = staticmethod(restored)  # checks saved tensors; returns what kernels take
     outputs: tuple[str, ...]  # results that are saved for backward
     kept: tuple[str, ...]  # all tensors that are saved for backward, except cu_seqlens
     kept_at: Mapping[str, Sequence[int]]  # their places among inputs and outputs, by rule
@@ -192,10 +193,6 @@ class SequenceOperator:
     def state_shape(self, n: int, q: Tensor, v: Tensor) -> tuple[int, int, int, int]:
         """Shape of initial and final states of n sequences."""
         return n, v.shape[2], q.shape[3], v.shape[3]
-
-    def restored(self, title: str, tensors: Sequence[Any], specs: list[tuple[Any, ...]]) -> Sequence[Any]:
-        """The restored tensors ``kept`` and do as kernels take them, after a comparison with ``saved_specs``."""
-        return restored(title, " ".join((*self.kept, "do")), tensors, specs)
 
     def make(
         self,
@@ -484,7 +481,7 @@ class SequenceOperator:
             for i in (self.q_at, self.v_at):
                 if kept[i].ndim != 4:
                     raise saved_tensor_error(title, self.kept[i], kept[i], "a tensor of four dimensions")
-            check = partial(self.restored, title, (*kept, do))
+            check = partial(self.restored, title, (*self.kept, "do"), (*kept, do))
             if prepared is None:
                 rest = kept, do, cu_seqlens, first_token, call
                 prepared = self.make_again(carrier, rest, check, (gate_dtype, last_dtype))

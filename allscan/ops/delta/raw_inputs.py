@@ -83,7 +83,7 @@ class _Normalized(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        saved = _restored(ctx, "use_qk_l2norm_in_kernel", "q k factors_of_q factors_of_k")
+        saved = _restored(ctx, "use_qk_l2norm_in_kernel", "q k factors_of_q factors_of_k".split())
         return None, *RawInputs.of(ctx.handle).run("normalize_back", *saved, *map(plain, grads))
 
 
@@ -100,7 +100,7 @@ class _Gated(Function):
     @staticmethod
     def backward(ctx: Any, dg: Tensor) -> tuple[Tensor | None, ...]:
         names = [name for name, there in zip(("x", "A_log", "dt_bias"), ctx.there, strict=True) if there]
-        saved = iter(_restored(ctx, "a gate of a delta rule", " ".join(names)))
+        saved = iter(_restored(ctx, "a gate of a delta rule", names))
         tensors = [next(saved) if there else None for there in ctx.there]
         return None, *RawInputs.of(ctx.handle).run("gate_back", *tensors, plain(dg), bound=ctx.bound)
 
@@ -110,7 +110,7 @@ def _save(ctx: Any, handle: int, *tensors: Tensor) -> None:
     ctx.handle, ctx.specs = handle, [described(x) for x in tensors]
 
 
-def _restored(ctx: Any, what: str, names: str) -> Sequence[Tensor]:
+def _restored(ctx: Any, what: str, names: Sequence[str]) -> Sequence[Tensor]:
     """Return the tensors that autograd saved. An error also reaches the ranks that wait for this rank's next call."""
     comm = communicator_of(ctx.handle)
     saved = saved_tensors(ctx, lambda: comm, True)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...base.checks import check_restored, integer, plain_or_traced
+from ...base.checks import check_restored, integer, plain, plain_or_traced
 from ...base.tiling import multiprocessors
 from ...comm.communicator import Communicator
 from ...launch.plan import Plan
@@ -209,7 +209,7 @@ class PreparedSSD(PreparedCall):
 
     def _turn(self, states: Tensor | None) -> Any:
         """States of the caller as those of the kernels, or the other way."""
-        return states if states is None or not self.turned else states.resolve_neg().mT.contiguous()
+        return states if states is None else plain(states.mT if self.turned else states)
 
     def _run(self, make: Callable[..., Plan], tensors: Sequence[Any], rest: tuple[Tensor | None, ...]) -> list[Tensor]:
         """Run the plan of a pass, which ``make`` makes."""
@@ -232,9 +232,19 @@ class PreparedSSD(PreparedCall):
         return plan.run(self.carrier, *[x for x in (*taken, *rest) if x is not None])
 
 
+def restored_views(
+    title: str, names: Sequence[str], tensors: Sequence[Any], specs: list[tuple[Any, ...]]
+) -> Sequence[Any]:
+    """``restored`` for tensors that kernels read by their strides, and None."""
+    named = [(name, x) for name, x in zip(names, tensors, strict=True) if x is not None]
+    check_restored(title, [name for name, _ in named], [x for _, x in named], specs)
+    return tensors
+
+
 class _ScalarDecay(SequenceOperator):
     """Inputs of calls: those of ``Inputs``, or the first of them."""
 
+    restored = staticmethod(restored_views)
     outputs = ("saved_buffer",)
     q_at, v_at = 3, 0
     dtypes_at = 3, 0
@@ -247,11 +257,6 @@ class _ScalarDecay(SequenceOperator):
 
     def prepared_inputs(self, tensors: Sequence[Any], more: Any, handle: int) -> Sequence[Any]:
         return tensors  # kernels read them by their strides
-
-    def restored(self, title: str, tensors: Sequence[Any], specs: list[tuple[Any, ...]]) -> Sequence[Any]:
-        named = [(name, x) for name, x in zip((*self.kept, "do"), tensors, strict=True) if x is not None]
-        check_restored(title, " ".join([name for name, _ in named]), [x for _, x in named], specs)
-        return tensors
 
     def make(
         self,
