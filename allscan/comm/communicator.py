@@ -17,6 +17,7 @@ from typing import Any, NoReturn, Protocol
 import torch
 import torch.distributed as dist
 
+from ..base.caches import CACHE_SIZE, Recent
 from ..base.checks import integer, switch
 from ..base.errors import AllScanOutOfStep, AllScanRejected, described
 from ..bindings import versions
@@ -24,7 +25,7 @@ from ..bindings.interpreter import prepare_interpreter
 from ..launch.graph_cache import MOST_BYTES, GraphCounts, Graphs
 from ..launch.streams import Streams
 from ..shmem_kernels import wait
-from .agreed import CACHE_SIZE, Agreed, Recent
+from .agreed import Agreed
 from .call_order import Order
 from .calls import Calls
 from .heap import (
@@ -208,7 +209,7 @@ class Communicator(Calls):
         self.collectives: weakref.WeakSet[Collective] = weakref.WeakSet()
         self.fwd_epochs: list[torch.Tensor] = []  # free ones, see fwd_epochs.py
         self.attributes: dict[Hashable, Any] = {}  # of users of the communicator (MPI: attribute caching)
-        self.calls = Recent(CACHE_SIZE)  # prepared calls by key
+        self.calls = Recent()  # prepared calls by key
         self.checked = Recent(16 * CACHE_SIZE)  # signatures of checked arguments
         self.agreed = Agreed(self.calls, self.checked)  # entries of these two need no further exchange
         self.tables: dict[Hashable, Any] = {}  # see tokens/partition.py

@@ -35,6 +35,12 @@ class Buffer(NamedTuple):
     dtype: torch.dtype
 
 
+def with_places(plan: Plan, buffers: Sequence[Buffer | None]) -> tuple[Plan, list[int | None]]:
+    """(The plan, the place of each of the output ``buffers`` among the outputs of a run, None for None)."""
+    places = sorted(x.number for x in buffers if x is not None)
+    return plan, [x if x is None else places.index(x.number) for x in buffers]
+
+
 class Plan:
     """Records launches with their streams and buffers; ``run`` makes them with the tensors of a call.
 

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..base.caches import Recent
 from ..base.checks import decay_rows, plain
 from ..base.tiling import next_power_of_2, transition_blocks
-from ..comm.agreed import CACHE_SIZE, Recent
 from ..launch.compiled_kernel import Launch
 from ..launch.plan import Buffer, Plan
 from ..shmem_kernels.segments import (
@@ -54,7 +54,7 @@ class SegmentScans:
     def __init__(self, scan: AllScan) -> None:
         self.comm, self.launcher, self.shape = scan.comm, scan.launcher, scan.shape
         self._spec = scan.spec
-        self._launches = Recent(CACHE_SIZE)
+        self._launches = Recent()
 
     @staticmethod
     def of(scan: AllScan) -> SegmentScans:
@@ -85,10 +85,7 @@ class SegmentScans:
             ndim = factor.ndim
         incoming, outgoing = torch.empty_like(states), states.new_empty(self.shape)
         key = len(states), direction, ndim, decays is not None, transitions is not None, added
-        launch = self._launches.get(key)
-        if launch is None:
-            launch = self._make(*key)
-            self._launches.remember(key, launch)
+        launch = self._launches.find(key, lambda: self._make(*key))
         reverse, stamp = direction.reverse, self.comm.order.stamp_in(direction.reverse)
         channel = self.launcher.channel(reverse, fwd_epoch, direction.adjoint, stamp)
         self.launcher.before_launch(launch.kernel, reverse)

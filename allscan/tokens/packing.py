@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..base.autograd import ordered
+from ..base.caches import CACHE_SIZE, Recent
 from ..base.checks import PER_DOCUMENT, boundaries, reject_in_capture
 from ..base.tiling import cdiv, next_power_of_2, power_of_2_below
 from ..bindings.torch_compat import capturing, current_stream_of, version_of, without_dispatch_modes
@@ -24,7 +25,6 @@ from ..shmem_kernels.segment_table import ENTERED, FIRST, LAST, LEFT
 
 T_ = TypeVar("T_")
 
-CACHE_SIZE = 256  # entries: boundaries read from the GPU; launches derived from one layout
 CHUNK_TOKENS = 64  # BT
 GRID_LIMIT = 65535  # chunks of a rank, and states times heads: CUDA's limit of the second axis of a grid
 
@@ -159,7 +159,7 @@ class Layout(Tables):
         self.passing = {piece.half for piece in pieces if piece.flags == 0}
         self.entered = any(not piece.flags & FIRST.value for piece in pieces)  # a state is received
         self.left = any(not piece.flags & LAST.value for piece in pieces)
-        self._derived: dict = {}
+        self._derived = Recent()
         self.alike: tuple[object, ...] = ()  # values equal on all ranks in calls with this layout
         self.stamp = 0  # stamp of calls with these tables, see tags.stamp
         self.boundaries = [0] + [piece.end for piece in pieces if piece.end > piece.start]  # cu_seqlens of this rank
@@ -180,17 +180,13 @@ class Layout(Tables):
     def for_calls(self, *alike: object) -> Layout:
         """A copy without derived launches, for calls in which the values ``alike`` are equal on all ranks as well."""
         alone = copy.copy(self)
-        alone._derived, alone.stamp = {}, stamp(*self.alike, *alike)
+        alone._derived, alone.stamp = Recent(), stamp(*self.alike, *alike)
         return alone
 
     def derived(self, key: Hashable, make: Callable[[], T_]) -> T_:
-        """The cached result of ``make()`` for ``key``: launches for these tokens. The oldest of CACHE_SIZE entries is
-        evicted. A result should hold ``for_calls()``, not this layout: that would be a reference cycle."""
-        found = self._derived.get(key)
-        if found is None:
-            if len(self._derived) >= CACHE_SIZE:
-                del self._derived[next(iter(self._derived))]
-            found = self._derived[key] = make()
+        """The cached result of ``make()`` for ``key``: launches for these tokens. A result should hold ``for_calls()``,
+        not this layout: that would be a reference cycle."""
+        found: T_ = self._derived.find(key, make)
         return found
 
 

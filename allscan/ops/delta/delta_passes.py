@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...base.caches import Recent
 from ...base.tiling import cdiv, is_hopper, next_power_of_2, power_of_2_below
 from ...comm.communicator import Communicator
-from ...launch.plan import Buffer, Plan
+from ...launch.plan import Buffer, Plan, with_places
 from ...shmem_kernels.delta import (
     adjoint_kernel,
     delta_carry_kernel,
@@ -19,7 +20,7 @@ from ...shmem_kernels.delta import (
     summary_kernel,
 )
 from ...shmem_kernels.segments import delta_segments_kernel
-from ...tokens.packing import CACHE_SIZE, CHUNK_TOKENS, Layout
+from ...tokens.packing import CHUNK_TOKENS, Layout
 from ..carrier import AllScanCarrier, CarriedState, InOrderCarrier
 from .records import Between, DeltaShape, Ends, IncomingStates, OfOutput, SavedStates, Scratch
 
@@ -98,7 +99,7 @@ class StatePass:
         batch = 1 if zigzag else B  # shape of chunks in fla, also for packed sequences
         self.of_chunks = batch, layout.num_chunks // batch, H, K, V
         self.of_states, self.of_transitions = ((layout.num_segments, H, K, width) for width in (V, K))
-        self._plans: dict[tuple, tuple[Plan, list]] = {}
+        self._plans = Recent()
 
     def _fitted(self, of_hopper: Callable[..., Any], of_cpus: Callable[..., Any]) -> dict[str, dict[str, int]]:
         """Return the block sizes of kernels on this device, from those on Hopper and on CPUs."""
@@ -172,11 +173,7 @@ class StatePass:
         key = record.__name__, tensors[0].shape, *fixed.values(), *[x if x is None else x.dtype for x in tensors]
         found = self._plans.get(key)
         if found is None:
-            if len(self._plans) >= CACHE_SIZE:  # calls whose scale keeps changing
-                self._plans.clear()
-            plan, buffers = self.recorded(record, *groups, **fixed)
-            places = sorted(x.number for x in buffers if x is not None)  # in the order in which a run makes them
-            found = self._plans[key] = plan, [x if x is None else places.index(x.number) for x in buffers]
+            found = self._plans.remember(key, with_places(*self.recorded(record, *groups, **fixed)))
         plan, order = found
         outputs = plan.run(self.carrier, *[x for x in tensors if x is not None])
         return [i if i is None else outputs[i] for i in order]

@@ -11,11 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...base.autograd import Function, watched
+from ...base.caches import Recent
 from ...base.checks import described, plain, restored
 from ...base.tiling import cdiv, next_power_of_2, power_of_2_below
 from ...comm.backwards import saved_tensors
 from ...comm.communicator import Communicator, communicator_of
-from ...launch.plan import Buffer, Plan
+from ...launch.plan import Buffer, Plan, with_places
 from ...shmem_kernels.delta_inputs import (
     gate_back_kernel,
     gate_kernel,
@@ -23,7 +24,6 @@ from ...shmem_kernels.delta_inputs import (
     normalize_kernel,
     sums_kernel,
 )
-from ...tokens.packing import CACHE_SIZE
 
 BLOCK = 2048  # elements that a program processes at a time
 PROGRAMS = 1024  # about the number of programs that are resident on a GPU
@@ -126,7 +126,7 @@ class RawInputs:
 
     def __init__(self, comm: Communicator) -> None:
         self._graphs, self._cuda = comm.graphs, comm.device.type == "cuda"
-        self._plans: dict[tuple, tuple[Plan, list]] = {}
+        self._plans = Recent()
 
     @staticmethod
     def of(handle: int) -> RawInputs:
@@ -138,13 +138,9 @@ class RawInputs:
         key = name, *fixed.values(), *[x if x is None else (x.shape, x.dtype) for x in tensors]
         found = self._plans.get(key)
         if found is None:
-            if len(self._plans) >= CACHE_SIZE:
-                self._plans.clear()
             plan = Plan(self._graphs)
             inputs = [x if x is None else plan.input(x) for x in tensors]
-            buffers = RECORDS[name](plan, self._cuda, *inputs, **fixed)
-            places = sorted(x.number for x in buffers if x is not None)  # in the order in which a run makes them
-            found = self._plans[key] = plan, [x if x is None else places.index(x.number) for x in buffers]
+            found = self._plans.remember(key, with_places(plan, RECORDS[name](plan, self._cuda, *inputs, **fixed)))
         plan, order = found
         outputs = plan.run(None, *[x for x in tensors if x is not None])
         return [i if i is None else outputs[i] for i in order]
