@@ -125,6 +125,10 @@ def watched(inputs: Iterable[object]) -> bool:
 #   partitioner raises AssertionError for an effect with this mark. So calls lose the mark, and their graph has no
 #   budget.
 #
+# A public custom operator that mutates a token tensor cannot replace the effects (tried with torch 2.13):
+# register_autograd rejects operators that mutate an input; with an autograd.Function around such an operator,
+# AOTAutograd's partitioner raises "Node ... was invalid, but is output".
+#
 # Torch's caches on disk identify an operator by its name alone.
 REVISION = 10  # suffix of the names: raise it with every change of an operator's arguments, results, fake or effect
 
