@@ -197,7 +197,7 @@ def _prepare(comm: Communicator, key: tuple, inputs: ScanInputs, reverse: bool, 
         check_scan(inputs, None, comm.device)
         if out is not None:
             if key[-1]:
-                raise ValueError("out must be None where a gradient is wanted")
+                raise ValueError("out must be None if an input requires a gradient")
             check_out(inputs)
         if key[-1] == 2:
             raise ValueError(NOT_SAVEABLE)
@@ -239,7 +239,7 @@ def scan_zigzag(
         is_zigzag(layout)
         pairs = [(None, None) if x is None else x for x in (state, decay, transition)]
         if not all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in pairs):
-            raise TypeError("state, and decay and transition if there are any, must be pairs in the zigzag layout")
+            raise TypeError('with layout="zigzag" state, decay and transition must be pairs: (first half, second half)')
         if reverse or out is not None or async_op:
             raise ValueError("the zigzag layout does not support reverse, out or async_op")
         (ascending, descending), decays, transitions = pairs
@@ -252,7 +252,7 @@ def scan_zigzag(
                 or not isinstance(descending, Tensor)
                 or ascending.shape != descending.shape
             ):
-                raise TypeError("both states must be tensors of one shape")
+                raise TypeError("both states must be tensors of the same shape")
             for half in zip((ascending, descending), decays, transitions, (initial_state, None), strict=True):
                 check_scan(ScanInputs(*half), None, comm.device)
             for decay in () if part.adjoint or comm.streams.capturing() else decays:
