@@ -45,7 +45,7 @@ def integer(name: str, value: Any, least: int = 1) -> int:
     return value  # type: ignore[no-any-return]
 
 
-def lengths_misfit(lengths: Sequence[int], T: int | None, chunks: int = 1) -> str | None:
+def cu_seqlens_error(lengths: Sequence[int], T: int | None, chunks: int = 1) -> str | None:
     """Error message for cu_seqlens that do not rise from 0 to T, the tokens of all ranks (None: to any number), or with
     a sequence whose length is no multiple of ``chunks``; else None."""
     if lengths[0] or list(lengths) != sorted(lengths) or T not in (None, lengths[-1]):
@@ -205,12 +205,12 @@ def check_tensor(
 
 def _without_memory(name: str, tensor: Tensor) -> TypeError:
     """The error for a tensor subclass, with the method that returns a tensor with its own memory."""
-    way_out = "a tensor subclass without storage"
+    hint = "a tensor subclass without storage"
     if hasattr(tensor, "to_local"):
-        way_out = "of a DTensor: to_local()"
+        hint = "of a DTensor: to_local()"
     elif hasattr(tensor, "wait"):  # torch.distributed._functional_collectives
-        way_out = "of a collective that is under way: wait()"
-    return TypeError(f"{name} must own its storage, got {type(tensor).__name__} ({way_out})")
+        hint = "of a collective that is under way: wait()"
+    return TypeError(f"{name} must own its storage, got {type(tensor).__name__} ({hint})")
 
 
 def check_decay(decay: object, shape: Sequence[int], device: torch.device, values: bool = False) -> None:

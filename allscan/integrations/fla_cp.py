@@ -16,7 +16,7 @@ from ..base.tiling import multiprocessors, transition_tile
 from ..comm.communicator import Communicator, check_communicator
 from ..comm.tags import stamp
 from ..ops.delta.delta_passes import StatePass, delta_segment_length
-from ..ops.delta.records import Between, DeltaShape, OfOutput
+from ..ops.delta.records import ChunkOperands, DeltaShape, LocalGrads
 from ..ops.halo import halo
 from ..scan.agreement import ScanVariant, get_or_create_scan
 from ..scan.two_way import two_way_scan
@@ -228,7 +228,9 @@ def _forward(
         if not part.finishes:  # the last sequence continues in another part
             passes = _passes(comm, context, cu_seqlens, part.end - 1, operands, operands["k"], operands["u"])
             if passes is not None:
-                state, transition = passes.total(Between(operands["k"], operands["w"], operands["u"], _gates(operands)))
+                state, transition = passes.total(
+                    ChunkOperands(operands["k"], operands["w"], operands["u"], _gates(operands))
+                )
             else:
                 both, own = torch.cat([state, transition], -1), cu_seqlens[part.end - 1 : part.end + 1]
                 chunk_delta_h.chunk_cp_fwd_h(hm=both, cu_seqlens=own, **operands)
@@ -261,8 +263,8 @@ def _backward(
             passes = _passes(comm, context, cu_seqlens, part.first, operands, operands["q"], operands["do"])
             if passes is not None:
                 q, k, w, do, dv = (operands[name].contiguous() for name in ("q", "k", "w", "do", "dv"))
-                between = Between(k, w, None, _gates(operands), q)
-                state, transition = passes.total_back(between, OfOutput(do, dv), operands["scale"])
+                between = ChunkOperands(k, w, None, _gates(operands), q)
+                state, transition = passes.total_back(between, LocalGrads(do, dv), operands["scale"])
             else:
                 both, own = torch.cat([state, transition], -1), cu_seqlens[part.first : part.first + 2]
                 chunk_delta_h.chunk_cp_bwd_dh(dhm=both, cu_seqlens=own, **operands)

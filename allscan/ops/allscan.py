@@ -466,7 +466,7 @@ _passes = Passes(_forward, _fake, _backward, _fake_backward)
 _traced = CustomOperator("allscan::scan", _passes, _setup_context, _gradient)
 
 
-def using(comm: Communicator, x: Tensor, *others: Any) -> Tensor:
+def tie_backward(comm: Communicator, x: Tensor, *others: Any) -> Tensor:
     """Return x. Its backward also runs the backward of the other tensors, as every rank must."""
     found: Tensor = _Using.apply(x, comm.handle, *others)
     return found
@@ -516,7 +516,7 @@ def final_of_all(o: Tensor, final: Any, comm: Communicator, packed: bool, zigzag
             others = [allscan(part, comm=comm, reverse=reverse) for part in parts]
             found = found + (others[0] if len(others) == 1 else torch.cat(others))[: len(found)]
     if found.requires_grad:
-        o, found = using(comm, o, found), found.clone()  # using() saves the first one, which must not be written to
+        o, found = tie_backward(comm, o, found), found.clone()  # tie_backward saves the first; users may write to it
     return o, found
 
 

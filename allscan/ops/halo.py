@@ -160,7 +160,7 @@ def _eager_halo(x: Xs, comm: Communicator, options: Options) -> Any:
 _not_traced = dynamo_disabled(_eager_halo)
 
 
-def halo_of_ends(x: Xs, T: int, n: int, *, comm: Communicator, layout: str, **where: Any) -> Xs:
+def halo_from_boundary_tokens(x: Xs, T: int, n: int, *, comm: Communicator, layout: str, **where: Any) -> Xs:
     """Run ``halo`` for this rank's ``T`` tokens; x has only their edges: the last n tokens, or all if fewer, of each
     half or of each document's pieces. where: cu_seqlens, first_token, per_document."""
     with comm.call(False, "halo()", x):

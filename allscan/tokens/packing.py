@@ -347,13 +347,13 @@ def carried_states(B: int, sequences: int, zigzag: int) -> int:
     return next_power_of_2(int(sequences)) if zigzag == PER_DOCUMENT else B
 
 
-def together(states: Sequence[torch.Tensor]) -> torch.Tensor:
+def join_document_states(states: Sequence[torch.Tensor]) -> torch.Tensor:
     """Concatenate the documents' states, [1, ...] each, and pad with zeros: [carried_states, ...], as sent."""
     missing = carried_states(1, len(states), PER_DOCUMENT) - len(states)
     return torch.cat([*states, *[torch.zeros_like(states[0])] * missing])
 
 
-def apart(pairs: Sequence[torch.Tensor], documents: int) -> list[torch.Tensor]:
+def split_document_states(pairs: Sequence[torch.Tensor], documents: int) -> list[torch.Tensor]:
     """Split two received tensors into states [1, ...]: first and second piece of each document in turn, no padding."""
     return [x for pair in zip(*(x.split(1) for x in pairs)) for x in pair][: 2 * documents]
 

@@ -7,7 +7,7 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
-from ..base.checks import PER_DOCUMENT, boundaries, lengths_misfit
+from ..base.checks import PER_DOCUMENT, boundaries, cu_seqlens_error
 from ..base.tiling import cdiv
 from ..bindings.torch_compat import without_dispatch_modes
 from ..comm.communicator import Communicator
@@ -101,7 +101,7 @@ def partition(comm: Communicator, lengths: tuple[int, ...], T: int) -> list[int]
     answers = comm.order.exchange((lengths, T), "the first call with these cu_seqlens")
     _check_alike(comm, [answer[0] for answer in answers])
     tokens = [answer[1] for answer in answers]
-    problem = lengths_misfit(lengths, sum(tokens))
+    problem = cu_seqlens_error(lengths, sum(tokens))
     if problem:
         raise comm.order.raised_everywhere(ValueError(f"{problem}; tokens: {by_rank(tokens)}"))
     partitions.remember(lengths, tokens)
@@ -140,7 +140,7 @@ def check_packed(
         lengths = boundaries_on_host(cu_seqlens)
     except RuntimeError as error:  # raised by a tensor subclass without values
         raise TypeError(f"cu_seqlens cannot be read: {error}") from error
-    if zigzag == PER_DOCUMENT and not lengths_misfit(lengths, None):
+    if zigzag == PER_DOCUMENT and not cu_seqlens_error(lengths, None):
         _check_documents(comm, lengths, [T], first_token)
     if first_token is not None:
         halves = 1 + bool(zigzag)
@@ -150,7 +150,7 @@ def check_packed(
 def _check_documents(comm: Communicator, lengths: tuple[int, ...], tokens: list[int], first: int | None) -> None:
     """Raise ValueError if a sequence's length is no multiple of 2P, if a rank has not 1/P of all tokens, or if
     ``first``, the caller's first_token or None, is not the right one."""
-    problem, share = lengths_misfit(lengths, None, 2 * comm.size), lengths[-1] // comm.size
+    problem, share = cu_seqlens_error(lengths, None, 2 * comm.size), lengths[-1] // comm.size
     if problem:
         raise ValueError(problem)
     if any(T != share for T in tokens):
@@ -164,7 +164,7 @@ def _check_documents(comm: Communicator, lengths: tuple[int, ...], tokens: list[
 
 def _check_place(comm: Communicator, lengths: tuple[int, ...], begin: int, end: int, halves: int) -> None:
     """Raise ValueError if begin .. end - 1 cannot be the tokens of this rank, as far as it sees alone."""
-    if problem := lengths_misfit(lengths, None):
+    if problem := cu_seqlens_error(lengths, None):
         raise ValueError(problem)
     inside = 0 <= begin <= end <= lengths[-1] / halves
     first, last = comm.rank == 0, comm.rank == comm.size - 1

@@ -18,7 +18,7 @@ from allscan.bindings import nvshmem_device as nvshmem
 from allscan.bindings.versions import number, nvshmem_version
 from allscan.ops.carrier import AllScanCarrier
 from allscan.ops.delta import delta_passes
-from allscan.ops.delta.records import Between, DeltaShape, Ends, OfOutput
+from allscan.ops.delta.records import BoundaryStates, ChunkOperands, DeltaShape, LocalGrads
 from allscan.shmem_kernels import (
     blocks,
     delta,
@@ -463,13 +463,13 @@ def launch_states(K, V, scalar, monkeypatch, capability):
     sums = torch.zeros((1, T, H) if scalar else (1, T, H, K))
     outside = torch.zeros(1, H, K, V)
     kept = saved_states_for(states)
-    states.forward(Between(narrow, narrow, wide, sums), Ends(outside, outside), kept)
+    states.forward(ChunkOperands(narrow, narrow, wide, sums), BoundaryStates(outside, outside), kept)
     between, d, scores = (
-        Between(narrow, narrow, wide, sums, narrow),
-        OfOutput(wide, wide),
+        ChunkOperands(narrow, narrow, wide, sums, narrow),
+        LocalGrads(wide, wide),
         torch.zeros(1, T, H, 64, dtype=dtype),
     )
-    _, _, incoming = states.turn(between, d if scalar else OfOutput(wide, None, scores), outside, kept, 0.1)
+    _, _, incoming = states.turn(between, d if scalar else LocalGrads(wide, None, scores), outside, kept, 0.1)
     states.backward(between, d, incoming, outside, 0.1)
     if scalar:
         chunks = torch.zeros(layout.num_chunks, H, K, V, dtype=dtype)
