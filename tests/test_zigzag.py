@@ -13,7 +13,7 @@ import torch.utils.checkpoint
 import allscan
 from allscan.base.checks import ScanInputs
 from allscan.ops import carrier
-from allscan.scan.two_way import two_way_scan
+from allscan.scan.zigzag_scan import two_way_scan
 from allscan.zigzag import from_zigzag, to_zigzag, zigzag_first_token, zigzag_positions
 from support.delta import DeltaCase, operator_case
 from support.gla import BF16, GLACase, Whole, check, gla_case

@@ -19,7 +19,7 @@ from ..ops.delta.delta_passes import StatePass, delta_segment_length
 from ..ops.delta.records import ChunkOperands, DeltaShape, LocalGrads
 from ..ops.halo import halo
 from ..scan.agreement import ScanVariant, get_or_create_scan
-from ..scan.two_way import two_way_scan
+from ..scan.zigzag_scan import two_way_scan
 from ..tokens.packing import CHUNK_TOKENS, Layout, TokenRange, boundaries_on_host
 from ..tokens.partition import cached_table
 from . import needing
@@ -91,8 +91,8 @@ def context_parallel(comm: Communicator) -> None:
 
     fla's own exchange computes the state and the transition of a rank chunk by chunk, all-gathers those of every rank
     (size * HV * K * (K + V) words), and each rank then combines those of the ranks before it. All-Scan processes
-    segments of chunks in parallel (shmem_kernels/delta.py; products are in bfloat16 if the inputs are), and a rank
-    receives one state of HV * K * V words in forward and one in backward. Transitions are not sent.
+    segments of chunks in parallel (shmem_kernels/delta_state.py; products are in bfloat16 if the inputs are), and a
+    rank receives one state of HV * K * V words in forward and one in backward. Transitions are not sent.
 
     The call affects all ranks of the group until ``comm`` is closed. It covers chunk_kda, chunk_gated_delta_rule and
     related operators, in both layouts of a context. Short convolutions receive the tokens before a shard boundary by
@@ -284,8 +284,8 @@ def _gates(operands: Any) -> torch.Tensor | None:
 def _passes(
     comm: Communicator, context: Any, cu_seqlens: Tensor, i: int, operands: Any, k: Tensor, v: Tensor
 ) -> StatePass | None:
-    """The StatePass of sequence i, or None for rules that shmem_kernels/delta.py does not implement: without gates,
-    with a gate of the keys, or with another chunk length."""
+    """The StatePass of sequence i, or None for rules that shmem_kernels/delta_state.py does not implement: without
+    gates, with a gate of the keys, or with another chunk length."""
     if _gates(operands) is None or operands.get("bg") is not None or operands.get("chunk_size", 64) != CHUNK_TOKENS:
         return None
     if context.cu_seqlens_cpu is None:

@@ -17,7 +17,7 @@ from ..comm.communicator import Communicator
 from ..launch.compiled_kernel import dynamo_disabled
 from ..ops.allscan import allscan, final_of_all, tie_backward
 from ..ops.halo import halo, halo_from_boundary_tokens
-from ..scan.two_way import outgoing
+from ..scan.zigzag_scan import outgoing
 from ..tokens.packing import Tables, TokenRange, join_document_states, split_document_states
 from ..tokens.partition import cached_table
 from .softmax import reject

@@ -39,8 +39,8 @@ from ..launch.compiled_kernel import dynamo_disabled
 from ..scan.agreement import CHAIN, ScanVariant, get_or_create_scan
 from ..scan.fwd_epochs import borrow_fwd_epoch, new_fwd_epochs
 from ..scan.launcher import PreparedScan, check_out
-from ..scan.two_way import outgoing
 from ..scan.work import Work
+from ..scan.zigzag_scan import outgoing
 
 Array = TypeVar("Array")  # torch.Tensor, numpy.ndarray or cupy.ndarray
 

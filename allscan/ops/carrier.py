@@ -23,7 +23,7 @@ from ..scan.agreement import ScanVariant, get_or_create_scan
 from ..scan.collective import AllScan
 from ..scan.launcher import ChannelUse, ScanBuffers
 from ..scan.segment_launches import dense_blocks
-from ..scan.two_way import record_two_way, two_way_channels, two_way_scan
+from ..scan.zigzag_scan import record_two_way, two_way_channels, two_way_scan
 from ..tokens.packing import CHUNK_TOKENS
 
 C = TypeVar("C", bound="AllScanCarrier")

@@ -26,7 +26,7 @@ from ..shmem_kernels.rails import rails_kernel
 from ..shmem_kernels.scan import scan_kernel, shift_rows_kernel
 from ..shmem_kernels.transition import transition_kernel
 from ..shmem_kernels.wait import RECORD_SET
-from .dropped import look_for_backwards
+from .missing_backward import look_for_backwards
 from .rails_links import Rails
 from .work import Work
 from .workspace import Spec, Workspace, reset

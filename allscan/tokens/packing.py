@@ -137,7 +137,7 @@ def weights(BT: int) -> torch.Tensor:
 
 @functools.lru_cache
 def chunk_weights(BT: int, device: torch.device) -> torch.Tensor:
-    """``weights(BT)`` and SUMS and PAIRS of delta_chunks.py, on the device; never freed."""
+    """``weights(BT)`` and SUMS and PAIRS of kda_fwd.py, on the device; never freed."""
     t, u = torch.arange(BT, device="cpu")[:, None], torch.arange(BT, device="cpu")
     sums, pairs = [], []
     for m in range(6):

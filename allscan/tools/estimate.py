@@ -20,9 +20,9 @@ from ..launch.plan import Plan
 from ..ops.carrier import AllScanCarrier, CarriedState, record_call
 from ..ops.delta.delta_operator import DELTA
 from ..ops.delta.delta_passes import delta_segment_length
-from ..ops.delta.own_chunks import ChunkPass
+from ..ops.delta.gdn_plans import ScalarChunkPass
+from ..ops.delta.kda_plans import ChunkPass
 from ..ops.delta.records import BoundaryStates, DeltaShape, Inputs, OutputGrads, Saved, SavedStates
-from ..ops.delta.scalar_chunks import ScalarChunkPass
 from ..ops.gla.gla_operator import GLA
 from ..ops.gla.gla_plans import backward_plan, forward_plan, shape_of
 from ..ops.operator import Call

@@ -15,7 +15,7 @@ from ...tokens.packing import carried_states
 from ..operator import Call, check_dtypes
 from .delta_passes import delta_segment_length
 from .fla_chunks import KDA, GatedDeltaNet
-from .own_chunks import OwnChunks
+from .kda_plans import OwnChunks
 from .records import InputTransforms
 
 RULES: dict[str, KDA | GatedDeltaNet | OwnChunks] = {

@@ -15,7 +15,7 @@ from ..carrier import StateCarrier
 from ..operator import Asked, Call, SequenceOperator
 from .delta_checks import RULES, TITLES, check_options, check_tensors, shapes_of
 from .delta_prepared import PreparedDelta, saved_specs, state_specs, sums_and_chunks
-from .own_chunks import OwnChunks
+from .kda_plans import OwnChunks
 from .raw_inputs import Gate, gate, normalized
 from .records import InputTransforms
 

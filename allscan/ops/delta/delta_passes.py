@@ -11,7 +11,7 @@ from torch import Tensor
 from ...base.tiling import cdiv, is_hopper, next_power_of_2, power_of_2_below
 from ...comm.communicator import Communicator
 from ...launch.plan import Buffer, Plan
-from ...shmem_kernels.delta import (
+from ...shmem_kernels.delta_state import (
     adjoint_kernel,
     delta_carry_kernel,
     delta_states_kernel,

@@ -19,9 +19,9 @@ from ..operator import Call, PreparedCall
 from .delta_checks import RULES, TITLES, Shapes
 from .delta_passes import StatePass
 from .fla_chunks import KDA, ChunkCall, GatedDeltaNet, local
-from .own_chunks import ChunkPass, OwnChunks
+from .gdn_plans import ScalarChunkPass
+from .kda_plans import ChunkPass, OwnChunks
 from .records import BoundaryStates, DeltaShape, Inputs, OutputGrads, Saved, SavedStates
-from .scalar_chunks import ScalarChunkPass
 
 # Dtypes of saved buffers that kernels fill only in part. They are integers, so that a saved_tensors_hook that reads
 # values, such as a quantizer, does not treat unwritten memory as floats

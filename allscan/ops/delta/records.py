@@ -56,7 +56,7 @@ class SavedStates(NamedTuple):
 
 
 class ChunkOperands(NamedTuple):
-    """Operands of the chunks for the passes between the chunks: see shmem_kernels/delta.py."""
+    """Operands of the chunks for the passes between the chunks: see shmem_kernels/delta_state.py."""
 
     k: Any  # kg
     w: Any

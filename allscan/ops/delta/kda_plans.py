@@ -1,5 +1,5 @@
-"""Computation inside the chunks of KDA by our own kernels: shmem_kernels/delta_chunks.py. Gated DeltaNet:
-scalar_chunks.py."""
+"""Computation inside the chunks of KDA by our own kernels: shmem_kernels/kda_fwd.py. Gated DeltaNet:
+gdn_plans.py."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import Tensor
 from ...base.tiling import cdiv
 from ...comm.communicator import Communicator
 from ...launch.plan import Buffer, Plan
-from ...shmem_kernels.delta_chunks import anchors_kernel, operands_kernel, output_kernel
-from ...shmem_kernels.delta_chunks_bwd import gradient_kernel, pairs_kernel
+from ...shmem_kernels.kda_bwd import gradient_kernel, pairs_kernel
+from ...shmem_kernels.kda_fwd import anchors_kernel, operands_kernel, output_kernel
 from ...tokens.packing import CHUNK_TOKENS, Layout, chunk_weights
 from .delta_passes import StatePass, _words
 from .fla_chunks import ChunkCall
@@ -155,7 +155,7 @@ class ChunkPass(StatePass):
         return dq, dk, *(plan.output_like(y) for y in (x.v, x.g, x.beta))
 
     def _operands_memory(self, plan: Plan, v: Buffer) -> tuple:
-        """Allocate qg, kg, w, u and the sums of each chunk's gates, one row more: see chunk_decay of delta.py."""
+        """Allocate qg, kg, w, u and the sums of each chunk's gates, one row more: see chunk_decay of delta_state.py."""
         qg, kg, w = (plan.scratch(*v.shape[:3], self.K, dtype=v.dtype) for _ in range(3))
         sums = plan.scratch(self.layout.num_chunks + 1, self.H, self.K)
         return qg, kg, w, plan.scratch(*v.shape, dtype=v.dtype), sums

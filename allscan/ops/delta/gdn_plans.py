@@ -1,4 +1,4 @@
-"""Computation inside the chunks of Gated DeltaNet by our own kernels: shmem_kernels/delta_scalar.py."""
+"""Computation inside the chunks of Gated DeltaNet by our own kernels: shmem_kernels/gdn.py."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from ...base.tiling import cdiv
 from ...comm.communicator import Communicator
 from ...launch.plan import Buffer, Plan
-from ...shmem_kernels.delta_scalar import (
+from ...shmem_kernels.gdn import (
     factors_kernel,
     parts_kernel,
     scalar_adjoint_kernel,
@@ -20,7 +20,7 @@ from ...shmem_kernels.delta_scalar import (
 )
 from ...tokens.packing import CHUNK_TOKENS, Layout
 from .delta_passes import _words
-from .own_chunks import ChunkPass
+from .kda_plans import ChunkPass
 from .records import BoundaryStates, DeltaShape, IncomingStates, Inputs, OutputGrads, Saved, SavedStates
 
 
