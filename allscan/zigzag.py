@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .base.autograd import CustomOperator, Passes
-from .base.checks import boundaries, lengths_misfit
+from .base.checks import boundaries, cu_seqlens_error
 from .base.errors import REMEDY, DeferredError
 from .bindings.torch_compat import num_dispatch_modes, recorded
 from .comm.backwards import saved_tensors
@@ -105,7 +105,7 @@ def zigzag_positions(
     if per_document and cu_seqlens is None:
         raise ValueError("per_document=True needs cu_seqlens")
     lengths = [0, comm.size * T] if cu_seqlens is None else [*boundaries_on_host(boundaries(cu_seqlens))]
-    problem = lengths_misfit(lengths, comm.size * T, 2 * comm.size if per_document else 1)
+    problem = cu_seqlens_error(lengths, comm.size * T, 2 * comm.size if per_document else 1)
     if problem:
         raise ValueError(problem)
     cuts = lengths if per_document else [0, lengths[-1]]

@@ -24,10 +24,10 @@ import torch
 import torch.nn.functional as F
 
 from allscan.bindings.triton_compat import OPTIONS
-from allscan.ops.delta.own_chunks import chunk_blocks
+from allscan.ops.delta.kda_plans import chunk_blocks
 from allscan.reference import delta_reference
-from allscan.shmem_kernels import delta_chunks
-from allscan.shmem_kernels import delta_chunks_bwd as bwd
+from allscan.shmem_kernels import kda_bwd as bwd
+from allscan.shmem_kernels import kda_fwd
 from allscan.tokens import packing
 
 C, K = 64, 128
@@ -56,7 +56,7 @@ def variants() -> dict[str, Variant]:
             name = name if other else group
             found[name] = Variant(group, kernel, constants, used[group] | other, beside)
 
-    operands = delta_chunks.operands_kernel
+    operands = kda_fwd.operands_kernel
     add("operands", operands, dict(SOLVED=False, STRONG=False), dict(BV=128), dict(BJ=32, BV=128))
     add("strong", operands, dict(SOLVED=False, STRONG=True), dict(BJ=64), dict(BJ=64, BV=64))
     add("solved", operands, dict(SOLVED=True, STRONG=False))
@@ -168,13 +168,13 @@ def anchored(chunks: Chunks, ALL: bool = False) -> None:
     chunks.launch(variants()["operands"])
     sizes = dict(H=chunks.H, K=K, BT=C, BK=K, ALL=ALL, num_warps=1)
     given = [chunks.x[f"p_{name}"] for name in ("g", "chunks", "strong")]
-    delta_chunks.anchors_kernel[(chunks.N * chunks.H,)](*given, **sizes, **OPTIONS)
+    kda_fwd.anchors_kernel[(chunks.N * chunks.H,)](*given, **sizes, **OPTIONS)
 
 
 def measure(chunks: Chunks, name: str, known: dict[str, Variant], timed: bool) -> dict[str, float]:
     """Return errors against float64; with ``timed`` also ms, registers and bytes spilled."""
     variant = known[name]
-    if variant.kernel is delta_chunks.operands_kernel:
+    if variant.kernel is kda_fwd.operands_kernel:
         chunks.spoil("w u kg qg" if variant.group == "solved" else "w u kg qg scores solved")
         if variant.group == "strong":
             anchored(chunks)
@@ -213,7 +213,7 @@ def run(gates: str, group: str, T: int, H: int, device: str, limit: float = 1.5e
     anchored(chunks)
     chunks.launch(known["strong"])
     chunks.between()
-    if known[group].kernel is not delta_chunks.operands_kernel:
+    if known[group].kernel is not kda_fwd.operands_kernel:
         anchored(chunks, ALL=True)
     for name in [x for x in known if known[x].group == group]:
         try:

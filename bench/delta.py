@@ -320,7 +320,7 @@ def passes(T: int, H: int, K: int = 128) -> dict[str, float]:
 
     from allscan.base.tiling import multiprocessors
     from allscan.ops.delta.delta_passes import StatePass, delta_segment_length
-    from allscan.ops.delta.records import Between, DeltaShape, Ends, OfOutput, SavedStates
+    from allscan.ops.delta.records import BoundaryStates, ChunkOperands, DeltaShape, LocalGrads, SavedStates
     from allscan.tokens.partition import OwnTokens, find_layout
 
     with allscan.Communicator() as comm:
@@ -342,9 +342,9 @@ def passes(T: int, H: int, K: int = 128) -> dict[str, float]:
         )
 
         def backward():
-            between = Between(k, w, u, sums, q)
-            _, _, incoming = ours.turn(between, OfOutput(do, None, scores), None, saved_states, scale)
-            ours.backward(between, OfOutput(do, dv), incoming, None, scale)
+            between = ChunkOperands(k, w, u, sums, q)
+            _, _, incoming = ours.turn(between, LocalGrads(do, None, scores), None, saved_states, scale)
+            ours.backward(between, LocalGrads(do, dv), incoming, None, scale)
 
         def fla_forward():
             return chunk_gated_delta_rule_fwd_h(k=k, w=w, u=u, gk=sums)
@@ -354,7 +354,9 @@ def passes(T: int, H: int, K: int = 128) -> dict[str, float]:
             chunk_gated_delta_rule_bwd_dhu(q=q, k=k, w=w, do=do, dv=dv, gk=sums, scale=scale)
 
         calls = {
-            "ours, forward": lambda: ours.forward(Between(k, w, u, sums), Ends(None, None), saved_states),
+            "ours, forward": lambda: ours.forward(
+                ChunkOperands(k, w, u, sums), BoundaryStates(None, None), saved_states
+            ),
             "ours, backward": backward,
             "fla, forward": fla_forward,
             "fla, backward": fla_backward,

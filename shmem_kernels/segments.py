@@ -303,9 +303,9 @@ def delta_segments_kernel(
     STAGES: tl.constexpr,
     REVERSE: tl.constexpr,
 ):
-    """delta_carry_kernel (delta.py) and the scan over the ranks in one, in the order of the sequence, with products as
-    in dense_segments_kernel. A segment without tokens passes its incoming state on: a product with the identity, in
-    three parts, would not be exact."""
+    """delta_carry_kernel (delta_state.py) and the scan over the ranks in one, in the order of the sequence, with
+    products as in dense_segments_kernel. A segment without tokens passes its incoming state on: a product with the
+    identity, in three parts, would not be exact."""
     tile = tl.program_id(0)
     begun = begin(channel, tile, True)
     BEGIN: tl.constexpr = LAST if REVERSE else FIRST

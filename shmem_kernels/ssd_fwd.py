@@ -33,7 +33,7 @@ import triton
 import triton.language as tl
 
 from .blocks import cast, load, loop_bound, product, state_at
-from .delta_inputs import sigmoid
+from .gates import sigmoid
 from .gla_blocks import load_incoming_state
 from .segment_table import segment
 from .ssd_blocks import behind_of, decays_of, factors_of, gates_of, reading_of, state_behind, tile

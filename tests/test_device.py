@@ -167,11 +167,11 @@ def test_wrong_grids_and_channels(run):
         ("TypeError", "integer"),
         ("TypeError", "integer"),
         *[("TypeError", "got the method itself: call it")] * 2,
-        ("TypeError", "a channel is what AllScan.channel() returns, got AllScan"),
-        *[("ValueError", "of the AllScan whose launch()")] * 2,
+        ("TypeError", "expected a Channel from AllScan.channel(), got AllScan"),
+        *[("ValueError", "must come from this AllScan")] * 2,
         *[("RuntimeError", "this AllScan is closed")] * 3,
         ("TypeError", "got the method itself: call it"),
-        ("ValueError", "of this AllScan and of the direction"),
+        ("ValueError", "from this AllScan and have the direction"),
         ("TypeError", "kernel must be a triton.jit function, got <function"),
     ]
     for found, launched in run(2, misuse_case):

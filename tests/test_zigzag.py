@@ -13,7 +13,7 @@ import torch.utils.checkpoint
 import allscan
 from allscan.base.checks import ScanInputs
 from allscan.ops import carrier
-from allscan.scan.two_way import two_way_scan
+from allscan.scan.zigzag_scan import two_way_scan
 from allscan.zigzag import from_zigzag, to_zigzag, zigzag_first_token, zigzag_positions
 from support.delta import DeltaCase, operator_case
 from support.gla import BF16, GLACase, Whole, check, gla_case
@@ -421,8 +421,8 @@ def rejected_case(group):
 
 
 def test_what_is_rejected(run):
-    words = ["even T", '"contiguous" or "zigzag"', "even T", "pairs", "does not support reverse", "one shape"]
-    words += ["per_document=True is for"] * 2 + ["multiples of 4"] * 2 + ["each rank has 6 of 12 tokens", "first_token"]
+    words = ["even T", '"contiguous" or "zigzag"', "even T", "pairs", "does not support reverse", "same shape"]
+    words += ["per_document=True requires"] * 2 + ["multiples of 4"] * 2 + ["must have 6 of 12 tokens", "first_token"]
     words.append("per_document: True on rank 0")
     for rank, (answers, o) in enumerate(run(2, rejected_case)):
         for (_, message), word in zip(answers, words, strict=True):
@@ -542,7 +542,10 @@ def elsewhere_case(group, call):
 @pytest.mark.parametrize("call", ["zeco_gla", "halo"])
 def test_first_token_of_cut_documents(run, call):
     for found, right in run(3, elsewhere_case, call):
-        assert found[0] == "ValueError" and "first_token of rank 1 is 2" in found[1] and right is None, (found, right)
+        assert found[0] == "ValueError" and "first_token of rank 1 must be 2" in found[1] and right is None, (
+            found,
+            right,
+        )
 
 
 def modes_case(group, documents):

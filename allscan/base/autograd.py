@@ -50,8 +50,8 @@ def check_saveable(saved: Iterable[object], inputs: Iterable[object]) -> None:
 
 
 NOT_SAVEABLE = (
-    "a gradient is wanted of what is made in torch.inference_mode, which torch cannot save for backward: no "
-    "torch.enable_grad() inside of it, and clone() such tensors outside"
+    "inference tensors cannot be saved for backward: create the inputs outside torch.inference_mode(), or clone() them "
+    "outside, and do not use torch.enable_grad() inside"
 )
 
 
@@ -125,6 +125,10 @@ def watched(inputs: Iterable[object]) -> bool:
 #   partitioner raises AssertionError for an effect with this mark. So calls lose the mark, and their graph has no
 #   budget.
 #
+# A public custom operator that mutates a token tensor cannot replace the effects (tried with torch 2.13):
+# register_autograd rejects operators that mutate an input; with an autograd.Function around such an operator,
+# AOTAutograd's partitioner raises "Node ... was invalid, but is output".
+#
 # Torch's caches on disk identify an operator by its name alone.
 REVISION = 10  # suffix of the names: raise it with every change of an operator's arguments, results, fake or effect
 
@@ -162,10 +166,10 @@ def _without_budget(node: Any) -> None:
     effects = compiled_effects()
     region = effects.budget(node)
     if region is not None and region < 1:
-        raise NotImplementedError("region_activation_memory_budget() does not go with calls of allscan")
+        raise NotImplementedError("region_activation_memory_budget() is not supported around calls of allscan")
     if effects.memory_budget() < 1:
         warnings.warn(
-            "activation_memory_budget does not hold for compiled functions that call allscan: no call is made again",
+            "activation_memory_budget is ignored in compiled functions that call allscan: calls are not recomputed",
             stacklevel=2,
         )
         node.meta["memory_budget"] = 1.0  # the partitioner applies the first budget that it finds to the graph
@@ -186,7 +190,7 @@ def _custom_operator(
         return call
 
     def reject(*inputs: object) -> None:
-        raise RuntimeError(f"allscan cannot be compiled with torch {torch.__version__}, which orders no effects")
+        raise RuntimeError(f"allscan cannot be compiled with torch {torch.__version__}, which has no ordered effects")
 
     arguments, results = torch.library.infer_schema(function, mutates_args=()).rsplit(") -> ", 1)
     schema = f"{arguments}, Tensor? after=None) -> ({results.strip('()')}, Tensor)"

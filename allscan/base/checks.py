@@ -45,7 +45,7 @@ def integer(name: str, value: Any, least: int = 1) -> int:
     return value  # type: ignore[no-any-return]
 
 
-def lengths_misfit(lengths: Sequence[int], T: int | None, chunks: int = 1) -> str | None:
+def cu_seqlens_error(lengths: Sequence[int], T: int | None, chunks: int = 1) -> str | None:
     """Error message for cu_seqlens that do not rise from 0 to T, the tokens of all ranks (None: to any number), or with
     a sequence whose length is no multiple of ``chunks``; else None."""
     if lengths[0] or list(lengths) != sorted(lengths) or T not in (None, lengths[-1]):
@@ -63,7 +63,7 @@ def checked_first_token(first_token: Any, cu_seqlens: object) -> int | None:
         return None
     if cu_seqlens is None:
         raise ValueError(
-            "first_token needs cu_seqlens: it says where this rank's tokens begin in the row of packed sequences"
+            "first_token requires cu_seqlens: it says where this rank's tokens begin in the row of packed sequences"
         )
     return integer("first_token", first_token, 0)
 
@@ -207,12 +207,12 @@ def check_tensor(
 
 def _without_memory(name: str, tensor: Tensor) -> TypeError:
     """The error for a tensor subclass, with the method that returns a tensor with its own memory."""
-    way_out = "a tensor subclass without memory"
+    hint = "a tensor subclass without storage"
     if hasattr(tensor, "to_local"):
-        way_out = "of a DTensor: to_local()"
+        hint = "of a DTensor: to_local()"
     elif hasattr(tensor, "wait"):  # torch.distributed._functional_collectives
-        way_out = "of a collective that is under way: wait()"
-    return TypeError(f"{name} must have memory of its own, got {type(tensor).__name__} ({way_out})")
+        hint = "of a collective that is under way: wait()"
+    return TypeError(f"{name} must own its storage, got {type(tensor).__name__} ({hint})")
 
 
 def check_decay(decay: object, shape: Sequence[int], device: torch.device, values: bool = False) -> None:
@@ -253,7 +253,7 @@ def check_scan(inputs: ScanInputs, shape: Sequence[int] | None, device: torch.de
     if transition is not None:
         check_tensor("transition", transition, (*state.shape[:-1], state.shape[-2]), device)
         if decay is not None:
-            raise ValueError("a scan has a decay or a transition, not both")
+            raise ValueError("give decay or transition, not both")
     for name, x in (("initial_state", initial_state), ("out", out)):
         if x is not None:
             check_tensor(name, x, state.shape, device)
@@ -288,14 +288,16 @@ def zigzag_of(layout: str, per_document: bool, cu_seqlens: object) -> int:
         return int(zigzag)
     if not zigzag or cu_seqlens is None:
         presence = "without" if cu_seqlens is None else "with"
-        raise ValueError(f'per_document=True is for layout="zigzag" with cu_seqlens, got {layout!r} {presence} them')
+        raise ValueError(
+            f'per_document=True requires layout="zigzag" and cu_seqlens, got {layout!r} {presence} cu_seqlens'
+        )
     return PER_DOCUMENT
 
 
 def check_halves(T: int) -> None:
     """Raise ValueError for an odd number of tokens in the zigzag layout."""
     if T % 2:
-        raise ValueError(f"the zigzag layout needs an even T, two chunks of T / 2 on each rank, got {T}")
+        raise ValueError(f'layout="zigzag" requires an even T (each rank has two chunks of T / 2), got {T}')
 
 
 def check_for_an_operator(tensors: dict[str, Any], optional: Sequence[str], q: str, scale: object) -> None:
@@ -315,7 +317,7 @@ def check_for_an_operator(tensors: dict[str, Any], optional: Sequence[str], q: s
     # backward divides by it in float32
     value: Any = scale
     if scale is not None and not (isinstance(scale, numbers.Real) and _FLOAT32.tiny <= abs(value) <= _FLOAT32.max):
-        raise ValueError(f"scale must be a finite number of float32's range and not 0, got {scale!r}")
+        raise ValueError(f"scale must be finite and non-zero in float32, got {scale!r}")
 
 
 def has_tangents(inputs: object) -> bool:

@@ -56,7 +56,7 @@ class PendingBackward:
         if backwards is None:
             raise RuntimeError(GONE)
         if backwards.order.generation != self.generation:
-            raise RuntimeError("this call was made before Communicator.resync(): its backward cannot be run any more")
+            raise RuntimeError("this call was made before Communicator.resync(): its backward can no longer run")
         backwards.adjoint_launches += 1
 
     def __del__(self) -> None:

@@ -175,7 +175,9 @@ class Communicator(Calls):
             self.invariant = int(invariant)
             node_sizes = None if nodes is None else tuple(integer("a size of nodes", n) for n in nodes)
             if node_sizes is not None and sum(node_sizes) != self.size:
-                raise ValueError(f"nodes must be the ranks of each node, {self.size} together, got {node_sizes}")
+                raise ValueError(
+                    f"nodes must be the number of ranks of each node, {self.size} in total, got {node_sizes}"
+                )
         except (TypeError, ValueError, RuntimeError) as error:
             if self.size == 1:
                 raise
@@ -227,7 +229,7 @@ class Communicator(Calls):
         if len(set(transports)) > 1:
             raise ValueError(f"the ranks of the group use different transports: {by_rank(transports)}")
         if any(problems):
-            raise ValueError(f"cannot make a Communicator: {by_rank(text or 'ok' for text in problems)}")
+            raise ValueError(f"cannot create a Communicator: {by_rank(text or 'ok' for text in problems)}")
         if len(set(choices)) > 1:
             raise ValueError(f"ranks differ in {differing(choices)}")
         self._max_ctas: int = min(ctas)
@@ -503,8 +505,8 @@ class Communicator(Calls):
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
-            "a Communicator cannot be pickled, since it stands for processes that are running: save the module's "
-            "state_dict(), and give the module a Communicator again after loading"
+            "a Communicator cannot be pickled, since it belongs to running processes: save the module's state_dict(), "
+            "and set the module's Communicator after loading"
         )
 
     def __repr__(self) -> str:
@@ -549,8 +551,8 @@ def communicator_of(handle: int) -> Communicator:
         return _communicators[handle]
     except KeyError:
         raise RuntimeError(
-            "this Communicator was deleted (or is another one than that of torch.export: make those of the exporting "
-            "program, in the same order)"
+            "this Communicator was deleted, or an exported program (torch.export) runs without those of the exporting "
+            "program, created in the same order"
         ) from None
 
 

@@ -94,8 +94,8 @@ def init(heap_bytes: int | None = None, *, transport: str = "auto") -> None:
             raise ValueError(f"ranks differ in {different}")
         if any(anybody_left):
             raise RuntimeError(
-                f"ranks {[rank for rank, left in enumerate(anybody_left) if left]} need a new process: finalize() did "
-                "not finalize NVSHMEM there, which is collective, because ranks were missing"
+                f"ranks {[rank for rank, left in enumerate(anybody_left) if left]} need a new process: finalize() "
+                "could not finalize NVSHMEM there, which is collective, because ranks were missing"
             )
         if transport == "nvshmem":
             _heap = NvshmemHeap(dist.get_rank(), everybody.size, exchange, heap_bytes)
@@ -147,7 +147,7 @@ def finalize() -> None:
     _heap.close(together)
     if not together and nvshmem_host.left_behind:
         warnings.warn(
-            "finalize() has left NVSHMEM as it was: ranks may be gone, and its end is collective. "
+            "finalize() has not finalized NVSHMEM, which needs all ranks, because ranks may be missing. "
             "allscan.init() over NVSHMEM needs a new process",
             stacklevel=2,
         )
@@ -205,9 +205,8 @@ def _interpreted() -> bool:
             "for the rest of this process. Set it before starting Python and do not change it"
         )
     raise RuntimeError(
-        f"TRITON_INTERPRET was set too late: triton{'' if ours_are else ' and allscan'} had been imported, and kernels "
-        "are compiled or interpreted by what it says when they are defined. Set it before Python starts, or above all "
-        "imports"
+        f"TRITON_INTERPRET was set too late: triton{'' if ours_are else ' and allscan'} had been imported, and Triton "
+        "reads the variable when a kernel is defined. Set it before starting Python, or above all imports"
     )
 
 

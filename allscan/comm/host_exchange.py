@@ -42,7 +42,7 @@ AbortCheck = Callable[[str], str | None]
 
 _world: dist.ProcessGroup | None = None  # torch.distributed's default group to which the next two belong
 _exchanges: dict[str, int] = {}  # name of a StoreExchange -> number of its exchanges, equal on all its ranks
-_wait_keys: list[str] = []  # keys that say where this process has waited in vain, until its next exchange
+_wait_keys: list[str] = []  # keys of exchanges in which this process has timed out, until its next exchange
 _inherited: dist.ProcessGroup | None = None  # the default group of the process from which this one was forked
 
 
@@ -61,7 +61,7 @@ class JobStore:
     def __init__(self) -> None:
         self.world, self._store = dist.group.WORLD, default_store()
         if self.world is _inherited:
-            raise StoreGone("this process was forked from a rank of torch.distributed, and is none itself")
+            raise StoreGone("this process was forked from a rank of torch.distributed and is not a rank itself")
 
     def __getattr__(self, request: str) -> Any:
         if not (dist.is_initialized() and dist.group.WORLD is self.world):
@@ -203,7 +203,7 @@ class StoreExchange:
                     raise
             except dist.DistError as error:
                 raise StoreGone(
-                    f"{what}: the store of torch.distributed does not answer; the process that has it may have ended"
+                    f"{what}: the store of torch.distributed does not answer; the process that hosts it may have ended"
                 ) from error
             # rank 0 of the job usually hosts the store, and its process may end next
             keeps_store = decision.startswith(_DONE) and (last or self.ranks[self.rank] == 0)

@@ -44,7 +44,9 @@ class Topology:
             ends = list(itertools.accumulate(self.nodes))
             if not all(self.maps(end - n, p) for n, end in zip(self.nodes, ends) for p in range(end - n, end)):
                 if nodes is not None:
-                    raise ValueError(f"the ranks of a node must map each other, in nodes of {nodes} not all do")
+                    raise ValueError(
+                        f"the ranks of a node must map each other's memory, which some do not in nodes of {nodes}"
+                    )
                 self.nodes = None
         self.algorithm_for(0)
 

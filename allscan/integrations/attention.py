@@ -16,7 +16,7 @@ from torch import Tensor
 from ..base.checks import is_zigzag
 from ..bindings.torch_compat import operator
 from ..comm.communicator import Communicator, check_communicator
-from ..ops.allscan import using
+from ..ops.allscan import tie_backward
 from ..tokens.packing import Tables, boundaries_on_host
 from ..tokens.partition import cached_table
 from .attention_blocks import Blocks, ChunkedGather, merged
@@ -106,7 +106,7 @@ def attend(
             found = [x.transpose(1, 2) for x in project(*(x.transpose(1, 2) for x in found))]
         k, v = (x.to(like.dtype) for x, like in zip(found, (k, v), strict=True))
     if not row.own:  # this rank must join the backward's collectives, those of DistributedDataParallel, too
-        return using(row.comm, q.new_zeros(*q.shape[:3], v.shape[-1]), q, k, v)
+        return tie_backward(row.comm, q.new_zeros(*q.shape[:3], v.shape[-1]), q, k, v)
     if row.lengths is None or varlen is None:
         parts = row.parts()
         queries = _split(q, 1, [p.end - p.start for p in parts])

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..base.checks import boundaries, is_zigzag, lengths_misfit
+from ..base.checks import boundaries, cu_seqlens_error, is_zigzag
 from ..comm.communicator import Communicator, check_communicator
 from ..comm.host_exchange import by_rank
 from ..tokens.packing import boundaries_on_host, document_places
@@ -131,7 +131,7 @@ def places_of(
         parts = chunks(tokens_of_ranks(T, comm), layout == "zigzag")
         return [[(a, b) for rank, a, b in parts if rank == r] for r in range(size)]
     lengths = boundaries_on_host(boundaries(cu_seqlens))
-    problem = lengths_misfit(lengths, T, 2 * size)
+    problem = cu_seqlens_error(lengths, T, 2 * size)
     if problem is not None:
         raise ValueError(problem)
     return [document_places(lengths, rank, size) for rank in range(size)]

@@ -21,14 +21,14 @@ from ..comm.host_exchange import differing
 from ..launch.compiled_kernel import dynamo_disabled
 from ..ops.delta import zeco_gated_delta_rule, zeco_kda
 from ..ops.gla import zeco_gla
-from ..ops.halo import halo_of_ends
+from ..ops.halo import halo_from_boundary_tokens
 from ..tokens.packing import Tables, boundaries_on_host, document_places, without_empty
 from ..tokens.partition import cached_table, partition_start
 from . import needing
 from .attention import WHOLE, Attention, Blocks, attend, check_split, gather_keys, joined, packed_of
 from .batches import DOCUMENTS, STAMP, misfit, read
 from .batches import cut_batch as cut_batch
-from .recurrent import Tokens, of_last_tokens, taken
+from .recurrent import Tokens, gather_rows, of_last_tokens
 from .softmax import Row, masks_nothing, reject, shifted
 
 with needing(__name__, "flash-linear-attention"):
@@ -461,15 +461,15 @@ def _before(
     """(xs, the n tokens before each half, or before each piece of the given sizes)."""
     comm, T = where["comm"], xs[0].shape[1]
     if T <= halves * n and sizes is None or not T:
-        return xs, halo_of_ends(xs, T, n, **where)
+        return xs, halo_from_boundary_tokens(xs, T, n, **where)
     sizes = [T // halves] * halves if sizes is None else sizes
     ends: Any = zip(itertools.accumulate(sizes), sizes)
     numbers = [t for end, size in ends for t in range(end - min(n, size), end)]
     tokens = cached_table(comm, ("ends", n, *sizes), lambda: Tokens(numbers, T, comm.device))
     # a backward hook of a convolution may keep the gradient: then it must not be changed in place
     hooked = [has_backward_hooks(c) for c in convolutions]
-    xs, ends = zip(*(taken(x, tokens, comm, not hook) for x, hook in zip(xs, hooked, strict=True)))
-    return xs, halo_of_ends(ends, T, n, **where)
+    xs, ends = zip(*(gather_rows(x, tokens, comm, not hook) for x, hook in zip(xs, hooked, strict=True)))
+    return xs, halo_from_boundary_tokens(ends, T, n, **where)
 
 
 def _sequences(first: int, lengths: tuple[int, ...], T: int, halves: int) -> tuple[torch.Tensor, torch.Tensor]:

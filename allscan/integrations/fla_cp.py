@@ -16,10 +16,10 @@ from ..base.tiling import multiprocessors, transition_tile
 from ..comm.communicator import Communicator, check_communicator
 from ..comm.tags import stamp
 from ..ops.delta.delta_passes import StatePass, delta_segment_length
-from ..ops.delta.records import Between, DeltaShape, OfOutput
+from ..ops.delta.records import ChunkOperands, DeltaShape, LocalGrads
 from ..ops.halo import halo
 from ..scan.agreement import ScanVariant, get_or_create_scan
-from ..scan.two_way import two_way_scan
+from ..scan.zigzag_scan import two_way_scan
 from ..tokens.packing import CHUNK_TOKENS, Layout, TokenRange, boundaries_on_host
 from ..tokens.partition import cached_table
 from . import needing
@@ -91,8 +91,8 @@ def context_parallel(comm: Communicator) -> None:
 
     fla's own exchange computes the state and the transition of a rank chunk by chunk, all-gathers those of every rank
     (size * HV * K * (K + V) words), and each rank then combines those of the ranks before it. All-Scan processes
-    segments of chunks in parallel (shmem_kernels/delta.py; products are in bfloat16 if the inputs are), and a rank
-    receives one state of HV * K * V words in forward and one in backward. Transitions are not sent.
+    segments of chunks in parallel (shmem_kernels/delta_state.py; products are in bfloat16 if the inputs are), and a
+    rank receives one state of HV * K * V words in forward and one in backward. Transitions are not sent.
 
     The call affects all ranks of the group until ``comm`` is closed. It covers chunk_kda, chunk_gated_delta_rule and
     related operators, in both layouts of a context. Short convolutions receive the tokens before a shard boundary by
@@ -228,7 +228,9 @@ def _forward(
         if not part.finishes:  # the last sequence continues in another part
             passes = _passes(comm, context, cu_seqlens, part.end - 1, operands, operands["k"], operands["u"])
             if passes is not None:
-                state, transition = passes.total(Between(operands["k"], operands["w"], operands["u"], _gates(operands)))
+                state, transition = passes.total(
+                    ChunkOperands(operands["k"], operands["w"], operands["u"], _gates(operands))
+                )
             else:
                 both, own = torch.cat([state, transition], -1), cu_seqlens[part.end - 1 : part.end + 1]
                 chunk_delta_h.chunk_cp_fwd_h(hm=both, cu_seqlens=own, **operands)
@@ -261,8 +263,8 @@ def _backward(
             passes = _passes(comm, context, cu_seqlens, part.first, operands, operands["q"], operands["do"])
             if passes is not None:
                 q, k, w, do, dv = (operands[name].contiguous() for name in ("q", "k", "w", "do", "dv"))
-                between = Between(k, w, None, _gates(operands), q)
-                state, transition = passes.total_back(between, OfOutput(do, dv), operands["scale"])
+                between = ChunkOperands(k, w, None, _gates(operands), q)
+                state, transition = passes.total_back(between, LocalGrads(do, dv), operands["scale"])
             else:
                 both, own = torch.cat([state, transition], -1), cu_seqlens[part.first : part.first + 2]
                 chunk_delta_h.chunk_cp_bwd_dh(dhm=both, cu_seqlens=own, **operands)
@@ -282,8 +284,8 @@ def _gates(operands: Any) -> torch.Tensor | None:
 def _passes(
     comm: Communicator, context: Any, cu_seqlens: Tensor, i: int, operands: Any, k: Tensor, v: Tensor
 ) -> StatePass | None:
-    """The StatePass of sequence i, or None for rules that shmem_kernels/delta.py does not implement: without gates,
-    with a gate of the keys, or with another chunk length."""
+    """The StatePass of sequence i, or None for rules that shmem_kernels/delta_state.py does not implement: without
+    gates, with a gate of the keys, or with another chunk length."""
     if _gates(operands) is None or operands.get("bg") is not None or operands.get("chunk_size", 64) != CHUNK_TOKENS:
         return None
     if context.cu_seqlens_cpu is None:

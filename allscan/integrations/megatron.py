@@ -21,7 +21,7 @@ from ..ops.ssd import zeco_ssd
 from ..tokens.packing import CUTS, TokenRange, boundaries_on_host, flags_of, without_empty
 from ..tokens.partition import partition_start
 from . import needing
-from .recurrent import convolved, delta_rule
+from .recurrent import conv_with_halo, delta_rule
 from .softmax import reject
 
 with needing(__name__, "megatron-core", "flash-linear-attention"):
@@ -240,7 +240,7 @@ class AllScanGatedDeltaNet(_Mixer, GatedDeltaNet):
         projected = self.in_proj(hidden_states)[0].transpose(0, 1)
         batch, T = projected.shape[:2]
         qkv, gate, beta, alpha = projected.split(self.feat_dim_split, -1)
-        qkv = convolved(self._convolve, n, qkv, tokens.pieces, **tokens.where)
+        qkv = conv_with_halo(self._convolve, n, qkv, tokens.pieces, **tokens.where)
         gate = gate.unflatten(-1, (-1, self.value_head_dim))
         q, k, v, gate, beta, alpha = self._prepare_input_for_gated_delta_rule(qkv, gate, batch, T, beta, alpha)
         g, beta = self._compute_g_and_beta(self.A_log, self.dt_bias, alpha, beta)
@@ -303,7 +303,7 @@ class AllScanMambaMixer(_Mixer, MambaMixer):
         projected = self.in_proj(hidden_states)[0].transpose(0, 1)
         inner, states = self.d_inner_local_tp, self.ngroups_local_tp * self.d_state
         z, xBC, dt = projected.split([inner, inner + 2 * states, self.nheads_local_tp], -1)
-        xBC = convolved(self._convolve, n, xBC, tokens.pieces, **tokens.where)
+        xBC = conv_with_halo(self._convolve, n, xBC, tokens.pieces, **tokens.where)
         x, B, C = xBC.split([inner, states, states], -1)
         x, z = (t.unflatten(-1, (-1, self.headdim)) for t in (x, z))
         B, C = (t.unflatten(-1, (-1, self.d_state)) for t in (B, C))

@@ -15,33 +15,33 @@ from ..base.autograd import product
 from ..base.checks import ScanInputs, has_tangents
 from ..comm.communicator import Communicator
 from ..launch.compiled_kernel import dynamo_disabled
-from ..ops.allscan import allscan, final_of_all, using
-from ..ops.halo import halo, halo_of_ends
-from ..scan.two_way import outgoing
-from ..tokens.packing import Tables, TokenRange, apart, together
+from ..ops.allscan import allscan, final_of_all, tie_backward
+from ..ops.halo import halo, halo_from_boundary_tokens
+from ..scan.zigzag_scan import outgoing
+from ..tokens.packing import Tables, TokenRange, join_document_states, split_document_states
 from ..tokens.partition import cached_table
 from .softmax import reject
 
 
 @dynamo_disabled
-def convolved(
+def conv_with_halo(
     conv: Callable, n: int, x: Tensor, pieces: list[TokenRange], *, comm: Communicator, **where: Any
 ) -> torch.Tensor:
     """conv over x [B, T, C], with the n tokens before each shard boundary, and zeros before a sequence's first token.
 
     conv first runs over the whole row. The first n outputs of each piece lack the tokens before it: conv computes them
     again from 2n tokens, and they overwrite those in conv's result, in place. The backward of the overwritten outputs
-    receives zeros. No other node may hold the result's gradient: it is changed in place, like that of ``taken``.
+    receives zeros. No other node may hold the result's gradient: it is changed in place, like that of ``gather_rows``.
     """
     if not x.shape[1]:
         before = halo(x, n, comm=comm, **where)
         return conv(torch.cat([before, x], 1))[:, before.shape[1] :]
     cuts = cached_table(comm, ("convolution", n, *pieces), lambda: _Cuts(pieces, n, comm.device))
     B, T = x.shape[:2]
-    x, tokens = taken(x, cuts, comm)
+    x, tokens = gather_rows(x, cuts, comm)
     ends, after = tokens.split([cuts.ends, len(pieces) * n], 1)
     after = after.unflatten(1, (-1, n))
-    before = halo_of_ends(ends, T, n, comm=comm, **where).unflatten(1, (-1, n))
+    before = halo_from_boundary_tokens(ends, T, n, comm=comm, **where).unflatten(1, (-1, n))
     if before.shape[1] < len(pieces):
         before = torch.zeros_like(after).index_copy(1, cuts.first, before)
     replacements = conv(torch.cat([before, after], 2).flatten(0, 1))[:, n:].unflatten(0, (B, -1)).flatten(1, 2)
@@ -50,7 +50,7 @@ def convolved(
     return _Replaced.apply(conv(x), cuts.outputs, replacements)
 
 
-def taken(x: Tensor, tokens: Tokens, comm: Communicator, alone: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
+def gather_rows(x: Tensor, tokens: Tokens, comm: Communicator, alone: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
     """(x, selected tokens of x [B, numbers, ...], with zeros for token numbers outside the row).
 
     The backward adds the tokens' gradient to the gradient of x, in place if no other node holds that (``alone``).
@@ -63,7 +63,7 @@ def taken(x: Tensor, tokens: Tokens, comm: Communicator, alone: bool = True) -> 
 
 
 class Tokens(Tables):
-    """Tables for ``taken``: token numbers in a row of T tokens, possibly outside it, and ``more`` tables."""
+    """Tables for ``gather_rows``: token numbers in a row of T tokens, possibly outside it, and ``more`` tables."""
 
     def __init__(self, numbers: Sequence[int], T: int, device: torch.device, *more: Sequence[int]) -> None:
         places: dict[int, list[int]] = {}
@@ -83,7 +83,7 @@ class Tokens(Tables):
 
 
 class _Cuts(Tokens):
-    """Token numbers for ``convolved``: the last n tokens of each half; n tokens from the start of each piece."""
+    """Token numbers for ``conv_with_halo``: the last n tokens of each half; n tokens from the start of each piece."""
 
     def __init__(self, pieces: list[TokenRange], n: int, device: torch.device) -> None:
         starts, halves = [*itertools.accumulate((p.tokens for p in pieces), initial=0)], _halves(pieces)
@@ -193,9 +193,9 @@ def delta_rule(
     through = [(states[some[0]] if p else zeros)[..., V:] for some, p in zip(halves, passes, strict=True)]
     prevs: Any
     if documents:
-        states, dense = ([together(some[half::2]) for half in range(2)] for some in (left, through))
+        states, dense = ([join_document_states(some[half::2]) for half in range(2)] for some in (left, through))
         found = allscan(tuple(states), comm=comm, transition=tuple(dense), layout="zigzag")
-        prevs = apart(found, documents)
+        prevs = split_document_states(found, documents)
     elif len(halves) > 1:
         prevs = allscan(tuple(left), comm=comm, transition=tuple(through), layout="zigzag")
     else:
@@ -205,14 +205,14 @@ def delta_rule(
         if wide[some[0]]:
             added = product(o[..., V:].float().transpose(1, 2), prev).transpose(1, 2)
             outputs[some[0]] = (o[..., :V].float() + added).to(o.dtype)
-    o = using(comm, joined(outputs), *(found if documents else prevs))
+    o = tie_backward(comm, joined(outputs), *(found if documents else prevs))
     if not final:
         return o, None
     if comm.rank == (0 if len(halves) > 1 else comm.size - 1):
         state = outgoing(ScanInputs(left[-1], None, through[-1]), prevs[-1])
     else:
         state = torch.zeros_like(left[-1])
-    return final_of_all(o, using(comm, state, *prevs), comm, False, len(halves) > 1)
+    return final_of_all(o, tie_backward(comm, state, *prevs), comm, False, len(halves) > 1)
 
 
 @torch.no_grad()

@@ -19,7 +19,7 @@ from ..ops.ssd import zeco_ssd
 from . import needing
 from .attention import Blocks, attend, attend_packed, gather_keys, takes_packed
 from .latents import expansion_of
-from .recurrent import convolved, delta_rule
+from .recurrent import conv_with_halo, delta_rule
 from .softmax import reject
 from .transformers_sequence import SplitSequence
 
@@ -77,7 +77,7 @@ def _convolution(
     def conv(x: Tensor) -> torch.Tensor:
         return original(x.mT, weight, bias, activation=activation).mT
 
-    y = convolved(conv, n, x.mT, sequence.cut(), comm=sequence.comm, **sequence.where())
+    y = conv_with_halo(conv, n, x.mT, sequence.cut(), comm=sequence.comm, **sequence.where())
     return _padded(y, sequence).mT
 
 

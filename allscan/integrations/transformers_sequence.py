@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..base.checks import boundaries, lengths_misfit
+from ..base.checks import boundaries, cu_seqlens_error
 from ..comm.communicator import Communicator
 from ..comm.host_exchange import by_rank, differing
 from ..tokens.packing import TokenRange, boundaries_on_host, flags_of, without_empty
@@ -189,13 +189,13 @@ def agree_sequence(
         elif lengths is not None and zigzag and any(begun):  # e.g. position_ids of another layout
             problem = f"in the zigzag layout position_ids of packed sequences begin with 0, got {lengths[:-1]}"
             problem = f"{problem} of the row at positions {begun}: see allscan.zigzag.zigzag_positions"
-        elif lengths is not None and (unfit := lengths_misfit(lengths, sum(tokens))):
+        elif lengths is not None and (unfit := cu_seqlens_error(lengths, sum(tokens))):
             problem = unfit
         elif lengths is not None and B != 1:
             problem = f"packed sequences must be in a batch of one, got {B}{'' if rises is None else BY_POSITIONS}"
         elif per_document and not cut_row:
             assert lengths is not None  # follows from the branches above
-            problem = lengths_misfit(lengths, sum(tokens), 2 * comm.size)
+            problem = cu_seqlens_error(lengths, sum(tokens), 2 * comm.size)
         if problem is not None:
             raise comm.order.raised_everywhere(ValueError(problem))
         per_document = per_document and not cut_row

@@ -126,7 +126,7 @@ class Launch:
 
 
 def _not_compiled(addresses: Sequence[Any]) -> NoReturn:
-    raise RuntimeError("this kernel was not compiled yet")
+    raise RuntimeError("this kernel has not been compiled yet")
 
 
 def _addresses(args: tuple[Any, ...]) -> tuple[list[Any], list[int]]:

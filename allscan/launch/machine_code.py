@@ -164,6 +164,6 @@ def options_of_right_code(
             _right[key] = tried
             return tried
     raise RuntimeError(
-        f"the ptxas of Triton {triton.__version__} makes wrong code of {kernel.__name__} with {options}: set "
-        "TRITON_PTXAS_PATH to that of CUDA 13.1 or later, or take Triton 3.9"
+        f"ptxas of Triton {triton.__version__} miscompiles {kernel.__name__} with {options}: set "
+        "TRITON_PTXAS_PATH to ptxas of CUDA 13.1 or later, or use Triton 3.9"
     )

@@ -260,7 +260,9 @@ def _priority(side: object) -> int:
     """Priority of a side stream of Streams.side. Raises NotImplementedError for another context manager, whose order of
     launches is unknown."""
     if not isinstance(side, Side):
-        raise NotImplementedError(f"a stream of {type(side).__name__}")
+        raise NotImplementedError(
+            f"CUDA graphs support launches on streams of Streams.side only, got {type(side).__name__}"
+        )
     return side.priority
 
 

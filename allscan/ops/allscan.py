@@ -39,8 +39,8 @@ from ..launch.compiled_kernel import dynamo_disabled
 from ..scan.agreement import CHAIN, ScanVariant, get_or_create_scan
 from ..scan.fwd_epochs import borrow_fwd_epoch, new_fwd_epochs
 from ..scan.launcher import PreparedScan, check_out
-from ..scan.two_way import outgoing
 from ..scan.work import Work
+from ..scan.zigzag_scan import outgoing
 
 Array = TypeVar("Array")  # torch.Tensor, numpy.ndarray or cupy.ndarray
 
@@ -197,7 +197,7 @@ def _prepare(comm: Communicator, key: tuple, inputs: ScanInputs, reverse: bool, 
         check_scan(inputs, None, comm.device)
         if out is not None:
             if key[-1]:
-                raise ValueError("out must be None where a gradient is wanted")
+                raise ValueError("out must be None if an input requires a gradient")
             check_out(inputs)
         if key[-1] == 2:
             raise ValueError(NOT_SAVEABLE)
@@ -239,7 +239,7 @@ def scan_zigzag(
         is_zigzag(layout)
         pairs = [(None, None) if x is None else x for x in (state, decay, transition)]
         if not all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in pairs):
-            raise TypeError("state, and decay and transition if there are any, must be pairs in the zigzag layout")
+            raise TypeError('with layout="zigzag" state, decay and transition must be pairs: (first half, second half)')
         if reverse or out is not None or async_op:
             raise ValueError("the zigzag layout does not support reverse, out or async_op")
         (ascending, descending), decays, transitions = pairs
@@ -252,7 +252,7 @@ def scan_zigzag(
                 or not isinstance(descending, Tensor)
                 or ascending.shape != descending.shape
             ):
-                raise TypeError("both states must be tensors of one shape")
+                raise TypeError("both states must be tensors of the same shape")
             for half in zip((ascending, descending), decays, transitions, (initial_state, None), strict=True):
                 check_scan(ScanInputs(*half), None, comm.device)
             for decay in () if part.adjoint or comm.streams.capturing() else decays:
@@ -468,7 +468,7 @@ _passes = Passes(_forward, _fake, _backward, _fake_backward)
 _traced = CustomOperator("allscan::scan", _passes, _setup_context, _gradient)
 
 
-def using(comm: Communicator, x: Tensor, *others: Any) -> Tensor:
+def tie_backward(comm: Communicator, x: Tensor, *others: Any) -> Tensor:
     """Return x. Its backward also runs the backward of the other tensors, as every rank must."""
     found: Tensor = _Using.apply(x, comm.handle, *others)
     return found
@@ -518,7 +518,7 @@ def final_of_all(o: Tensor, final: Any, comm: Communicator, packed: bool, zigzag
             others = [allscan(part, comm=comm, reverse=reverse) for part in parts]
             found = found + (others[0] if len(others) == 1 else torch.cat(others))[: len(found)]
     if found.requires_grad:
-        o, found = using(comm, o, found), found.clone()  # using() saves the first one, which must not be written to
+        o, found = tie_backward(comm, o, found), found.clone()  # tie_backward saves the first; users may write to it
     return o, found
 
 

@@ -107,30 +107,30 @@ def _parts(states: Any, decays: Any, transitions: Any, zigzag: bool) -> list[Seg
         return [Segments(states, decays, transitions)]
     pairs = [(None, None) if x is None else x for x in (states, decays, transitions)]
     if not all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in pairs):
-        raise TypeError("states, and decays and transitions if there are any, must be pairs in the zigzag layout")
+        raise TypeError('with layout="zigzag" states, decays and transitions must be pairs: (first half, second half)')
     return [Segments(*part) for part in zip(*pairs, strict=True)]
 
 
 def _check(comm: Communicator, parts: list[Segments], initial_state: Any, both: bool) -> None:
     """Raise TypeError or ValueError for arguments that are wrong on this rank."""
     if both:
-        raise ValueError("the zigzag layout does not go with reverse")
+        raise ValueError('layout="zigzag" does not support reverse=True')
     if comm.algorithm in ("rails", "recursive_doubling"):
         raise ValueError(
-            f'{NAME} adds in the order of the sequence, algorithm="{comm.algorithm}" of the communicator does not: '
-            'create the communicator with "auto" or "chain"'
+            f'{NAME} requires a communicator with algorithm="auto" or "chain", got {comm.algorithm!r}: others do not '
+            "add in the order of the sequence"
         )
     shape: tuple[int, ...] | None = None
     for states, decays, transitions in parts:
         check_tensor("states", states, None, comm.device)
         if states.ndim < 3 or min(states.shape[1:]) < 1 or (shape or states.shape[1:]) != states.shape[1:]:
-            wanted = "[n, ..., K, V] with no empty dimension but n, alike but for n in both"
+            wanted = "[n, ..., K, V] where all dimensions except n are non-zero and equal in both"
             raise ValueError(f"states must be {wanted}, got {tuple(states.shape)}")
         shape = states.shape[1:]
         if transitions is not None:
             check_tensor("transitions", transitions, (*states.shape[:-1], states.shape[-2]), comm.device)
             if decays is not None:
-                raise ValueError("a scan has decays or transitions, not both")
+                raise ValueError("give decays or transitions, not both")
         elif isinstance(decays, Tensor):
             check_tensor("decays", decays, None, comm.device)
             if decays.shape not in (states.shape[:-1], states.shape[:-2]):

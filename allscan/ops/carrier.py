@@ -23,7 +23,7 @@ from ..scan.agreement import ScanVariant, get_or_create_scan
 from ..scan.collective import AllScan
 from ..scan.launcher import ChannelUse, ScanBuffers
 from ..scan.segment_launches import dense_blocks
-from ..scan.two_way import record_two_way, two_way_channels, two_way_scan
+from ..scan.zigzag_scan import record_two_way, two_way_channels, two_way_scan
 from ..tokens.packing import CHUNK_TOKENS
 
 C = TypeVar("C", bound="AllScanCarrier")
@@ -254,13 +254,13 @@ def check_invariant(comm: Communicator, invariant: object, zigzag: int) -> int:
         raise ValueError(f"invariant must be a multiple of {CHUNK_TOKENS} tokens, got {invariant}")
     if invariant and zigzag == PER_DOCUMENT:
         raise ValueError(
-            f"invariant={invariant} does not go with per_document=True: each document is cut into 2P chunks, which "
+            f"invariant={invariant} does not support per_document=True: each document is cut into 2P chunks, which "
             f"would have to be multiples of it: no document could have less than {2 * comm.size * invariant} tokens"
         )
     if invariant and comm.algorithm in ("rails", "recursive_doubling"):
         raise ValueError(
-            f'invariant={invariant} adds in the order of the sequence, which algorithm="{comm.algorithm}" of the '
-            'communicator does not: create the communicator with "auto" or "chain"'
+            f'invariant={invariant} requires a communicator with algorithm="auto" or "chain", got {comm.algorithm!r}: '
+            "others do not add in the order of the sequence"
         )
     return invariant
 
@@ -296,4 +296,4 @@ def carrier_of(handle: int, invariant: int = 0, dense: bool = False) -> StateCar
     try:
         return _carriers[handle]
     except KeyError:
-        raise RuntimeError("this StateCarrier is gone") from None
+        raise RuntimeError("this StateCarrier was deleted") from None

@@ -67,7 +67,7 @@ def look_for_head_first(comm: Communicator, name: str, what: str, q: torch.Tenso
         comm.attributes[HEAD_FIRST] = True
         warnings.warn(
             f"{name} got {T} tokens of {H} heads, {what} {list(q.shape)}: are the inputs head-first, [B, H, T, ...]? "
-            "It wants [B, T, H, ...]: see transpose(1, 2). Ignore this if so few tokens are intended",
+            "Expected [B, T, H, ...]: use transpose(1, 2). Ignore this if so few tokens are intended",
             stacklevel=4,
         )
 

@@ -160,7 +160,7 @@ def _eager_halo(x: Xs, comm: Communicator, options: Options) -> Any:
 _not_traced = dynamo_disabled(_eager_halo)
 
 
-def halo_of_ends(x: Xs, T: int, n: int, *, comm: Communicator, layout: str, **where: Any) -> Xs:
+def halo_from_boundary_tokens(x: Xs, T: int, n: int, *, comm: Communicator, layout: str, **where: Any) -> Xs:
     """Run ``halo`` for this rank's ``T`` tokens; x has only their edges: the last n tokens, or all if fewer, of each
     half or of each document's pieces. where: cu_seqlens, first_token, per_document."""
     with comm.call(False, "halo()", x):
@@ -210,7 +210,7 @@ def _check_halo(xs: Sequence[Tensor], comm: Communicator, options: Options) -> t
         for x in xs:
             check_tensor("x", x, None, None, None)
             if x.is_complex() or x.dtype in (torch.float64, torch.bool):
-                raise TypeError(f"x must be a tensor of floats of at most 32 bits or of integers, got {x.dtype}")
+                raise TypeError(f"x must have an integer type or a float type of at most 32 bits, got {x.dtype}")
         n = integer("n", n)
         if not xs or min(x.ndim for x in xs) < 2:
             raise ValueError(f"x must be [B, T, ...], got {_shapes(xs)}")
@@ -221,7 +221,7 @@ def _check_halo(xs: Sequence[Tensor], comm: Communicator, options: Options) -> t
         first_token = checked_first_token(first_token, cu_seqlens)
         B, T = xs[0].shape[:2]
         if any(x.shape[:2] != (B, T) for x in xs):
-            raise ValueError(f"the tensors of x must have B and T alike, got {_shapes(xs)}")
+            raise ValueError(f"all tensors in x must have the same B and T, got {_shapes(xs)}")
         T = T if tokens is None else tokens
         zigzag = zigzag_of(layout, per_document, cu_seqlens)
         shape = (B, n, sum(_widths(xs)))
@@ -236,7 +236,7 @@ def _check_halo(xs: Sequence[Tensor], comm: Communicator, options: Options) -> t
         check_packed(comm, cu_seqlens, T, first_token, zigzag)
         if zigzag == PER_DOCUMENT:
             if B != 1:
-                raise ValueError(f"cut documents must be in a batch of one, got {B}")
+                raise ValueError(f"packed sequences require batch size 1, got {B}")
             shape = (_groups(boundaries_on_host(cu_seqlens), n, T)[0][2], *shape[1:])
     except (TypeError, ValueError) as error:
         deferred = DeferredError(error)

@@ -38,7 +38,7 @@ def _spec_and_layout(
     if protocol != "auto" and protocol not in PROTOCOLS:
         raise ValueError(f'protocol must be "auto", "sentinel", "signal" or "put", got {protocol!r}')
     if protocol == "put" and comm.transport == "ipc":
-        raise ValueError('protocol="put" is NVSHMEM\'s, transport "ipc" has none')
+        raise ValueError('protocol="put" requires NVSHMEM, which transport "ipc" does not use')
     if tile is None:
         sentinel = protocol == "sentinel" or (protocol == "auto" and comm.mapped)
         tile = scan_tile(shape, max_ctas, sentinel, comm.device)
@@ -221,8 +221,7 @@ class AllScan:
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
-            "an AllScan cannot be pickled, since it stands for memory of processes that are running: make one after "
-            "loading"
+            "an AllScan cannot be pickled, since it owns memory of running processes: create it after loading"
         )
 
     @property
@@ -267,7 +266,7 @@ class AllScan:
         if self.launcher.rails is not None:
             raise ValueError(f'an AllScan with algorithm="{self.algorithm}" has no channel for kernels of your own')
         if fwd_epoch is not None and adjoint_of is not None:
-            raise ValueError("a launch has a forward epoch or is the adjoint of one, not both")
+            raise ValueError("give fwd_epoch or adjoint_of, not both")
         epoch = adjoint_of if fwd_epoch is None else fwd_epoch
         if epoch is not None and not isinstance(epoch, Tensor):
             raise TypeError(
@@ -342,7 +341,7 @@ class AllScan:
             for channel in channels:
                 _check_channel(channel)
                 if all(channel.info is not own.info for own in self.launcher.channels):
-                    raise ValueError("channel must be of the AllScan whose launch() is called")
+                    raise ValueError("channel must come from this AllScan")
             # as in scan(): so that a later launch detects that a rank has launched in the other direction
             step = self.comm.memory.step_of(self.comm.order.stamp_in(reverse))
             args, options = _with_step(args, step), dict(zip(options, _with_step((*options.values(),), step)))
@@ -436,7 +435,7 @@ class AllScan:
             if channel is not None:
                 _check_channel(channel)
                 if channel.info is not self.launcher.channels[reverse].info:
-                    raise ValueError("channel must be of this AllScan and of the direction of the scan")
+                    raise ValueError("channel must come from this AllScan and have the direction of the scan")
                 fwd_epoch, adjoint_launch = channel.fwd_epoch, channel.ADJOINT.value
             prepared = self.launcher.prepared_scan(
                 call_key(inputs), inputs, bool(reverse), bool(transpose), adjoint_launch
@@ -471,7 +470,7 @@ def _with_step(arguments: tuple[Any, ...], step: Tensor) -> tuple[Any, ...]:
 def _check_channel(channel: object) -> None:
     if not isinstance(channel, Channel):
         got = "the method itself: call it" if callable(channel) else type(channel).__name__
-        raise TypeError(f"a channel is what AllScan.channel() returns, got {got}")
+        raise TypeError(f"expected a Channel from AllScan.channel(), got {got}")
 
 
 def _check_grid(grid: object) -> None:

@@ -26,7 +26,7 @@ from ..shmem_kernels.rails import rails_kernel
 from ..shmem_kernels.scan import scan_kernel, shift_rows_kernel
 from ..shmem_kernels.transition import transition_kernel
 from ..shmem_kernels.wait import RECORD_SET
-from .dropped import look_for_backwards
+from .missing_backward import look_for_backwards
 from .rails_links import Rails
 from .work import Work
 from .workspace import Spec, Workspace, reset
@@ -208,7 +208,7 @@ class Launcher:
         """Record a scan in a plan, which runs inside a call of the communicator. initial_state: like the state, on the
         first rank in the direction of the scan."""
         if self.rails is not None:
-            raise ValueError("plans need a chain")
+            raise ValueError('plans require algorithm="chain"')
         state, out, fwd_epoch, decay, transition = buffers
         factor = decay or transition or state
         strides = (0, 0) if factor is state else (self.K, 1)
@@ -367,12 +367,12 @@ def _check_apart(tensors: tuple[Tensor, ...], addresses: list[int], in_place: bo
     ``addresses``. in_place: ``out`` may be the state's memory."""
     state, out, begin = tensors[0], tensors[3], addresses[3]
     if not out.is_contiguous() or out.is_neg():
-        raise ValueError("out must be contiguous, and no view of a negative")
+        raise ValueError("out must be contiguous and not a negated view (call out.resolve_neg())")
     end = begin + out.nbytes
     for i in range(3):
         x, address = tensors[i], addresses[i]
         if address < end and begin < address + x.nbytes and not (in_place and x is state):
             name = "state" if x is state else ("", "decay or transition", "initial_state")[i]
             raise ValueError(
-                f"out shares memory with {name}: give another tensor (or state itself, without a transition)"
+                f"out shares memory with {name}: pass another tensor (or state itself, without a transition)"
             )

@@ -1,4 +1,31 @@
-"""Index tables of one rank's tokens for the kernels: sequences, segments and chunks. No communication."""
+"""Index tables of one rank's tokens for the kernels: sequences, segments and chunks. No communication.
+
+In the zigzag layout rank r of P has chunks r and 2P - 1 - r of 2P equal chunks: of the row, or with per_document=True
+of each document. P = 2 ranks, documents A of 4 tokens and B of 20 (cu_seqlens [0, 4, 24]), each letter a token:
+
+    row                    A A A A B B B B B B B B B B B B B B B B B B B B
+    zigzag: rank           0 0 0 0 0 0 1 1 1 1 1 1 1 1 1 1 1 1 0 0 0 0 0 0
+    per_document: rank     0 1 1 0 0 0 0 0 0 1 1 1 1 1 1 1 1 1 1 0 0 0 0 0
+
+A rank's tokens lie one after another in its memory, in the order of the pieces (``zigzag_cut``, ``document_cut``). Each
+piece is one segment here, a row of ``Layout.segments`` (START END FIRST_CHUNK STATE_INDEX SEQUENCE, FLAGS). States of
+first halves come first among those that are sent:
+
+                    rank   tokens of the row   segment     flags
+    zigzag          0      A 0 - 3             0 4 0 0 0   FIRST LAST
+                    0      B 4 - 5             4 6 1 0 1   FIRST LEFT
+                    0      B 18 - 23           6 12 2 1 1  LAST ENTERED
+                    1      B 6 - 11            0 6 0 0 1   ENTERED LEFT
+                    1      B 12 - 17           6 12 1 1 1  ENTERED LEFT
+    per_document    0      A 0 - 0             0 1 0 0 0   FIRST LEFT
+                    0      A 3 - 3             1 2 1 2 0   LAST ENTERED
+                    0      B 4 - 8             2 7 2 1 1   FIRST LEFT
+                    0      B 19 - 23           7 12 3 3 1  LAST ENTERED
+                    1      A 1 - 1             0 1 0 0 0   ENTERED LEFT
+                    1      A 2 - 2             1 2 1 2 0   ENTERED LEFT
+                    1      B 9 - 13            2 7 2 1 1   ENTERED LEFT
+                    1      B 14 - 18           7 12 3 3 1  ENTERED LEFT
+"""
 
 from __future__ import annotations
 
@@ -110,7 +137,7 @@ def weights(BT: int) -> torch.Tensor:
 
 @functools.lru_cache
 def chunk_weights(BT: int, device: torch.device) -> torch.Tensor:
-    """``weights(BT)`` and SUMS and PAIRS of delta_chunks.py, on the device; never freed."""
+    """``weights(BT)`` and SUMS and PAIRS of kda_fwd.py, on the device; never freed."""
     t, u = torch.arange(BT, device="cpu")[:, None], torch.arange(BT, device="cpu")
     sums, pairs = [], []
     for m in range(6):
@@ -316,13 +343,13 @@ def carried_states(B: int, sequences: int, zigzag: int) -> int:
     return next_power_of_2(int(sequences)) if zigzag == PER_DOCUMENT else B
 
 
-def together(states: Sequence[torch.Tensor]) -> torch.Tensor:
+def join_document_states(states: Sequence[torch.Tensor]) -> torch.Tensor:
     """Concatenate the documents' states, [1, ...] each, and pad with zeros: [carried_states, ...], as sent."""
     missing = carried_states(1, len(states), PER_DOCUMENT) - len(states)
     return torch.cat([*states, *[torch.zeros_like(states[0])] * missing])
 
 
-def apart(pairs: Sequence[torch.Tensor], documents: int) -> list[torch.Tensor]:
+def split_document_states(pairs: Sequence[torch.Tensor], documents: int) -> list[torch.Tensor]:
     """Split two received tensors into states [1, ...]: first and second piece of each document in turn, no padding."""
     return [x for pair in zip(*(x.split(1) for x in pairs)) for x in pair][: 2 * documents]
 

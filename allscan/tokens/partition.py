@@ -7,7 +7,7 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
-from ..base.checks import PER_DOCUMENT, boundaries, lengths_misfit
+from ..base.checks import PER_DOCUMENT, boundaries, cu_seqlens_error
 from ..base.tiling import cdiv
 from ..bindings.torch_compat import without_dispatch_modes
 from ..comm.communicator import Communicator
@@ -73,7 +73,9 @@ def partition_start(
             places = comm.order.exchange((lengths, begin, end), "first_token, in debug mode")
             if any(here[0] != lengths for here in places) or any(a[2] != b[1] for a, b in zip(places, places[1:])):
                 found = by_rank(f"tokens {a} .. {b - 1} of {c}" for c, a, b in places)
-                raise comm.order.raised_everywhere(ValueError(f"the ranks' tokens do not follow one another: {found}"))
+                raise comm.order.raised_everywhere(
+                    ValueError(f"the ranks' tokens are not contiguous in the row: {found}")
+                )
         tokens, first = [T], first_token
     else:
         tokens = partition(comm, lengths, T)
@@ -90,8 +92,8 @@ def partition(comm: Communicator, lengths: tuple[int, ...], T: int) -> list[int]
     if tokens is not None:
         if tokens[comm.rank] != T:
             raise ValueError(
-                f"these cu_seqlens came with {tokens[comm.rank]} tokens on this rank before, now with {T}: on one "
-                "communicator a cu_seqlens is bound to one partition of tokens"
+                f"these cu_seqlens were first used with {tokens[comm.rank]} tokens on this rank, now with {T}: pass "
+                "first_token= on all ranks to change the partition, or use another communicator"
             )
         return tokens
     if comm.streams.capturing():
@@ -99,7 +101,7 @@ def partition(comm: Communicator, lengths: tuple[int, ...], T: int) -> list[int]
     answers = comm.order.exchange((lengths, T), "the first call with these cu_seqlens")
     _check_alike(comm, [answer[0] for answer in answers])
     tokens = [answer[1] for answer in answers]
-    problem = lengths_misfit(lengths, sum(tokens))
+    problem = cu_seqlens_error(lengths, sum(tokens))
     if problem:
         raise comm.order.raised_everywhere(ValueError(f"{problem}; tokens: {by_rank(tokens)}"))
     partitions.remember(lengths, tokens)
@@ -138,7 +140,7 @@ def check_packed(
         lengths = boundaries_on_host(cu_seqlens)
     except RuntimeError as error:  # raised by a tensor subclass without values
         raise TypeError(f"cu_seqlens cannot be read: {error}") from error
-    if zigzag == PER_DOCUMENT and not lengths_misfit(lengths, None):
+    if zigzag == PER_DOCUMENT and not cu_seqlens_error(lengths, None):
         _check_documents(comm, lengths, [T], first_token)
     if first_token is not None:
         halves = 1 + bool(zigzag)
@@ -148,19 +150,21 @@ def check_packed(
 def _check_documents(comm: Communicator, lengths: tuple[int, ...], tokens: list[int], first: int | None) -> None:
     """Raise ValueError if a sequence's length is no multiple of 2P, if a rank has not 1/P of all tokens, or if
     ``first``, the caller's first_token or None, is not the right one."""
-    problem, share = lengths_misfit(lengths, None, 2 * comm.size), lengths[-1] // comm.size
+    problem, share = cu_seqlens_error(lengths, None, 2 * comm.size), lengths[-1] // comm.size
     if problem:
         raise ValueError(problem)
     if any(T != share for T in tokens):
-        raise ValueError(f"with per_document=True each rank has {share} of {lengths[-1]} tokens, got {by_rank(tokens)}")
+        raise ValueError(
+            f"with per_document=True each rank must have {share} of {lengths[-1]} tokens, got {by_rank(tokens)}"
+        )
     if first is not None and first != comm.rank * share // 2:
-        place = f"with per_document=True first_token of rank {comm.rank} is {comm.rank * share // 2}"
+        place = f"with per_document=True first_token of rank {comm.rank} must be {comm.rank * share // 2}"
         raise ValueError(f"{place}, half of the tokens of the ranks before it, got {first}")
 
 
 def _check_place(comm: Communicator, lengths: tuple[int, ...], begin: int, end: int, halves: int) -> None:
     """Raise ValueError if begin .. end - 1 cannot be the tokens of this rank, as far as it sees alone."""
-    if problem := lengths_misfit(lengths, None):
+    if problem := cu_seqlens_error(lengths, None):
         raise ValueError(problem)
     inside = 0 <= begin <= end <= lengths[-1] / halves
     first, last = comm.rank == 0, comm.rank == comm.size - 1
@@ -214,7 +218,9 @@ def find_layout(comm: Communicator, own: OwnTokens, segment: int, fla: bool = Fa
         layout = cls(pieces, halves * states, segment, comm.device, fla=fla, halves=halves)
         layout.alike = lengths, zigzag, segment if aligned else 0
         if layout.num_chunks > GRID_LIMIT:  # possible if a segment does not begin with a sequence
-            raise ValueError(f"a rank may have {GRID_LIMIT:,} chunks of packed sequences, got {layout.num_chunks:,}")
+            raise ValueError(
+                f"a rank may have at most {GRID_LIMIT:,} chunks of packed sequences, got {layout.num_chunks:,}"
+            )
         return layout
 
     return cached_table(comm, (B, T, first, lengths, segment, zigzag, fla, aligned), make)
@@ -237,4 +243,4 @@ def _check_chunks(
         begin += T // (1 + bool(zigzag))
     if max(found.values()) > GRID_LIMIT:
         most = ", ".join(f"rank {rank} {number:,}" for rank, number in found.items() if number > GRID_LIMIT)
-        raise ValueError(f"a rank may have {GRID_LIMIT:,} chunks of packed sequences: {most}")
+        raise ValueError(f"a rank may have at most {GRID_LIMIT:,} chunks of packed sequences: {most}")

@@ -62,7 +62,9 @@ class Compiled:
             ValueError: if an argument of the kernel is missing; unknown arguments are ignored.
         """
         if not isinstance(kernel, triton.JITFunction):
-            raise TypeError(f"a triton.jit function, with TRITON_INTERPRET unset, got {type(kernel).__name__}")
+            raise TypeError(
+                f"kernel must be a triton.jit function, with TRITON_INTERPRET unset, got {type(kernel).__name__}"
+            )
         names = kernel.arg_names
         tuples = {name for name, kind in arguments.items() if hasattr(kind, "_fields")}
         if {*names} - {*arguments, *constants} or tuples - {*constants}:

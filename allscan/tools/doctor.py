@@ -105,7 +105,7 @@ def report() -> list[str]:
         print(f"/dev/shm    {room.f_bavail * room.f_frsize:,} of {room.f_blocks * room.f_frsize:,} bytes free")
     try:
         graphs = "on" if switch("ALLSCAN_CUDA_GRAPHS") else "off"
-        print(f"CUDA graphs {graphs}, of launches that come again (ALLSCAN_CUDA_GRAPHS=0 or 1)")
+        print(f"CUDA graphs {graphs}: repeated launches are replayed (ALLSCAN_CUDA_GRAPHS=0 or 1)")
     except ValueError as error:
         print(f"CUDA graphs {error}")
         needs.append("export ALLSCAN_CUDA_GRAPHS=1      # or 0")

@@ -177,7 +177,7 @@ def _counted(model: Any, cut: Cut) -> Iterator[None]:
     home = sys.modules[type(model).__module__]
     found = {name: vars(home)[name] for name in RULES if name in vars(home)}
     if not found:
-        raise ValueError(f"--step does not know the delta rule of {type(model).__name__}")
+        raise ValueError(f"--step does not support the delta rule of {type(model).__name__}")
     AttentionInterface.register(ATTENTION, functools.partial(_attention, cut))
     for name in found:
         setattr(home, name, functools.partial(_delta_rule, RULES[name], cut))
@@ -203,7 +203,7 @@ def model_of(config: dict[str, Any]) -> Any:
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(model_config).to(torch.bfloat16).train()
     except Exception as error:  # transformers' and huggingface_hub's checks raise classes of their own
-        raise ValueError(f"transformers makes no model of {kind!r} of this config: {error}") from None
+        raise ValueError(f"transformers cannot build {kind!r} from this config: {error}") from None
 
 
 def step_of(model: Any, cut: Cut) -> Step:
@@ -231,7 +231,9 @@ def step_of(model: Any, cut: Cut) -> Step:
             saved = counter.bytes - before
             loss.backward()
         except (NotImplementedError, RuntimeError) as error:
-            raise ValueError(f"--step: {type(model).__name__} depends on numbers: {error}") from None
+            raise ValueError(
+                f"--step cannot estimate {type(model).__name__}, whose memory depends on data: {error}"
+            ) from None
         finally:
             for p in trained:
                 p.grad = None

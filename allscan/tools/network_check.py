@@ -76,7 +76,7 @@ def _join(output: str | None) -> None:
             "the first node and a free port"
         )
     if int(os.environ["WORLD_SIZE"]) < 2:
-        raise SystemExit("one process has nothing to communicate with: start at least 2")
+        raise SystemExit("network_check needs at least 2 processes")
     problem = None
     if output is not None and os.environ["RANK"] == "0":
         try:
@@ -268,7 +268,7 @@ def check_rejected_call(comm: Communicator, epochs: int) -> str:
             allscan.allscan(state.double() if own.rank == own.size - 1 else state, comm=own)
         with contextlib.suppress(allscan.AllScanOutOfStep, allscan.AllScanTimeout):
             own.barrier()
-            raise WrongResultError("a call that a rank has rejected goes unnoticed on this rank")
+            raise WrongResultError("this rank did not detect the call that another rank had rejected")
         own.resync()
         _compare(allscan.allscan(state, comm=own), own.rank * torch.ones_like(state), "after resync()")
     return "the fault reached all ranks; resync() recovered them"

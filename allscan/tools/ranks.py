@@ -168,7 +168,7 @@ def take_local_gpu() -> None:
     local = os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID"))
     count = torch.cuda.device_count()
     if local is None and count > 1:
-        raise ValueError(f"which of {count} GPUs is this process's? Set LOCAL_RANK, as torchrun does")
+        raise ValueError(f"set LOCAL_RANK, as torchrun does: this process sees {count} GPUs")
     torch.cuda.set_device(0 if count == 1 else int(local or 0))
 
 
@@ -250,7 +250,7 @@ def _serve(which: tuple[int, int, str, str, int], pipe: Any, path: list[str], en
     """Main loop of a rank's process: run functions from the pipe. which: (rank, size, device, back end, port)."""
     rank, size, device, backend, port = which
     if environment["TRITON_INTERPRET"] != os.environ.get("TRITON_INTERPRET"):
-        raise RuntimeError("Ranks without GPUs must come before any other use of multiprocessing's fork server")
+        raise RuntimeError("create Ranks without GPUs before any other use of multiprocessing's fork server")
     os.environ.clear()
     os.environ.update(environment)
     sys.path[:] = path

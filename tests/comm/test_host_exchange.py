@@ -505,7 +505,7 @@ def nvshmem_case():
     heap.device, heap._base, heap._owner, heap._block, heap._bindings = "cuda", 0, True, None, Forever()
     runtime._heap, runtime._job = heap, object()
     runtime.record_ended_alone()
-    with pytest.warns(UserWarning, match="has left NVSHMEM as it was"):
+    with pytest.warns(UserWarning, match="has not finalized NVSHMEM"):
         allscan.finalize()
     return raised(allscan.init, transport="nvshmem")
 

@@ -175,7 +175,7 @@ def test_1000_graph_replays_of_halo(run, size):
 def gla_graph_case(group, packed, mixed, layout, recompute):
     """Replay zeco_gla forward and backward in one CUDA graph on fresh inputs, and twice on the same.
 
-    packed: sequences over several ranks; mixed: one link of the chain is NVSHMEM's.
+    packed: sequences over several ranks; mixed: one link of the chain requires NVSHMEM.
     """
     with allscan.Communicator(group) as comm:
         if mixed:
@@ -366,7 +366,7 @@ def test_ranks_that_share_gpus(monkeypatch):
     with Ranks(torch.cuda.device_count() + 1, "cuda") as ranks:
         for epoch in range(20):
             assert max(ranks.run(quick_case, "auto", epoch)) < 1e-6
-        with pytest.raises(RuntimeError, match="is NVSHMEM's"):
+        with pytest.raises(RuntimeError, match="requires NVSHMEM"):
             ranks.run(quick_case, "put")
 
 
@@ -437,7 +437,7 @@ def test_a_process_group_that_ends_before_its_communicator(fresh, size=2):
         if os.environ.get("ALLSCAN_TRANSPORT") == "ipc":
             assert found == 16.0 * rank
         else:
-            assert "has left NVSHMEM as it was" in texts and "ranks [0, 1] need a new process" in found, (texts, found)
+            assert "has not finalized NVSHMEM" in texts and "ranks [0, 1] need a new process" in found, (texts, found)
 
 
 def test_nvshmem_of_somebody_else_is_shared(fresh):
@@ -449,7 +449,7 @@ def test_a_wait_on_nvshmem_is_bounded_too(fresh):
 
 
 def mixed_case(group):
-    """Run a chain as over two nodes: ranks 1 and 2 do not map each other, so that their link is NVSHMEM's."""
+    """Run a chain as over two nodes: ranks 1 and 2 do not map each other, so that their link requires NVSHMEM."""
     comm = allscan.Communicator(group)
     comm.topology.mapped_links[1] = False
     scan = allscan.AllScan(comm, (4, 16, 32))

@@ -105,7 +105,7 @@ def used():
 
 
 def own_summary_case(group, rule, cuts):
-    """Return the same errors with enable() and the summaries of shmem_kernels/delta.py, which also run in the
+    """Return the same errors with enable() and the summaries of shmem_kernels/delta_state.py, which also run in the
     interpreter."""
     import_fla()
     from fla.ops.cp import build_cp_context, chunk_delta_h

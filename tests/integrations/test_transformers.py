@@ -730,7 +730,7 @@ def test_what_a_split_copies(run, family, layout, packed, size=2):
 def convolutions_case(group, activation, layout):
     """Return errors of a convolution's outputs and gradients, for activations that save their result for backward or
     not, and for a slice x of a wider tensor."""
-    from allscan.integrations.recurrent import convolved
+    from allscan.integrations.recurrent import conv_with_halo
     from allscan.tokens.packing import TokenRange, flags_of
 
     with allscan.Communicator(group) as comm:
@@ -753,7 +753,7 @@ def convolutions_case(group, activation, layout):
         if zigzag:
             pieces = [TokenRange(0, T // 2, flags=flags_of(comm.rank == 0)), TokenRange(T // 2, T, 1)]
         part = wide[:, mine].detach().requires_grad_()
-        here = convolved(conv, n, part[:, :, C:], pieces, comm=comm, layout=layout)
+        here = conv_with_halo(conv, n, part[:, :, C:], pieces, comm=comm, layout=layout)
         got, dx, *sums = answers(here, dy[:, mine], part)
         for x in sums:
             dist.all_reduce(x, group=comm.group)

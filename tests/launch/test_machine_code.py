@@ -67,7 +67,7 @@ def test_stages_are_chosen_whose_code_is_right(monkeypatch):
 def test_a_kernel_without_right_code_is_rejected(monkeypatch):
     kernel = Kernel(monkeypatch)
     monkeypatch.setattr(machine_code, "STAGES", (3, 1))
-    with pytest.raises(RuntimeError, match="wrong code of value_grad_kernel .* TRITON_PTXAS_PATH"):
+    with pytest.raises(RuntimeError, match="miscompiles value_grad_kernel .* TRITON_PTXAS_PATH"):
         chosen(kernel, BV=16, num_stages=3)
 
 

@@ -780,7 +780,7 @@ def a_launch_in_the_interpreter(group):
         out = torch.empty(8)
         launch(x, x, out)
         assert torch.equal(out, x + 2 * x) and not launch.ready
-    with pytest.raises(RuntimeError, match="not compiled"):
+    with pytest.raises(RuntimeError, match="not been compiled"):
         launch.at([0, 0, 0])
 
 

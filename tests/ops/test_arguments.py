@@ -445,7 +445,7 @@ def test_inputs_that_look_head_first(run, size=2):
             assert len(texts) == warns, (kind, rank, texts)
             if warns and kind != "few":
                 assert f"zeco_{kind.split(',')[0]} got 8 tokens of 20 heads, q [1, 8, 20, 16]" in texts[0], texts
-                assert "wants [B, T, H, ...]" in texts[0], texts
+                assert "Expected [B, T, H, ...]" in texts[0], texts
         assert of_ssd[0] == "ValueError" and "is x, [1, 8, 20, 16], [B, H, T, P]" in of_ssd[1], of_ssd
 
 
@@ -678,7 +678,7 @@ def alone_case(group):
 def test_arguments_that_go_with_others(run, size):
     """A missing argument raises a ValueError that names it; otherwise the given argument would have no effect."""
     for found in run(size, alone_case):
-        said = dict.fromkeys(("zeco_gla", "halo", "zeco_ssd", "zeco_kda"), "first_token needs cu_seqlens")
+        said = dict.fromkeys(("zeco_gla", "halo", "zeco_ssd", "zeco_kda"), "first_token requires cu_seqlens")
         said |= dict(lower_bound="use_gate_in_kernel=True", Communicator="pass comm.group", ring="algorithm must be")
         for name, text in said.items():
             assert found[name] and found[name][0] == "ValueError" and text in found[name][1], (name, found[name])

@@ -155,7 +155,7 @@ WRONG = {
     "chunk_size must be at least 1": dict(chunk_size=0),
     "dt_limit must be": dict(dt_limit=(-1.0, 1.0)),
     "layout must be": dict(layout="other"),
-    "needs an even T": dict(
+    "requires an even T": dict(
         layout="zigzag",
         x=torch.zeros(1, 3, H, P),
         dt=torch.zeros(1, 3, H),

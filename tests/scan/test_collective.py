@@ -189,10 +189,10 @@ def negatives_case(group):
                 allscan.zeco_gla(q, k, v, given(-q.abs()), comm=comm)[0],
             ]
             answers.append([*outs, *torch.autograd.grad(outs, leaves, [given(y.detach().sin()) for y in outs])])
-        with pytest.raises(ValueError, match="no view of a negative"):
+        with pytest.raises(ValueError, match="not a negated view"):
             allscan.allscan(drawn[0], comm=comm, out=torch._neg_view(drawn[0].clone()))
         comm.resync()
-        with pytest.raises(TypeError, match="without memory"):
+        with pytest.raises(TypeError, match="without storage"):
             allscan.allscan(WithoutMemory(drawn[0]), comm=comm)
         return all(torch.equal(a, b) for a, b in zip(*answers, strict=True))
 
@@ -662,7 +662,7 @@ def channel_case(group):
     ):
         state = torch.ones(2, 8, device=comm.device)
         for channel in (scan.channel(reverse=True), other.channel()):
-            with pytest.raises(ValueError, match="of this AllScan and of the direction"):
+            with pytest.raises(ValueError, match="from this AllScan and have the direction"):
                 scan.scan(state, channel=channel)
         fwd_epoch = scan.fwd_epoch()
         for options in (
@@ -670,7 +670,7 @@ def channel_case(group):
             dict(adjoint_of=fwd_epoch.int()),
             dict(fwd_epoch=fwd_epoch, adjoint_of=fwd_epoch),
         ):
-            with pytest.raises(ValueError, match="forward epoch"):
+            with pytest.raises(ValueError, match="forward epoch|fwd_epoch or adjoint_of"):
                 scan.channel(**options)
         assert torch.equal(scan.scan(state, channel=scan.channel(fwd_epoch=fwd_epoch)), comm.rank * state)
 
@@ -890,7 +890,7 @@ def copies_case(group):
 
 def test_copies_and_closed_ones(run, size=2):
     for same, (pickled, epochs, *closed) in run(size, copies_case):
-        assert same and pickled[0] == "TypeError" and "memory of processes" in pickled[1] and epochs == (1, 0)
+        assert same and pickled[0] == "TypeError" and "memory of running processes" in pickled[1] and epochs == (1, 0)
         assert [kind for kind, _ in closed] == ["RuntimeError"] * 4
         assert [text for _, text in closed] == ["this AllScan is closed"] * 2 + ["this Communicator is closed"] * 2
 

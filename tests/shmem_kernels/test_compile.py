@@ -18,17 +18,17 @@ from allscan.bindings import nvshmem_device as nvshmem
 from allscan.bindings.versions import number, nvshmem_version
 from allscan.ops.carrier import AllScanCarrier
 from allscan.ops.delta import delta_passes
-from allscan.ops.delta.records import Between, DeltaShape, Ends, OfOutput
+from allscan.ops.delta.records import BoundaryStates, ChunkOperands, DeltaShape, LocalGrads
 from allscan.shmem_kernels import (
     blocks,
-    delta,
-    delta_chunks,
-    delta_chunks_bwd,
-    delta_inputs,
-    delta_scalar,
+    delta_state,
+    gates,
+    gdn,
     gla_bwd,
     gla_fwd,
     gla_strong,
+    kda_bwd,
+    kda_fwd,
     ssd_bwd,
     ssd_fwd,
 )
@@ -319,7 +319,7 @@ def test_merge(kind, V):
 
 
 @pytest.mark.parametrize("kind", ["*bf16", "*fp32"])
-@pytest.mark.parametrize("kernel", [delta_inputs.normalize_kernel, delta_inputs.normalize_back_kernel])
+@pytest.mark.parametrize("kernel", [gates.normalize_kernel, gates.normalize_back_kernel])
 def test_norms(kernel, kind):
     arguments = {"p_factors": "*fp32", "rows": "i32"}
     arguments |= {name: kind for name in kernel.arg_names if name.startswith("p_") and name not in arguments}
@@ -331,7 +331,7 @@ def test_norms(kernel, kind):
 @pytest.mark.parametrize("bounded", [False, True])
 @pytest.mark.parametrize("kind", ["*bf16", "*fp32"])
 @pytest.mark.parametrize("W, K", [(4096, 128), (32, 1)])
-@pytest.mark.parametrize("kernel", [delta_inputs.gate_kernel, delta_inputs.gate_back_kernel])
+@pytest.mark.parametrize("kernel", [gates.gate_kernel, gates.gate_back_kernel])
 def test_gates(kernel, W, K, kind, bounded):
     arguments = pointers("p_A_log p_dt_bias p_g p_dg p_parts", "*fp32") | pointers("p_x p_dx", kind)
     arguments |= dict(rows="i32", bound="fp32")
@@ -345,7 +345,7 @@ def test_gates(kernel, W, K, kind, bounded):
 
 def test_sums_of_gates():
     arguments = pointers("p_parts p_dA_log p_ddt_bias", "*fp32") | {"parts": "i32"}
-    compiled = Compiled(delta_inputs.sums_kernel, arguments, {"W": 4096, "K": 128, "BN": 16, "BK": 128})
+    compiled = Compiled(gates.sums_kernel, arguments, {"W": 4096, "K": 128, "BN": 16, "BK": 128})
     assert compiled.spilled_bytes == 0 and not compiled.count(r"\b(atom|red)\.")
 
 
@@ -442,8 +442,13 @@ def test_delta_kernels(K, V, scalar, most_spilled, monkeypatch):
     for kernel, compiled in compiled_for_both(launch, monkeypatch, most_spilled, more):
         seen.add(kernel)
         assert compiled.count(r"\bmma\.|wgmma\.mma"), kernel
-    kernels = {delta.summary_kernel, delta.delta_carry_kernel, delta.delta_states_kernel, delta.adjoint_kernel}
-    assert seen == kernels | ({delta.scalar_gradient_kernel} if scalar else set())
+    kernels = {
+        delta_state.summary_kernel,
+        delta_state.delta_carry_kernel,
+        delta_state.delta_states_kernel,
+        delta_state.adjoint_kernel,
+    }
+    assert seen == kernels | ({delta_state.scalar_gradient_kernel} if scalar else set())
 
 
 def launch_states(K, V, scalar, monkeypatch, capability):
@@ -463,13 +468,13 @@ def launch_states(K, V, scalar, monkeypatch, capability):
     sums = torch.zeros((1, T, H) if scalar else (1, T, H, K))
     outside = torch.zeros(1, H, K, V)
     kept = saved_states_for(states)
-    states.forward(Between(narrow, narrow, wide, sums), Ends(outside, outside), kept)
+    states.forward(ChunkOperands(narrow, narrow, wide, sums), BoundaryStates(outside, outside), kept)
     between, d, scores = (
-        Between(narrow, narrow, wide, sums, narrow),
-        OfOutput(wide, wide),
+        ChunkOperands(narrow, narrow, wide, sums, narrow),
+        LocalGrads(wide, wide),
         torch.zeros(1, T, H, 64, dtype=dtype),
     )
-    _, _, incoming = states.turn(between, d if scalar else OfOutput(wide, None, scores), outside, kept, 0.1)
+    _, _, incoming = states.turn(between, d if scalar else LocalGrads(wide, None, scores), outside, kept, 0.1)
     states.backward(between, d, incoming, outside, 0.1)
     if scalar:
         chunks = torch.zeros(layout.num_chunks, H, K, V, dtype=dtype)
@@ -503,15 +508,15 @@ def test_delta_chunk_kernels(scalar, K, V, dtype, monkeypatch):
     """Our own chunk kernels compile; no product reads unset registers."""
     if scalar:
         pipelined = (
-            delta_scalar.scalar_summary_kernel,
-            delta_scalar.scalar_states_kernel,
-            delta_scalar.scalar_adjoint_kernel,
+            gdn.scalar_summary_kernel,
+            gdn.scalar_states_kernel,
+            gdn.scalar_adjoint_kernel,
         )
-        ours = *pipelined, delta_scalar.scalar_operands_kernel, delta_scalar.scalar_gradients_kernel
+        ours = *pipelined, gdn.scalar_operands_kernel, gdn.scalar_gradients_kernel
     else:
-        pipelined = (delta_chunks.output_kernel,)
-        ours = *pipelined, delta_chunks.operands_kernel, delta_chunks_bwd.pairs_kernel
-        ours += (delta_chunks_bwd.gradient_kernel,)
+        pipelined = (kda_fwd.output_kernel,)
+        ours = *pipelined, kda_fwd.operands_kernel, kda_bwd.pairs_kernel
+        ours += (kda_bwd.gradient_kernel,)
 
     def launch(patch, capability):
         launch_chunks(K, V, dtype, scalar, patch, capability)
@@ -523,7 +528,7 @@ def test_delta_chunk_kernels(scalar, K, V, dtype, monkeypatch):
         assert compiled.count(r"\bmma\.|wgmma\.mma"), kernel
         if VERSION == (3, 6) and kernel not in pipelined:
             assert not compiled.lost_operands(), kernel
-        if VERSION == (3, 6) and kernel is delta_scalar.scalar_gradients_kernel:
+        if VERSION == (3, 6) and kernel is gdn.scalar_gradients_kernel:
             # with loops over blocks of values written out 1,288 in float32, whose products have three parts
             assert compiled.spilled_bytes <= (640 if dtype == torch.float32 else 256), compiled.spilled_bytes
     assert seen == set(ours)
@@ -552,7 +557,7 @@ def test_products_that_ptxas_gets_wrong_are_found():
     arguments = pointers(names, "*bf16") | pointers("p_g p_beta p_parts p_dg p_dbeta", "*fp32")
     arguments |= pointers("p_chunks p_strong", "*i32") | dict(scale="fp32")
     sizes = dict(H=32, HK=32, K=128, V=128, BT=64, BJ=16, BV=128)
-    compiled = Compiled(delta_chunks_bwd.gradient_kernel, arguments, sizes | dict(REST=False, PRECISION="bf16"))
+    compiled = Compiled(kda_bwd.gradient_kernel, arguments, sizes | dict(REST=False, PRECISION="bf16"))
     assert compiled.lost_operands()
 
 

@@ -1,4 +1,4 @@
-"""The chunked form of the delta rules in torch, forward and backward, as shmem_kernels/delta_chunks.py computes it.
+"""The chunked form of the delta rules in torch, forward and backward, as shmem_kernels/kda_fwd.py computes it.
 
 With G_t the sum of a chunk's gates up to token t, G the sum of all, S the chunk's incoming state:
 
@@ -37,7 +37,7 @@ diagonal is 1. A gate has 16 bits (two bfloat16 parts), the same in all sums: an
 than the decay's rounding where the decay is relevant. Sums are float32. Scores use TF32. T is also computed by halves:
 with X the inverses of diagonal blocks of n and A' the part of Akk between the blocks of a pair, X - X A' X; forward
 substitution by blocks. Its TF32 products, with rounded operands, add 2^-11 of |X| |A'| |X| each, before T - 1 is
-rounded to 2^-9. u, kg, qg, v_new are rounded once, w twice in forward; in delta_scalar.py, beta (v - k e^G S), v_new,
+rounded to 2^-9. u, kg, qg, v_new are rounded once, w twice in forward; in gdn.py, beta (v - k e^G S), v_new,
 r, and the latter two times their factors. dG uses the rounded operands: a pair's term in dG_t equals its negative term
 in dG_s, so that they cancel in the gates after t. For strong gates kg's term of dg is a sum over earlier tokens, not a
 difference.

@@ -13,8 +13,8 @@ from allscan.base.tiling import H100_MULTIPROCESSORS
 from allscan.bindings.triton_compat import OPTIONS
 from allscan.launch.streams import Streams
 from allscan.ops import operator
-from allscan.ops.delta import delta_passes, own_chunks, scalar_chunks
-from allscan.ops.delta.records import DeltaShape, Ends, Inputs, Outer, Saved
+from allscan.ops.delta import delta_passes, gdn_plans, kda_plans
+from allscan.ops.delta.records import BoundaryStates, DeltaShape, Inputs, OutputGrads, Saved
 from allscan.ops.gla import GLA, gla_operator, gla_plans
 from allscan.ops.operator import Call
 from allscan.ops.ssd import ssd_operator, ssd_plans
@@ -226,7 +226,7 @@ def with_gpu_blocks(monkeypatch, capability):
 
 def chunk_pass(layout, K, V, dtype, scalar, monkeypatch, capability=90):
     """Return a ChunkPass with a GPU's block sizes whose launches are all recorded."""
-    for module in (delta_passes, own_chunks, scalar_chunks):
+    for module in (delta_passes, kda_plans, gdn_plans):
         for name, kernel in list(vars(module).items()):
             if name.endswith("_kernel"):
                 monkeypatch.setattr(module, name, Launches(kernel))
@@ -235,7 +235,7 @@ def chunk_pass(layout, K, V, dtype, scalar, monkeypatch, capability=90):
     monkeypatch.setattr(Launches, "made", [])
     device = torch.device("cpu")
     comm = types.SimpleNamespace(size=3, device=device, streams=Streams(device), graphs=None)
-    cls = scalar_chunks.ScalarChunkPass if scalar else own_chunks.ChunkPass
+    cls = gdn_plans.ScalarChunkPass if scalar else kda_plans.ChunkPass
     return cls(comm, layout, DeltaShape(1, 4, 4, K, V, dtype, scalar))
 
 
@@ -249,5 +249,5 @@ def launch_chunks(K, V, dtype, scalar, monkeypatch, capability=90):
     beta = torch.zeros(1, T, H)
     kept = saved_states_for(states)
     inputs = Inputs(x, x, v, beta if scalar else torch.zeros(1, T, H, K), beta)
-    _, *saved = states.whole_forward(inputs, Ends(outside, outside), kept, 0.1)
-    states.whole_backward(inputs, Saved(*saved), Outer(v, outside, outside), kept, 0.1)
+    _, *saved = states.whole_forward(inputs, BoundaryStates(outside, outside), kept, 0.1)
+    states.whole_backward(inputs, Saved(*saved), OutputGrads(v, outside, outside), kept, 0.1)

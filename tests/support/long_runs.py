@@ -11,7 +11,7 @@ import allscan
 from allscan.base.checks import ScanInputs
 from allscan.base.tiling import transition_tile
 from allscan.reference import allscan_reference
-from allscan.scan.two_way import two_way_scan
+from allscan.scan.zigzag_scan import two_way_scan
 
 
 def drawn(comm, shape, generator, kind):

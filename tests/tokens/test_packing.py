@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import random
+import re
 import types
 from unittest import mock
 
@@ -65,6 +67,24 @@ def test_by_hand():
     assert [tuple(piece) for piece in cut(lengths, 7, 5)] == [(0, 5, 0, 0, 5, FIRST.value | LAST.value)]
 
 
+@pytest.mark.quick
+def test_the_picture():
+    """The tables of the module's docstring are those of its functions."""
+    lengths, T, names = [0, 4, 24], 12, ("FIRST", "LAST", "ENTERED", "LEFT")
+    rows = re.findall(r"^ +(\w+)? +(\d) +([AB]) (\d+) - (\d+) +([\d ]+\d)  +([A-Z ]+)$", packing.__doc__, re.MULTILINE)
+    expected = []
+    for documents, rank in itertools.product((1, 2), range(2)):
+        places = packing.document_places([0, 24] if documents == 1 else lengths, rank, 2)
+        tokens = [token for place in places for token in range(*place)]  # of the row, in the order of the rank's memory
+        pieces = (packing.zigzag_cut, packing.document_cut)[documents - 1](lengths, rank * T // 2, T, rank == 0)
+        table = Layout(pieces, 2 * documents, T, "cpu", halves=2).segments.tolist()
+        for piece, (*words, flags) in zip(pieces, table, strict=True):
+            first, last = tokens[piece.start], tokens[piece.end - 1]
+            named = " ".join(name for bit, name in enumerate(names) if flags >> bit & 1)
+            expected.append((str(rank), "AB"[piece.sequence], f"{first}", f"{last}", " ".join(map(str, words)), named))
+    assert [row[1:] for row in rows] == expected and {row[0] for row in rows} == {"zigzag", "", "per_document"}
+
+
 def test_states_of_first_halves_come_first():
     """In the tables of the zigzag layout, though pieces lie in the order of batch entries."""
     pieces = [TokenRange(100 * i, 100 * i + 100, i % 2, i // 2, i // 2, 0 if i == 2 else FIRST.value) for i in range(4)]
@@ -122,7 +142,7 @@ def partition_case(group):
 def test_a_cu_seqlens_has_one_partition(run):
     answers = run(3, partition_case)
     assert [first for first, _, _ in answers] == [None, None, None]
-    assert answers[0][1] is None and all("one partition" in second[1] for _, second, _ in answers[1:])
+    assert answers[0][1] is None and all("first used with" in second[1] for _, second, _ in answers[1:])
 
 
 def kept_case(group):

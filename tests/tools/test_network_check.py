@@ -98,7 +98,7 @@ def test_a_report_that_cannot_be_written(tmp_path, launched):
 
 def test_one_process():
     done = torchrun("-m", "allscan.tools.network_check", "--epochs", "1", size=1)
-    assert done.returncode and "start at least 2" in done.stderr and "right" not in done.stdout, done
+    assert done.returncode and "at least 2 processes" in done.stderr and "right" not in done.stdout, done
 
 
 def test_a_full_disk():

@@ -15,8 +15,8 @@ from ...tokens.packing import carried_states
 from ..operator import Call, check_dtypes
 from .delta_passes import delta_segment_length
 from .fla_chunks import KDA, GatedDeltaNet
-from .own_chunks import OwnChunks
-from .records import Raw
+from .kda_plans import OwnChunks
+from .records import InputTransforms
 
 RULES: dict[str, KDA | GatedDeltaNet | OwnChunks] = {
     "kda": KDA(),
@@ -29,7 +29,7 @@ TITLES = {rule: "zeco_" + rule.removeprefix("own_") for rule in RULES}  # public
 CHUNKS = "fla", "allscan"  # values of chunk=
 
 
-def check_options(rule: str, tensors: Sequence[Any], raw: Raw, invariant: int) -> None:
+def check_options(rule: str, tensors: Sequence[Any], raw: InputTransforms, invariant: int) -> None:
     """Raise TypeError, ValueError or ImportError for wrong options. tensors: q, k, v, g, beta, initial_state, A_log,
     dt_bias."""
     q, _, v, g, _, initial_state, A_log, dt_bias = tensors

@@ -15,9 +15,9 @@ from ..carrier import StateCarrier
 from ..operator import Asked, Call, SequenceOperator
 from .delta_checks import RULES, TITLES, check_options, check_tensors, shapes_of
 from .delta_prepared import PreparedDelta, saved_specs, state_specs, sums_and_chunks
-from .own_chunks import OwnChunks
+from .kda_plans import OwnChunks
 from .raw_inputs import Gate, gate, normalized
-from .records import Raw
+from .records import InputTransforms
 
 BETAS = torch.float32, torch.bfloat16, torch.float16  # dtypes of beta that fla's kernels support
 
@@ -102,7 +102,7 @@ def zeco_kda(
     if safe_gate and not use_gate_in_kernel and isinstance(lower_bound, (int, float)) and -5 <= lower_bound < 0:
         lower_bound = None  # as in fla: it only restates the guarantee for gates that are not raw
     flags = use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval
-    raw = Raw(*flags, lower_bound, state_v_first, chunk)
+    raw = InputTransforms(*flags, lower_bound, state_v_first, chunk)
     asked = Asked(output_final_state, scale, cu_seqlens, first_token, layout, per_document, invariant, True, raw)
     rule = "own_kda" if chunk == "allscan" else "safe_kda" if safe_gate else "kda"
     return _run(rule, (q, k, v, g, beta, initial_state, A_log, dt_bias), comm, asked)
@@ -161,7 +161,7 @@ def zeco_gated_delta_rule(
         Gated Delta Networks, arXiv 2412.06464; ZeCO, arXiv 2507.01004; docs/delta.md.
     """
     flags = use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval
-    raw = Raw(*flags, None, state_v_first, chunk)
+    raw = InputTransforms(*flags, None, state_v_first, chunk)
     asked = Asked(output_final_state, scale, cu_seqlens, first_token, layout, per_document, invariant, True, raw)
     rule = "own_gated_delta_rule" if chunk == "allscan" else "gated_delta_rule"
     return _run(rule, (q, k, v, g, beta, initial_state, A_log, dt_bias), comm, asked)
@@ -188,13 +188,13 @@ class _Delta(SequenceOperator):
     def check_options(self, rule: str, tensors: Sequence[Any], asked: Asked, invariant: int) -> None:
         check_options(rule, tensors, asked.more, invariant)
 
-    def options(self, tensors: Sequence[Any], raw: Raw) -> tuple[float | None, str]:
-        flags = dict(zip(Raw._fields[:4], raw[:4])) | dict(state_v_first=raw.state_v_first)
+    def options(self, tensors: Sequence[Any], raw: InputTransforms) -> tuple[float | None, str]:
+        flags = dict(zip(InputTransforms._fields[:4], raw[:4])) | dict(state_v_first=raw.state_v_first)
         flags |= {"A_log is None": tensors[6] is None, "dt_bias is None": tensors[7] is None}
         bound = None if raw.lower_bound is None or not raw.use_gate_in_kernel else float(raw.lower_bound)
         return bound, ",".join([f"{name}={bool(flag)}" for name, flag in flags.items()])
 
-    def prepared_inputs(self, tensors: Sequence[Any], raw: Raw, handle: int) -> Sequence[Any]:
+    def prepared_inputs(self, tensors: Sequence[Any], raw: InputTransforms, handle: int) -> Sequence[Any]:
         """Apply norms, gates and sigmoids to raw arguments."""
         q, k, v, g, beta, initial_state, A_log, dt_bias = tensors
         if initial_state is not None and raw.state_v_first:

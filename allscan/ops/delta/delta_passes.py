@@ -12,7 +12,7 @@ from ...base.caches import Recent
 from ...base.tiling import cdiv, is_hopper, next_power_of_2, power_of_2_below
 from ...comm.communicator import Communicator
 from ...launch.plan import Buffer, Plan, with_places
-from ...shmem_kernels.delta import (
+from ...shmem_kernels.delta_state import (
     adjoint_kernel,
     delta_carry_kernel,
     delta_states_kernel,
@@ -22,7 +22,7 @@ from ...shmem_kernels.delta import (
 from ...shmem_kernels.segments import delta_segments_kernel
 from ...tokens.packing import CHUNK_TOKENS, Layout
 from ..carrier import AllScanCarrier, CarriedState, InOrderCarrier
-from .records import Between, DeltaShape, Ends, IncomingStates, OfOutput, SavedStates, Scratch
+from .records import BoundaryStates, ChunkOperands, DeltaShape, IncomingStates, LocalGrads, SavedStates, Scratch
 
 PRECISION = {torch.bfloat16: "bf16", torch.float16: "tf32x3", torch.float32: "tf32x3"}  # see gla_plans
 
@@ -113,13 +113,13 @@ class StatePass:
                     sizes[name] = sizes[name] | smaller  # some names share one dict
         return sizes
 
-    def forward(self, x: Between, ends: Ends, saved_states: SavedStates) -> list[Tensor]:
+    def forward(self, x: ChunkOperands, ends: BoundaryStates, saved_states: SavedStates) -> list[Tensor]:
         """Run forward; return (h, the incoming state of each chunk [B, chunks of each, H, K, V] in k's dtype; v_new,
         like u). Fills ``saved_states``, and ``ends`` for the sequences that end on this rank."""
         return self._run(self._forward, x, ends, saved_states)
 
     def turn(
-        self, x: Between, d: OfOutput, dfinal: Tensor | None, saved_states: SavedStates, scale: float
+        self, x: ChunkOperands, d: LocalGrads, dfinal: Tensor | None, saved_states: SavedStates, scale: float
     ) -> tuple[Any, ...]:
         """Recompute h and v_new of forward, overlapped with the scan of the gradient; return (h, v_new,
         ``IncomingStates`` of gradients for ``backward``). dfinal: [N, H, K, V] or None."""
@@ -127,21 +127,21 @@ class StatePass:
         return h, v_new, IncomingStates(*incoming)
 
     def backward(
-        self, x: Between, d: OfOutput, incoming: IncomingStates, dinitial: Tensor | None, scale: float
+        self, x: ChunkOperands, d: LocalGrads, incoming: IncomingStates, dinitial: Tensor | None, scale: float
     ) -> list[Tensor]:
         """Run backward; return (dh, the gradient of each chunk's outgoing state, like h; dv', like dv). Fills dinitial
         for the sequences that begin on this rank."""
         return self._run(self._backward, x._replace(u=None), d, incoming, (dinitial,), scale=scale)
 
-    def forward_of_none(self, ends: Ends, saved_states: SavedStates) -> None:
+    def forward_of_none(self, ends: BoundaryStates, saved_states: SavedStates) -> None:
         """Run ``forward`` on a rank without tokens: it forwards the incoming state."""
         k, v, g = self._nothing()
-        self.forward(Between(k, k, v, g), ends, saved_states)
+        self.forward(ChunkOperands(k, k, v, g), ends, saved_states)
 
-    def backward_of_none(self, ends: Ends, saved_states: SavedStates) -> None:
+    def backward_of_none(self, ends: BoundaryStates, saved_states: SavedStates) -> None:
         """Run ``turn`` and ``backward`` on a rank without tokens."""
         k, v, g = self._nothing()
-        x, d = Between(k, k, v, g, k), OfOutput(v, v)
+        x, d = ChunkOperands(k, k, v, g, k), LocalGrads(v, v)
         *_, incoming = self.turn(x, d, ends.inputs, saved_states, 1.0)
         self.backward(x, d, incoming, ends.outputs, 1.0)
 
@@ -151,17 +151,19 @@ class StatePass:
         k, v = (make(1, 1, self.H, width, dtype=self.dtype) for width in (self.K, self.V))
         return k, v, make(k.shape[: 3 if self.chunked["SCALAR"] else 4], dtype=torch.float32)
 
-    def gradients(self, x: Between, v_new: Tensor, d: OfOutput, states: Sequence[Tensor], scale: float) -> list[Tensor]:
+    def gradients(
+        self, x: ChunkOperands, v_new: Tensor, d: LocalGrads, states: Sequence[Tensor], scale: float
+    ) -> list[Tensor]:
         """Return (dq, dk, dw like w, dg like g) of a rule with one gate per head: see scalar_gradient_kernel. states:
         (h, dh). d: with dv'."""
         return self._run(self._gradients, x._replace(u=None), (v_new,), d, tuple(states), scale=scale)
 
-    def total(self, x: Between) -> list[Tensor]:
+    def total(self, x: ChunkOperands) -> list[Tensor]:
         """Return (this rank's local state [B * H, K, V], its transition [B * H, K, K]). The layout's sequences must
         neither begin nor end on this rank."""
         return self._run(self._total, x)
 
-    def total_back(self, x: Between, d: OfOutput, scale: float) -> list[Tensor]:
+    def total_back(self, x: ChunkOperands, d: LocalGrads, scale: float) -> list[Tensor]:
         """Return the local state and transition of the gradient's scan, which runs from the last token to the first."""
         return self._run(self._total_back, x, d, scale=scale)
 
@@ -186,7 +188,7 @@ class StatePass:
         inputs = [[x if x is None else plan.input(x) for x in group] for group in groups]
         return plan, record(plan, *map(_like, groups, inputs), **fixed)
 
-    def _forward(self, plan: Plan, x: Between, ends: Ends, saved_states: SavedStates) -> tuple:
+    def _forward(self, plan: Plan, x: ChunkOperands, ends: BoundaryStates, saved_states: SavedStates) -> tuple:
         outputs = self._chunks(plan, x.k, x.u)
         saved_states = _words(plan, saved_states)
         local = plan.scratch(*self.of_states)
@@ -196,7 +198,9 @@ class StatePass:
         self._carry(plan, saved_states, local, ends.inputs, False, scratch)
         return self._states(plan, x, scratch.incoming(saved_states.incoming), ends.outputs, outputs)
 
-    def _turn(self, plan: Plan, x: Between, d: OfOutput, ends: tuple, saved_states: SavedStates, scale: float) -> tuple:
+    def _turn(
+        self, plan: Plan, x: ChunkOperands, d: LocalGrads, ends: tuple, saved_states: SavedStates, scale: float
+    ) -> tuple:
         outputs, (dfinal,) = self._chunks(plan, x.k, x.u), ends
         saved_states = _words(plan, saved_states)
         incoming, scratch = plan.output(*self.of_states), self._scratch(plan.scratch, plan.output, True)
@@ -208,14 +212,16 @@ class StatePass:
         return *outputs, *scratch.incoming(incoming)
 
     def _backward(
-        self, plan: Plan, x: Between, d: OfOutput, incoming: IncomingStates, ends: tuple, scale: float
+        self, plan: Plan, x: ChunkOperands, d: LocalGrads, incoming: IncomingStates, ends: tuple, scale: float
     ) -> tuple:
         (dinitial,) = ends
         outputs = self._chunks(plan, x.k, d.dv)
         self._adjoint(plan, x, d, incoming, (*outputs, dinitial), scale)
         return outputs
 
-    def _gradients(self, plan: Plan, x: Between, of: tuple, d: OfOutput, states: tuple, scale: float) -> list[Buffer]:
+    def _gradients(
+        self, plan: Plan, x: ChunkOperands, of: tuple, d: LocalGrads, states: tuple, scale: float
+    ) -> list[Buffer]:
         outputs = [plan.output_like(like) for like in (x.w, x.w, x.w, x.g)]
         chunked = {name: value for name, value in self.chunked.items() if name not in ("SCALAR", "TOTALS")}
         grid, table = (self.layout.num_chunks, self.H), plan.constant(self.layout.chunks)
@@ -223,14 +229,14 @@ class StatePass:
         self._launch(plan, "gradients", scalar_gradient_kernel, grid, *tensors, scale=scale, **chunked)
         return outputs
 
-    def _total(self, plan: Plan, x: Between) -> tuple:
+    def _total(self, plan: Plan, x: ChunkOperands) -> tuple:
         scratch, saved_states = self._scratch(plan.output, plan.scratch, False), self._scratch_states(plan)
         local = plan.scratch(*self.of_states)
         self._summaries(plan, x, saved_states.transitions, local)
         self._through(plan, saved_states, local, None, False, scratch)
         return scratch.own, scratch.dense
 
-    def _total_back(self, plan: Plan, x: Between, d: OfOutput, scale: float) -> tuple:
+    def _total_back(self, plan: Plan, x: ChunkOperands, d: LocalGrads, scale: float) -> tuple:
         scratch, saved_states = self._scratch(plan.output, plan.scratch, True), self._scratch_states(plan)
         self._summaries(plan, x._replace(u=d.do), saved_states.transitions, plan.scratch(*self.of_states))
         local = self._local_gradients(plan, x, d, None, scale)
@@ -255,7 +261,7 @@ class StatePass:
             return Scratch(own, None, prev, None)
         return Scratch(own, segments(*self.of_transitions), prev, rank(states, self.K, self.K))
 
-    def _summaries(self, plan: Plan, x: Between, transitions: Buffer, local: Buffer) -> None:
+    def _summaries(self, plan: Plan, x: ChunkOperands, transitions: Buffer, local: Buffer) -> None:
         rows, columns = cdiv(self.K, self.blocks["summary"]["BR"]), cdiv(self.V, self.blocks["summary"]["BV"])
         grid, tensors = (rows * columns, self.layout.num_segments, self.H), (x.k, x.w, x.u, x.g, self._segments(plan))
         self._launch(plan, "summary", summary_kernel, grid, *tensors, transitions, local, **self.chunked)
@@ -331,13 +337,17 @@ class StatePass:
             plan, delta_segments_kernel, buffers, (*outgoing, saved_states.fwd_epoch), self.layout.stamp, **fixed
         )
 
-    def _states(self, plan: Plan, x: Between, incoming: IncomingStates, final: Buffer | None, outputs: tuple) -> tuple:
+    def _states(
+        self, plan: Plan, x: ChunkOperands, incoming: IncomingStates, final: Buffer | None, outputs: tuple
+    ) -> tuple:
         h, v_new = outputs
         tensors = x.k, x.w, x.u, x.g, self._segments(plan), *incoming, h, v_new, final
         self._by_segments(plan, "states", delta_states_kernel, *tensors)
         return outputs
 
-    def _local_gradients(self, plan: Plan, x: Between, d: OfOutput, dfinal: Buffer | None, scale: float) -> Buffer:
+    def _local_gradients(
+        self, plan: Plan, x: ChunkOperands, d: LocalGrads, dfinal: Buffer | None, scale: float
+    ) -> Buffer:
         """Record the kernel for each segment's local gradient [segments, H, K, V]; return its buffer. The last segment
         of a sequence starts from dfinal, the others start from zero."""
         local = plan.scratch(*self.of_states)
@@ -345,14 +355,14 @@ class StatePass:
         return local
 
     def _adjoint(
-        self, plan: Plan, x: Between, d: OfOutput, incoming: IncomingStates, filled: tuple, scale: float
+        self, plan: Plan, x: ChunkOperands, d: LocalGrads, incoming: IncomingStates, filled: tuple, scale: float
     ) -> None:
         """Fill dh, dv' and, for sequences that begin on this rank, dinitial (unless None), from each segment's incoming
         gradient."""
         self._adjoint_kernel(plan, "adjoint", x, d, *incoming, *filled, None, None, scale=scale)
 
     def _adjoint_kernel(
-        self, plan: Plan, name: str, x: Between, d: OfOutput, *pointers: Buffer | None, scale: float
+        self, plan: Plan, name: str, x: ChunkOperands, d: LocalGrads, *pointers: Buffer | None, scale: float
     ) -> None:
         scores = d.scores if d.dv is None else None
         tensors = x.q, x.k, x.w, x.g, d.do, d.dv, scores, d.solved, self._segments(plan), *pointers

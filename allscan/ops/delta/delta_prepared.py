@@ -19,9 +19,9 @@ from ..operator import Call, PreparedCall
 from .delta_checks import RULES, TITLES, Shapes
 from .delta_passes import StatePass
 from .fla_chunks import KDA, ChunkCall, GatedDeltaNet, local
-from .own_chunks import ChunkPass, OwnChunks
-from .records import DeltaShape, Ends, Inputs, Outer, Saved, SavedStates
-from .scalar_chunks import ScalarChunkPass
+from .gdn_plans import ScalarChunkPass
+from .kda_plans import ChunkPass, OwnChunks
+from .records import BoundaryStates, DeltaShape, Inputs, OutputGrads, Saved, SavedStates
 
 # Dtypes of saved buffers that kernels fill only in part. They are integers, so that a saved_tensors_hook that reads
 # values, such as a quantizer, does not treat unwritten memory as floats
@@ -60,7 +60,7 @@ class PreparedDelta(PreparedCall):
         """See PreparedCall; returns sums of gates, the fields of Saved and of SavedStates behind the results."""
         *tensors, initial_state, _, final = inputs
         x = Inputs(*tensors)
-        ends = Ends(initial_state, x.q.new_zeros(self.states, dtype=torch.float32) if final else None)
+        ends = BoundaryStates(initial_state, x.q.new_zeros(self.states, dtype=torch.float32) if final else None)
         saved_states = SavedStates(*(x.q.new_empty(shape, dtype=dtype) for dtype, shape in self._state_specs))
         self.layout.use(self.comm)
         v_shape = x.v.shape
@@ -84,11 +84,11 @@ class PreparedDelta(PreparedCall):
     def backward(self, do: Tensor, dfinal: Tensor | None, kept: Sequence[Tensor], initial: bool) -> Sequence[Any]:
         q, k, v, beta, sums, scores, solved, *states = kept
         dinitial = q.new_zeros(self.states, dtype=torch.float32) if initial else None
-        x, saved, outer = Inputs(q, k, v, sums, beta), Saved(scores, solved), Outer(do, dfinal, dinitial)
+        x, saved, outer = Inputs(q, k, v, sums, beta), Saved(scores, solved), OutputGrads(do, dfinal, dinitial)
         saved_states = SavedStates(*states)
         self.layout.use(self.comm)
         if not x.q.shape[1]:
-            self.passes.backward_of_none(Ends(outer.dfinal, outer.dinitial), saved_states)
+            self.passes.backward_of_none(BoundaryStates(outer.dfinal, outer.dinitial), saved_states)
             grads: Any = [torch.empty_like(y) for y in x]
         else:
             saved, like = saved._replace(scores=saved.scores.view(saved.solved.dtype)), x

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ...tokens.packing import CHUNK_TOKENS, Layout
-from .records import Between, Ends, Inputs, OfOutput, Outer, Saved, SavedStates
+from .records import BoundaryStates, ChunkOperands, Inputs, LocalGrads, OutputGrads, Saved, SavedStates
 
 
 class Local(NamedTuple):
@@ -64,7 +64,7 @@ class KDA:
         self.safe = dict(safe_gate=safe_gate)
 
     def forward(
-        self, call: ChunkCall, x: Inputs, ends: Ends, saved_states: SavedStates
+        self, call: ChunkCall, x: Inputs, ends: BoundaryStates, saved_states: SavedStates
     ) -> tuple[Tensor, Tensor, Saved]:
         """Run forward; return (o, sums of the gates, the tensors saved for backward)."""
         from fla.ops.gla.chunk import chunk_gla_fwd_o_gk
@@ -76,11 +76,13 @@ class KDA:
         w, u, _, kg, scores, solved = chunk_kda_fwd_intra(
             q=q, k=k, v=v, gk=sums, beta=beta, scale=scale, **self.safe, **options
         )
-        h, v_new = states.forward(Between(kg, w, u, sums), ends, saved_states)
+        h, v_new = states.forward(ChunkOperands(kg, w, u, sums), ends, saved_states)
         o = chunk_gla_fwd_o_gk(q=q, v=v_new, g=sums, A=scores, h=h, scale=scale, **options)
         return o, sums, Saved(scores, solved)
 
-    def backward(self, call: ChunkCall, x: Inputs, saved: Saved, outer: Outer, saved_states: SavedStates) -> Inputs:
+    def backward(
+        self, call: ChunkCall, x: Inputs, saved: Saved, outer: OutputGrads, saved_states: SavedStates
+    ) -> Inputs:
         """Run backward; return the gradients of the inputs. Fills ``outer``."""
         from fla.ops.kda.chunk_bwd import chunk_kda_bwd_dAv, chunk_kda_bwd_wy_dqkg_fused
         from fla.ops.kda.chunk_intra import chunk_kda_bwd_intra
@@ -91,10 +93,10 @@ class KDA:
         options = tables.options()
         indices = dict(cu_seqlens=tables.cu_seqlens, chunk_indices=tables.chunk_indices)
         w, u, qg, kg = recompute_w_u_fwd(q=q, k=k, v=v, beta=beta, A=solved, gk=sums, **indices)
-        between = Between(kg, w, u, sums, qg)
-        h, v_new, incoming = states.turn(between, OfOutput(do, None, scores), dfinal, saved_states, scale)
+        between = ChunkOperands(kg, w, u, sums, qg)
+        h, v_new, incoming = states.turn(between, LocalGrads(do, None, scores), dfinal, saved_states, scale)
         d_scores, dv = chunk_kda_bwd_dAv(q=q, k=k, v=v_new, do=do, A=scores, scale=scale, **options)
-        dh, dv = states.backward(between, OfOutput(do, dv), incoming, dinitial, scale)
+        dh, dv = states.backward(between, LocalGrads(do, dv), incoming, dinitial, scale)
         del w, u, qg, kg, between
         of_states = dict(h=h, do=do, dh=dh, dv=dv, scale=scale)
         dq, dk, dv, dbeta, dg, d_solved = chunk_kda_bwd_wy_dqkg_fused(
@@ -112,7 +114,7 @@ class GatedDeltaNet:
     scalar = True
 
     def forward(
-        self, call: ChunkCall, x: Inputs, ends: Ends, saved_states: SavedStates
+        self, call: ChunkCall, x: Inputs, ends: BoundaryStates, saved_states: SavedStates
     ) -> tuple[Tensor, Tensor, Saved]:
         from fla.ops.common.chunk_o import chunk_fwd_o
         from fla.ops.gated_delta_rule.chunk_fwd import chunk_gated_delta_rule_fwd_intra
@@ -121,11 +123,13 @@ class GatedDeltaNet:
         options = tables.options()
         sums = log2_sums(g, tables)
         w, u, solved = chunk_gated_delta_rule_fwd_intra(k=k, v=v, g=sums, beta=beta, **options)
-        h, v_new = states.forward(Between(k, w, u, sums), ends, saved_states)
+        h, v_new = states.forward(ChunkOperands(k, w, u, sums), ends, saved_states)
         o = chunk_fwd_o(q=q, k=k, v=v_new, h=h, g=sums, scale=scale, **options)
         return o, sums, Saved(solved.new_empty(0), solved)
 
-    def backward(self, call: ChunkCall, x: Inputs, saved: Saved, outer: Outer, saved_states: SavedStates) -> Inputs:
+    def backward(
+        self, call: ChunkCall, x: Inputs, saved: Saved, outer: OutputGrads, saved_states: SavedStates
+    ) -> Inputs:
         from fla.ops.common.chunk_o import chunk_bwd_dv_local
         from fla.ops.gated_delta_rule.wy_fast import prepare_wy_repr_bwd, recompute_w_u_fwd
 
@@ -135,11 +139,11 @@ class GatedDeltaNet:
         indices = dict(cu_seqlens=tables.cu_seqlens, chunk_indices=tables.chunk_indices)
         w, u = recompute_w_u_fwd(k=k, v=v, beta=beta, A=solved, g=sums, **indices)
         dv = chunk_bwd_dv_local(q=q, k=k, g=sums, do=do, scale=scale, **options)
-        between = Between(k, w, u, sums, q)
-        h, v_new, incoming = states.turn(between, OfOutput(do, dv), dfinal, saved_states, scale)
-        dh, dv = states.backward(between, OfOutput(do, dv), incoming, dinitial, scale)
+        between = ChunkOperands(k, w, u, sums, q)
+        h, v_new, incoming = states.turn(between, LocalGrads(do, dv), dfinal, saved_states, scale)
+        dh, dv = states.backward(between, LocalGrads(do, dv), incoming, dinitial, scale)
         # fla rejects its own kernel for this on Hopper before Triton 3.7.1
-        dq, dk, dw, dg = states.gradients(between, v_new, OfOutput(do, dv), (h, dh), scale)
+        dq, dk, dw, dg = states.gradients(between, v_new, LocalGrads(do, dv), (h, dh), scale)
         dk2, dv, dbeta, dg2 = prepare_wy_repr_bwd(k=k, v=v, beta=beta, g=sums, A=solved, dw=dw, du=dv, **indices)
         dq, dk, dk2 = (_of_heads(x, q.shape[2]) for x in (dq, dk, dk2))
         return Inputs(dq, dk + dk2, dv, _suffix_sums(dg + dg2, tables), dbeta)

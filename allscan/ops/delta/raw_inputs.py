@@ -1,4 +1,4 @@
-"""Preparation of raw arguments of delta rules: norms of q and k, gates, beta; by shmem_kernels/delta_inputs.py."""
+"""Preparation of raw arguments of delta rules: norms of q and k, gates, beta; by shmem_kernels/gates.py."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ...base.tiling import cdiv, next_power_of_2, power_of_2_below
 from ...comm.backwards import saved_tensors
 from ...comm.communicator import Communicator, communicator_of
 from ...launch.plan import Buffer, Plan, with_places
-from ...shmem_kernels.delta_inputs import (
+from ...shmem_kernels.gates import (
     gate_back_kernel,
     gate_kernel,
     normalize_back_kernel,

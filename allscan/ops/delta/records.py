@@ -9,7 +9,7 @@ import torch
 from ...launch.plan import Buffer
 
 
-class Raw(NamedTuple):
+class InputTransforms(NamedTuple):
     """Options that prepare raw arguments, and of the implementation: see ``zeco_kda``."""
 
     use_qk_l2norm_in_kernel: bool
@@ -38,7 +38,7 @@ class Saved(NamedTuple):
     solved: Any  # T - 1 of our own kernels, T of fla's, of the same shape
 
 
-class Outer(NamedTuple):
+class OutputGrads(NamedTuple):
     """Inputs of a backward pass, the gradients of o and of the final states ([N, H, K, V] or None), and an output: the
     gradients of the initial states, filled unless None."""
 
@@ -55,8 +55,8 @@ class SavedStates(NamedTuple):
     fwd_epoch: Any  # forward epoch of the call
 
 
-class Between(NamedTuple):
-    """Operands of the chunks for the passes between the chunks: see shmem_kernels/delta.py."""
+class ChunkOperands(NamedTuple):
+    """Operands of the chunks for the passes between the chunks: see shmem_kernels/delta_state.py."""
 
     k: Any  # kg
     w: Any
@@ -65,7 +65,7 @@ class Between(NamedTuple):
     q: Any = None  # qg, in backward only
 
 
-class OfOutput(NamedTuple):
+class LocalGrads(NamedTuple):
     """Gradients inside the chunks: of the output, and of v_new through it, or the scores Aqk to compute the latter."""
 
     do: Any
@@ -74,7 +74,7 @@ class OfOutput(NamedTuple):
     solved: Any = None  # T - 1: then r = T^T dv' is computed in place of dv'
 
 
-class Ends(NamedTuple):
+class BoundaryStates(NamedTuple):
     """States of sequences [N, H, K, V] float32, or None: inputs, where a pass begins, and outputs, which the pass
     fills. Forward: initial and final states. Backward: gradients of the final and of the initial states."""
 

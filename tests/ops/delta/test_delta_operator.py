@@ -12,7 +12,7 @@ import torch.utils.checkpoint
 
 import allscan
 from allscan.ops.delta.delta_passes import StatePass
-from allscan.ops.delta.records import Between, DeltaShape
+from allscan.ops.delta.records import ChunkOperands, DeltaShape
 from allscan.reference import delta_reference
 from allscan.tokens.packing import Layout, TokenRange
 from support.delta import NAMES, DeltaCase, Whole, of_rank, operator_case, pass_case
@@ -269,7 +269,9 @@ def part_of_tokens(group):
         generator = torch.Generator().manual_seed(0)
         k, w, u = (torch.randn(1, 192, 1, 16, generator=generator).to(comm.device) / 10 for _ in range(3))
         g = -torch.rand(1, 192, 1, generator=generator).to(comm.device)
-        return [passes.total(Between(*(x[:, :T].contiguous() for x in (k, w, u, g))))[0] for T in (192, 128, 64, 192)]
+        return [
+            passes.total(ChunkOperands(*(x[:, :T].contiguous() for x in (k, w, u, g))))[0] for T in (192, 128, 64, 192)
+        ]
 
 
 @on_cpus

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import allscan
-from allscan.ops.delta import own_chunks, scalar_chunks
+from allscan.ops.delta import gdn_plans, kda_plans
 from allscan.reference import delta_reference
-from allscan.shmem_kernels.delta_scalar import scalar_operands_kernel
+from allscan.shmem_kernels.gdn import scalar_operands_kernel
 from bench import harness, local_delta
 from support.delta import LOG2_E, NAMES, DeltaCase, Whole, of_rank, own_case, same_prefix
 from support.delta_chunks import WEAK, chunked
@@ -262,9 +262,9 @@ def test_widths_of_gated_delta_rule(run, K, V, H, HV):
 
 def small_blocks_case(group, case, BV_max):
     """own_case with blocks of 16 columns of K; of V, and of K where T is multiplied, ``BV_max``."""
-    several = mock.patch.multiple(own_chunks, chunk_blocks_of_cpus=small(own_chunks.chunk_blocks_of_cpus, BV_max))
-    blocks = small(scalar_chunks.scalar_blocks_of_cpus, BV_max)
-    with several, mock.patch.object(scalar_chunks, "scalar_blocks_of_cpus", blocks):
+    several = mock.patch.multiple(kda_plans, chunk_blocks_of_cpus=small(kda_plans.chunk_blocks_of_cpus, BV_max))
+    blocks = small(gdn_plans.scalar_blocks_of_cpus, BV_max)
+    with several, mock.patch.object(gdn_plans, "scalar_blocks_of_cpus", blocks):
         return own_case(group, case)
 
 

@@ -242,7 +242,7 @@ def first_token_case(group, debug):
 def test_first_token(run, size, debug):
     for messages in run(size, first_token_case, debug):
         assert [kind for kind, _ in messages] == ["ValueError", "TypeError", "ValueError"][: 2 + debug], messages
-        assert not debug or "do not follow one another" in messages[2][1]
+        assert not debug or "are not contiguous" in messages[2][1]
 
 
 def unsplit_case(group, tokens):

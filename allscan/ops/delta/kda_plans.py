@@ -1,5 +1,5 @@
-"""Computation inside the chunks of KDA by our own kernels: shmem_kernels/delta_chunks.py. Gated DeltaNet:
-scalar_chunks.py."""
+"""Computation inside the chunks of KDA by our own kernels: shmem_kernels/kda_fwd.py. Gated DeltaNet:
+gdn_plans.py."""
 
 from __future__ import annotations
 
@@ -11,12 +11,22 @@ from torch import Tensor
 from ...base.tiling import cdiv
 from ...comm.communicator import Communicator
 from ...launch.plan import Buffer, Plan
-from ...shmem_kernels.delta_chunks import anchors_kernel, operands_kernel, output_kernel
-from ...shmem_kernels.delta_chunks_bwd import gradient_kernel, pairs_kernel
+from ...shmem_kernels.kda_bwd import gradient_kernel, pairs_kernel
+from ...shmem_kernels.kda_fwd import anchors_kernel, operands_kernel, output_kernel
 from ...tokens.packing import CHUNK_TOKENS, Layout, chunk_weights
 from .delta_passes import StatePass, _words
 from .fla_chunks import ChunkCall
-from .records import Between, DeltaShape, Ends, IncomingStates, Inputs, OfOutput, Outer, Saved, SavedStates
+from .records import (
+    BoundaryStates,
+    ChunkOperands,
+    DeltaShape,
+    IncomingStates,
+    Inputs,
+    LocalGrads,
+    OutputGrads,
+    Saved,
+    SavedStates,
+)
 
 
 def chunk_blocks(BK: int, BV_max: int, dtype: torch.dtype) -> dict[str, dict[str, int]]:
@@ -56,18 +66,18 @@ class ChunkPass(StatePass):
         self.weights = chunk_weights(CHUNK_TOKENS, layout.weights.device)
         self.fine = torch.bfloat16 if self.dtype == torch.bfloat16 else torch.float32
 
-    def whole_forward(self, x: Inputs, ends: Ends, saved_states: SavedStates, scale: float) -> list[Any]:
+    def whole_forward(self, x: Inputs, ends: BoundaryStates, saved_states: SavedStates, scale: float) -> list[Any]:
         """Run the whole forward pass; return (o, Aqk, T - 1). Fills ``saved_states`` and ``ends`` like ``forward``."""
         return self._run(self.record_forward, x, ends, saved_states, scale=scale)
 
     def whole_backward(
-        self, x: Inputs, saved: Saved, outer: Outer, saved_states: SavedStates, scale: float
+        self, x: Inputs, saved: Saved, outer: OutputGrads, saved_states: SavedStates, scale: float
     ) -> list[Any]:
         """Run the whole backward pass; return (dq, dk for each head of v, dv, dg, dbeta). Fills ``outer``."""
         return self._run(self.record_backward, x, saved, outer, saved_states, scale=scale)
 
     def record_forward(
-        self, plan: Plan, x: Inputs, ends: Ends, saved_states: SavedStates, scale: float
+        self, plan: Plan, x: Inputs, ends: BoundaryStates, saved_states: SavedStates, scale: float
     ) -> tuple[Buffer, ...]:
         """Record whole_forward in a plan."""
         v, saved_states = x.v, _words(plan, saved_states)
@@ -81,7 +91,7 @@ class ChunkPass(StatePass):
         self._operands(plan, x, strong, Saved(scores, solved), operands, **fixed, STRONG=True)
         local = plan.scratch(*self.of_states)
         if self.summarizes:
-            self._summaries(plan, Between(kg, w, u, sums), saved_states.transitions, local)
+            self._summaries(plan, ChunkOperands(kg, w, u, sums), saved_states.transitions, local)
         scratch = self._scratch(plan.scratch, plan.scratch, False)
         self._carry(plan, saved_states, local, ends.inputs, False, scratch)
         self._launch(
@@ -106,7 +116,7 @@ class ChunkPass(StatePass):
         return o, scores, solved
 
     def record_backward(
-        self, plan: Plan, x: Inputs, saved: Saved, outer: Outer, saved_states: SavedStates, scale: float
+        self, plan: Plan, x: Inputs, saved: Saved, outer: OutputGrads, saved_states: SavedStates, scale: float
     ) -> tuple[Buffer, ...]:
         """Record whole_backward in a plan."""
         (q, k, v, g, beta), (scores, solved), (do, dfinal, dinitial) = x, saved, outer
@@ -114,7 +124,7 @@ class ChunkPass(StatePass):
         strong = plan.scratch(self.layout.num_chunks, self.H, dtype=torch.int32)
         qg, kg, w, u, sums = operands = self._operands_memory(plan, v)
         self._operands(plan, x, strong, saved, operands, scale=scale, SOLVED=True, STRONG=False)
-        between, d = Between(kg, w, u, sums, qg), OfOutput(do, None, scores, solved)
+        between, d = ChunkOperands(kg, w, u, sums, qg), LocalGrads(do, None, scores, solved)
         incoming, scratch = plan.scratch(*self.of_states), self._scratch(plan.scratch, plan.scratch, True)
         local = self._local_gradients(plan, between, d, dfinal, scale)
         with plan.side_stream(lambda carrier: carrier.stream()):
@@ -145,7 +155,7 @@ class ChunkPass(StatePass):
         return dq, dk, *(plan.output_like(y) for y in (x.v, x.g, x.beta))
 
     def _operands_memory(self, plan: Plan, v: Buffer) -> tuple:
-        """Allocate qg, kg, w, u and the sums of each chunk's gates, one row more: see chunk_decay of delta.py."""
+        """Allocate qg, kg, w, u and the sums of each chunk's gates, one row more: see chunk_decay of delta_state.py."""
         qg, kg, w = (plan.scratch(*v.shape[:3], self.K, dtype=v.dtype) for _ in range(3))
         sums = plan.scratch(self.layout.num_chunks + 1, self.H, self.K)
         return qg, kg, w, plan.scratch(*v.shape, dtype=v.dtype), sums
@@ -182,13 +192,15 @@ class OwnChunks:
         self.scalar = scalar
 
     def forward(
-        self, call: ChunkCall, x: Inputs, ends: Ends, saved_states: SavedStates
+        self, call: ChunkCall, x: Inputs, ends: BoundaryStates, saved_states: SavedStates
     ) -> tuple[Tensor, Tensor, Saved]:
         """Run forward; return (o, no sums of gates, the tensors saved for backward)."""
         o, *saved = call.states.whole_forward(x, ends, saved_states, call.scale)
         return o, x.g.new_empty(0, dtype=torch.float32), Saved(*saved)
 
-    def backward(self, call: ChunkCall, x: Inputs, saved: Saved, outer: Outer, saved_states: SavedStates) -> Inputs:
+    def backward(
+        self, call: ChunkCall, x: Inputs, saved: Saved, outer: OutputGrads, saved_states: SavedStates
+    ) -> Inputs:
         """Run backward; return the gradients of the inputs. Fills ``outer``."""
         dq, dk, *others = call.states.whole_backward(x, saved, outer, saved_states, call.scale)
         if (heads := x.q.shape[2]) != x.v.shape[2]:

@@ -1,8 +1,8 @@
-"""KDA inside of a chunk, backward; delta_chunks.py defines the symbols.
+"""KDA inside of a chunk, backward; kda_fwd.py defines the symbols.
 
 Inputs are dS', the gradient of the chunk's outgoing state, and r = T^T dv_new, dv_new = Aqk^T do + kg dS', both from
-adjoint_kernel (delta.py). pairs_kernel computes dv and, for each two tokens of a chunk, dAqk and dAkk; gradient_kernel
-all other gradients, in two launches, the second for chunks with more than 4 stretches (delta_chunks.py).
+adjoint_kernel (delta_state.py). pairs_kernel computes dv and, for each two tokens of a chunk, dAqk and dAkk;
+gradient_kernel all other gradients, in two launches, the second for chunks with more than 4 stretches (kda_fwd.py).
 
     r is the gradient of the right side of (1 + Akk) v_new = beta v - beta k e^G S
     dAqk = do v_new^T, s <= t         dAkk = -r v_new^T, s < t         dv = beta r
@@ -33,7 +33,7 @@ from .blocks import (
     times,
     upper,
 )
-from .delta_chunks import (
+from .kda_fwd import (
     PAIRS,
     after_anchor,
     chunk_of,

@@ -1,4 +1,4 @@
-"""Computation inside the chunks of Gated DeltaNet by our own kernels: shmem_kernels/delta_scalar.py."""
+"""Computation inside the chunks of Gated DeltaNet by our own kernels: shmem_kernels/gdn.py."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from ...base.tiling import cdiv
 from ...comm.communicator import Communicator
 from ...launch.plan import Buffer, Plan
-from ...shmem_kernels.delta_scalar import (
+from ...shmem_kernels.gdn import (
     factors_kernel,
     parts_kernel,
     scalar_adjoint_kernel,
@@ -20,8 +20,8 @@ from ...shmem_kernels.delta_scalar import (
 )
 from ...tokens.packing import CHUNK_TOKENS, Layout
 from .delta_passes import _words
-from .own_chunks import ChunkPass
-from .records import DeltaShape, Ends, IncomingStates, Inputs, Outer, Saved, SavedStates
+from .kda_plans import ChunkPass
+from .records import BoundaryStates, DeltaShape, IncomingStates, Inputs, OutputGrads, Saved, SavedStates
 
 
 def scalar_blocks(BK: int, BV_max: int, dtype: torch.dtype) -> dict[str, dict[str, int]]:
@@ -73,7 +73,7 @@ class ScalarChunkPass(ChunkPass):
         self.sizes: dict[str, Any] = dict(HK=self.HK, BT=CHUNK_TOKENS, PRECISION=self.chunked["PRECISION"])
 
     def record_forward(
-        self, plan: Plan, x: Inputs, ends: Ends, saved_states: SavedStates, scale: float
+        self, plan: Plan, x: Inputs, ends: BoundaryStates, saved_states: SavedStates, scale: float
     ) -> tuple[Buffer, ...]:
         """Record whole_forward in a plan."""
         (q, k, v, g, beta), saved_states = x, _words(plan, saved_states)
@@ -97,7 +97,7 @@ class ScalarChunkPass(ChunkPass):
         return o, scores, solved
 
     def record_backward(
-        self, plan: Plan, x: Inputs, saved: Saved, outer: Outer, saved_states: SavedStates, scale: float
+        self, plan: Plan, x: Inputs, saved: Saved, outer: OutputGrads, saved_states: SavedStates, scale: float
     ) -> tuple[Buffer, ...]:
         """Record whole_backward in a plan."""
         (q, k, v, g, beta), (scores, solved), (do, dfinal, dinitial) = x, saved, outer

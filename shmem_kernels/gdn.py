@@ -1,4 +1,4 @@
-"""Gated DeltaNet inside of a chunk and from chunk to chunk: one gate per head. delta_chunks.py defines the symbols.
+"""Gated DeltaNet inside of a chunk and from chunk to chunk: one gate per head. kda_fwd.py defines the symbols.
 
 Only Aqk, T - 1 and three factors of each token are stored, not w, u, kg and qg. With before = e^G_t and
 behind = e^(G - G_t), factors of a token's row, and D = e^G:
@@ -7,10 +7,10 @@ behind = e^(G - G_t), factors of a token's row, and D = e^G:
     r = T^T dv_new,  dv_new = Aqk^T do + behind k dS'      dS = D dS' + (scale before q)^T do - (before beta k)^T r
 
 scalar_operands_kernel    Aqk, T - 1 and the factors of each chunk alone
-scalar_summary_kernel     as summary_kernel of delta.py
+scalar_summary_kernel     as summary_kernel of delta_state.py
 scalar_states_kernel      from chunk to chunk: o; or, for backward, the states and v_new
 scalar_adjoint_kernel     from the last chunk to the first: the gradients of the states and r
-scalar_gradients_kernel   all gradients of each chunk alone, see delta_chunks_bwd.py
+scalar_gradients_kernel   all gradients of each chunk alone, see kda_bwd.py
 factors_kernel, parts_kernel: the factors again for backward; sums of partial dg and dbeta
 
 Factors are [NC, H, 3, BT] float32: beta, before and behind; 0, e^G and 1 for tokens beyond the end. Loops over chunks
@@ -35,9 +35,9 @@ from .blocks import (
     state_at,
     upper,
 )
-from .delta import gradient_behind, load_incoming, store_gradients, store_summary, times_keys, transposed_at
-from .delta_chunks import chunk_of, inverse, state_tile, tile
-from .delta_chunks_bwd import of_values, same_of, times_values
+from .delta_state import gradient_behind, load_incoming, store_gradients, store_summary, times_keys, transposed_at
+from .kda_bwd import of_values, same_of, times_values
+from .kda_fwd import chunk_of, inverse, state_tile, tile
 from .segment_table import ENTERED, FIRST, FLAGS, LAST, SEQUENCE, segment
 
 
@@ -194,7 +194,7 @@ def scalar_summary_kernel(
     BV: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """As summary_kernel of delta.py, of a chunk's Z:
+    """As summary_kernel of delta_state.py, of a chunk's Z:
     A = Z (behind k)^T T beta,  R = R + A v,  Z = Z D - A before k."""
     NR: tl.constexpr = (K + BR - 1) // BR
     i_r, i_v, s, h = tl.program_id(0) % NR, tl.program_id(0) // NR, tl.program_id(1), tl.program_id(2)
@@ -247,7 +247,7 @@ def scalar_states_kernel(
     PRECISION: tl.constexpr,
 ):
     """Through the chunks of one segment, from its incoming state: o, or what backward takes. The state is held as by
-    delta_states_kernel of delta.py."""
+    delta_states_kernel of delta_state.py."""
     HAS_PREV: tl.constexpr = p_through is not None
     i_v, s, h = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     p_segment, start, end, chunk, num_chunks = segment(p_segments, s, BT)
@@ -306,7 +306,7 @@ def scalar_adjoint_kernel(
     BJ: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """As adjoint_kernel of delta.py, with r in place of dv_new."""
+    """As adjoint_kernel of delta_state.py, with r in place of dv_new."""
     i_v, s, h = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     p_segment, start, end, chunk, num_chunks = segment(p_segments, s, BT)
     EVERY_CHUNK: tl.constexpr = p_incoming is not None

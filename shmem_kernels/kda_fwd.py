@@ -1,4 +1,4 @@
-"""KDA inside of a chunk, forward. Gated DeltaNet, which has one gate per head: delta_scalar.py.
+"""KDA inside of a chunk, forward. Gated DeltaNet, which has one gate per head: gdn.py.
 
 With G_t the sum of a chunk's gates up to token t, G the sum of all, S the chunk's incoming state:
 
@@ -11,8 +11,8 @@ operands_kernel   Aqk and T, unless they are inputs; w, u, kg, qg and G of each 
 anchors_kernel    between the two, for strong chunks: the first tokens of their stretches; before the gradients for all
 output_kernel     from chunk to chunk of a segment: o, without storing states
 
-Between them the segments' states are sent, see delta.py. T - 1 is stored, and T x computed as x + (T - 1) x: as an
-operand of the product x is rounded, but T's diagonal is 1. x is float32; for w in forward it is rounded once before.
+Between them the segments' states are sent, see delta_state.py. T - 1 is stored, and T x computed as x + (T - 1) x: as
+an operand of the product x is rounded, but T's diagonal is 1. x is float32; for w in forward it is rounded once before.
 
 **Decays between two tokens.** For a product of matrices e^(G_t - G_s) must be a factor of t times a factor of s. The
 tokens of a chunk are divided into stretches. The first stretch begins with the chunk. A new one begins with each token
@@ -29,7 +29,7 @@ that factors below 2^-71, in strong chunks 2^-46, are 0. tests/support/delta_chu
 error analysis.
 
 q, k [tokens, HK, K], v, u, o [tokens, H, V], g [tokens, H, K], beta [tokens, H]; w, kg, qg [tokens, H, K], Aqk,
-T - 1 [tokens, H, BT], the chunks' sums of gates [NC, H, K] float32, to base 2. PRECISION as in delta.py.
+T - 1 [tokens, H, BT], the chunks' sums of gates [NC, H, K] float32, to base 2. PRECISION as in delta_state.py.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from .blocks import (
     tf32_product,
     upper,
 )
-from .delta import load_incoming, transposed_at
+from .delta_state import load_incoming, transposed_at
 from .segment_table import ENTERED, FLAGS, LAST, SEQUENCE, segment
 
 # To base 2. Sums of the same gates, also of gates rounded to 16 bits for bfloat16 products, differ by less than 2^-7
