@@ -52,12 +52,12 @@ def sequence_parallel(
 ) -> torch.nn.Module:
     """Convert ``module``, in place, so that each rank processes its part of a sequence; returns the module.
 
-    The layers call zeco_gla, zeco_simple_gla, zeco_kda, zeco_gated_delta_rule or zeco_ssd, for any ``mode``. Short convolutions receive the
-    preceding tokens from the ranks before. A rank may have few tokens or none: fla's norms and MLPs have no backward
-    for empty tensors and process one token of zeros then. Softmax attention all-gathers keys and values; in the
-    contiguous layout the last rank has the most work. Each call of such a layer, and of RetNet's, whose rotary
-    embeddings need positions, exchanges the ranks' numbers of tokens on the host. ``cu_seqlens`` is that of the row, as
-    for zeco_gla; fla's own Mamba2 ignores it.
+    The layers call zeco_gla, zeco_simple_gla, zeco_kda, zeco_gated_delta_rule or zeco_ssd, for any ``mode``. Short
+    convolutions receive the preceding tokens from the ranks before. A rank may have few tokens or none: fla's norms and
+    MLPs have no backward for empty tensors and process one token of zeros then. Softmax attention all-gathers keys and
+    values; in the contiguous layout the last rank has the most work. Each call of such a layer, and of RetNet's, whose
+    rotary embeddings need positions, exchanges the ranks' numbers of tokens on the host. ``cu_seqlens`` is that of the
+    row, as for zeco_gla; fla's own Mamba2 ignores it.
     A causal language model's loss is this rank's share of the mean over the tokens of all ranks: the sum over the ranks
     is the loss (DistributedDataParallel and FSDP over all ranks average gradients instead: multiply the loss by
     ``comm.size``). Labels are shifted across shard boundaries. ``num_items_in_batch`` is the number of labels on all
