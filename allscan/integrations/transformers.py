@@ -32,6 +32,8 @@ from .transformers_layers import (
     NAME,
     OF_SPLIT,
     OPERATORS,
+    OTHER_VERSION,
+    RECURRENCES,
     REMEDY,
     SEQUENCE,
     SplitOperator,
@@ -148,6 +150,9 @@ def sequence_parallel(
     if comm is None:
         _restore(bases, heads, layers)
         return model
+    names = vars(modeling).keys()
+    if family != "minimax" and ("causal_conv1d_fn" not in names or not names & RECURRENCES):
+        raise ValueError(f"{modeling.__name__} has other functions than those to replace: {OTHER_VERSION}")
     for name, operator in OPERATORS.items():
         known = vars(modeling).get(name)
         if known is not None and not isinstance(known, SplitOperator):
@@ -218,8 +223,7 @@ def _parts(model: Any) -> tuple:
             )
         if name_of_cache(type(module)) is None:  # type: ignore[arg-type]
             raise ValueError(
-                f"the forward of {type(module).__name__} takes no cache called {' or '.join(CACHES)}: this version of "
-                "transformers is not supported"
+                f"the forward of {type(module).__name__} takes no cache called {' or '.join(CACHES)}: {OTHER_VERSION}"
             )
     for base in bases:
         config, inner = base.config, base.config._attn_implementation

@@ -229,6 +229,8 @@ OPERATORS = {
     "mamba2_chunk_scan": _state_space,
     "mamba2_split_conv1d_scan_combined": _fused,
 }
+RECURRENCES = {name for name, split in OPERATORS.items() if split in (_delta_rule, _state_space)}
+OTHER_VERSION = "this version of transformers is not supported"
 
 
 class _Keys:
@@ -272,9 +274,6 @@ class _Keys:
                 reject(self.sequence.comm, f"a {name} changes the keys that it keeps: {OTHER_VERSION}")
             project = expansion_of(module)
         return Blocks(self.gather, scale, project, self.appended, dropout)
-
-
-OTHER_VERSION = "this version of transformers is not supported"
 
 
 def softmax_forward(layer: Any, *arguments: Any, past_key_values: Any = None, cache: Any = None, **options: Any) -> Any:

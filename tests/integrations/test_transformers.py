@@ -1464,6 +1464,10 @@ def rejected_case(group):
             ("must be a number of bytes", "sdpa", attention.Attention(memory=0)),
         ):
             answers[text] = raised(sequence_parallel, made("qwen3_next", function), comm=comm, attention=given)
+        with pytest.MonkeyPatch.context() as patch:
+            other = made("mamba2")
+            patch.delattr(importlib.import_module(type(other).__module__), "mamba2_chunk_scan")
+            answers["this version of transformers"] = raised(sequence_parallel, other, comm=comm)
         assert shared.config._attn_implementation == "allscan"
         sequence_parallel(shared, comm=None)
         assert shared.config._attn_implementation == "sdpa" and "forward" not in vars(shared.model)
