@@ -1,5 +1,5 @@
-"""Sequence parallelism for layers and models of flash-linear-attention (tested with 0.6.0): GLA, KDA, Gated DeltaNet,
-and hybrids of these with softmax attention."""
+"""Sequence parallelism for layers and models of flash-linear-attention (tested with 0.6.0): GLA, simple GLA, RetNet,
+KDA, Gated DeltaNet, Mamba2, and hybrids of these with softmax attention."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from ..launch.compiled_kernel import dynamo_disabled
 from ..ops.delta import zeco_gated_delta_rule, zeco_kda
 from ..ops.gla import zeco_gla
 from ..ops.halo import halo_from_boundary_tokens
+from ..ops.ssd import zeco_simple_gla, zeco_ssd
 from ..tokens.packing import Tables, boundaries_on_host, document_places, without_empty
 from ..tokens.partition import cached_table, partition_start
 from . import needing
@@ -32,9 +33,11 @@ from .recurrent import Tokens, gather_rows, of_last_tokens
 from .softmax import Row, masks_nothing, reject, shifted
 
 with needing(__name__, "flash-linear-attention"):
-    from fla.layers import GatedDeltaNet, GatedLinearAttention, KimiDeltaAttention
+    from fla.layers import GatedDeltaNet, GatedLinearAttention, KimiDeltaAttention, Mamba2, MultiScaleRetention
     from fla.layers import attn as softmax_attention
+    from fla.layers.simple_gla import SimpleGatedLinearAttention
     from fla.layers.utils import get_layer_cache, update_layer_cache
+    from fla.modules.convolution import causal_conv1d
 
 _prefilled: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # cache -> number of tokens of all ranks in it
 
@@ -49,11 +52,12 @@ def sequence_parallel(
 ) -> torch.nn.Module:
     """Convert ``module``, in place, so that each rank processes its part of a sequence; returns the module.
 
-    The layers call zeco_gla, zeco_kda or zeco_gated_delta_rule, for any ``mode``. Short convolutions receive the
-    preceding tokens from the ranks before. A rank may have few tokens or none: fla's norms and MLPs have no backward
-    for empty tensors and process one token of zeros then. Softmax attention all-gathers keys and values; in the
-    contiguous layout the last rank has the most work. Each call of such a layer exchanges the ranks' numbers of tokens
-    on the host. ``cu_seqlens`` is that of the row, as for zeco_gla.
+    The layers call zeco_gla, zeco_simple_gla, zeco_kda, zeco_gated_delta_rule or zeco_ssd, for any ``mode``. Short
+    convolutions receive the preceding tokens from the ranks before. A rank may have few tokens or none: fla's norms and
+    MLPs have no backward for empty tensors and process one token of zeros then. Softmax attention all-gathers keys and
+    values; in the contiguous layout the last rank has the most work. Each call of such a layer, and of RetNet's, whose
+    rotary embeddings need positions, exchanges the ranks' numbers of tokens on the host. ``cu_seqlens`` is that of the
+    row, as for zeco_gla; fla's own Mamba2 ignores it.
     A causal language model's loss is this rank's share of the mean over the tokens of all ranks: the sum over the ranks
     is the loss (DistributedDataParallel and FSDP over all ranks average gradients instead: multiply the loss by
     ``comm.size``). Labels are shifted across shard boundaries. ``num_items_in_batch`` is the number of labels on all
@@ -65,10 +69,10 @@ def sequence_parallel(
     logits: the last rank, in zigzag the first.
 
     Args:
-        module: a ``GatedLinearAttention``, ``KimiDeltaAttention`` or ``GatedDeltaNet``, or anything made of such
-            layers, of softmax ``Attention`` and of parts that look at one token at a time: a ``KDABlock``,
-            ``GatedDeltaNetModel`` or ``GLAForCausalLM``, hybrids included. Parameters, their names and checkpoints stay
-            as they are.
+        module: a ``GatedLinearAttention``, ``SimpleGatedLinearAttention``, ``MultiScaleRetention``,
+            ``KimiDeltaAttention``, ``GatedDeltaNet`` or ``Mamba2``, or anything made of such layers, of softmax
+            ``Attention`` and of parts that look at one token at a time: a ``KDABlock``, ``GatedDeltaNetModel`` or
+            ``GLAForCausalLM``, hybrids included. Parameters, their names and checkpoints stay as they are.
         comm: the ranks that share a sequence, in the order of its parts; None restores the ordinary module.
         layout: "zigzag" if rank r's tokens are chunks r and 2P - 1 - r of the 2P that the row is cut into, as for
             zeco_gla. All ranks of a softmax layer have the same work then.
@@ -186,8 +190,11 @@ def _layer(
         if cu_seqlens is not None:
             where |= dict(cu_seqlens=torch.tensor(documents[0], device="cpu"), per_document=True)
     cut = DOCUMENTS if "per_document" in where else layout
-    if kind is softmax_attention.Attention:  # _softmax exchanges the numbers of tokens itself
+    # these exchange the numbers of tokens themselves
+    if kind is softmax_attention.Attention:
         return _softmax(layer, hidden_states, cache, where, stamp, attention), None, past_key_values
+    if kind is MultiScaleRetention:
+        return _retention(layer, hidden_states, cache, where, stamp), None, past_key_values
     if stamp is not None:
         batch = "integrations.fla", hidden_states.shape[:2], cut, read(stamp)[:3]
         if comm.debug or batch not in comm.agreed.arguments:
@@ -216,25 +223,99 @@ def _remember(layer: Any, cache: Any, state: Any, conv_states: Tensor | None) ->
         )
 
 
-def _gla(layer: Any, x: Tensor, cache: Any, where: dict[str, Any]) -> torch.Tensor:
+def _linear(layer: Any, x: Tensor, cache: Any, where: dict[str, Any]) -> tuple:
+    """``_mixed`` with feature maps, and k and v of every head."""
     q, k, v, conv_states = _mixed(layer, x, cache, where)
-    g = layer.gk_proj(x).unflatten(-1, (-1, layer.head_k_dim))
-    if layer.num_kv_groups > 1:
-        k, v, g = (y.repeat_interleave(layer.num_kv_groups, -2) for y in (k, v, g))
-    g = F.logsigmoid(g) / layer.gate_logit_normalizer
-    if layer.clamp_min is not None:
-        g = g.clamp_min(layer.clamp_min)
     if layer.feature_map_fn is not None:
         q, k = layer.feature_map_fn(q), layer.feature_map_fn(k)
+    return q, *(_of_every_head(layer, y) for y in (k, v)), conv_states
+
+
+def _of_every_head(layer: Any, x: Tensor) -> Tensor:
+    return x if layer.num_kv_groups == 1 else x.repeat_interleave(layer.num_kv_groups, -2)
+
+
+def _gla(layer: Any, x: Tensor, cache: Any, where: dict[str, Any]) -> torch.Tensor:
+    q, k, v, conv_states = _linear(layer, x, cache, where)
+    g = F.logsigmoid(layer.gk_proj(x).unflatten(-1, (-1, layer.head_k_dim))) / layer.gate_logit_normalizer
+    if layer.clamp_min is not None:
+        g = g.clamp_min(layer.clamp_min)
+    g = _of_every_head(layer, g)
     o, state = zeco_gla(q, k, v, g, output_final_state="all" if cache is not None else False, **where)
     _remember(layer, cache, state if state is None else state.mT, conv_states)
-    if not layer.use_output_gate:
+    return _output(layer, x, o)
+
+
+def _simple_gla(layer: Any, x: Tensor, cache: Any, where: dict[str, Any]) -> torch.Tensor:
+    q, k, v, conv_states = _linear(layer, x, cache, where)
+    g = F.logsigmoid(layer.gk_proj(x)) / layer.gate_logit_normalizer
+    final = "all" if cache is not None else False
+    o, state = zeco_simple_gla(q, k, v, g, output_final_state=final, state_v_first=True, **where)
+    _remember(layer, cache, state, conv_states)
+    return _output(layer, x, o)
+
+
+def _retention(layer: Any, x: Tensor, cache: Any, where: dict[str, Any], stamp: Any = None) -> torch.Tensor:
+    row = _row(x, where, stamp, (_called(cache is not None),))
+    q, k, v, conv_states = _linear(layer, x, cache, where)
+    q, k = _rotated(layer, q, k, row)
+    decays = (1 - 2.0 ** (-5.0 - torch.arange(layer.num_heads, dtype=torch.float32, device=x.device))).log()
+    final = "all" if cache is not None else False
+    o, state = zeco_simple_gla(q, k, v, g_gamma=decays, output_final_state=final, **where)
+    _remember(layer, cache, state, conv_states)
+    return _output(layer, x, o)
+
+
+def _output(layer: Any, x: Tensor, o: Tensor) -> torch.Tensor:
+    """The output of GLA, simple GLA and RetNet, from the operator's o."""
+    if not getattr(layer, "use_output_gate", True):
         o = layer.g_norm(o).flatten(-2)
     elif layer.fuse_norm_and_gate:
         o = layer.g_norm_swish_gate(o, layer.g_proj(x).unflatten(-1, (-1, layer.head_v_dim))).flatten(-2)
     else:
         o = layer.g_norm(o).flatten(-2) * layer.gate_fn(layer.g_proj(x))
     return layer.o_proj(o)
+
+
+class _Convolution(torch.nn.Module):
+    """Mamba2's convolution, called like fla's ShortConvolution."""
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        self.of_layer, self.kernel_size = layer.conv1d, layer.conv1d.kernel_size
+        self.activation = "silu" if layer.activation in ("silu", "swish") else None
+
+    def forward(self, x: Tensor, cache: Tensor | None = None, **options: Any) -> tuple:
+        weight, bias = self.of_layer.weight.squeeze(1), self.of_layer.bias
+        return causal_conv1d(x, weight, bias, initial_state=cache, activation=self.activation, **options)
+
+
+def _mamba2(layer: Any, x: Tensor, cache: Any, where: dict[str, Any]) -> torch.Tensor:
+    H, G, N = layer.num_heads, layer.n_groups, layer.ssm_state_size
+    gate, mixed, dt = layer.in_proj(x).split([layer.intermediate_size, layer.conv_dim, H], -1)
+    conv = _Convolution(layer)
+    (mixed,), conv_states = _convolve((conv,), (mixed,), cache is not None, where)
+    mixed = mixed if conv.activation else layer.act(mixed)
+    x, B, C = mixed.split([layer.intermediate_size, G * N, G * N], -1)
+    y: Any = zeco_ssd(
+        x.unflatten(-1, (H, -1)),
+        dt,
+        -layer.A_log.float().exp(),
+        B.unflatten(-1, (G, N)),
+        C.unflatten(-1, (G, N)),
+        layer.chunk_size,
+        D=layer.D.unflatten(0, (H, -1)) if layer.D_has_hdim else layer.D,
+        dt_bias=layer.dt_bias,
+        dt_softplus=True,
+        dt_limit=layer.dt_limit,
+        return_final_states="all" if cache is not None else False,
+        **where,
+    )
+    if cache is not None:
+        y, state = y
+        _remember(layer, cache, state, conv_states[0])
+    y = y.flatten(-2)
+    return layer.out_proj(layer.norm(y, gate) if layer.rmsnorm else y * layer.act(gate))
 
 
 def _delta_rule(
@@ -286,14 +367,9 @@ def _softmax(
 ) -> torch.Tensor:
     """Causal softmax attention of this rank's queries over the tokens of all ranks."""
     comm: Communicator = where["comm"]
-    layout: str = where["layout"]
-    cu_seqlens, per_document = where.get("cu_seqlens"), "per_document" in where
-    zigzag, T = is_zigzag(layout), x.shape[1]
-    if zigzag and T % 2:
-        reject(comm, f"the zigzag layout wants an even number of tokens, got {T}")
-    lengths = None if cu_seqlens is None else _read(comm, cu_seqlens)
     limited = attention.memory is not None
-    whole = cache is not None or lengths is not None or layer.window_size is not None  # takes all keys at once
+    packed = where["cu_seqlens"] is not None
+    whole = cache is not None or packed or layer.window_size is not None  # takes all keys at once
     if limited and whole:
         reject(comm, "caches, packed sequences and windows take all keys at once: attention.memory must be None")
     q, k, v = _projected(layer, x)
@@ -305,18 +381,10 @@ def _softmax(
         ("dtypes of keys and values", f"{k.dtype}, {v.dtype}"),
         ("gradients of keys and values", gradients),
     )
-    tokens = _tokens_of_all(comm, x, DOCUMENTS if per_document else layout, stamp, alike)
-    if lengths is not None and sum(tokens) != lengths[-1]:
-        reject(comm, f"cu_seqlens must end with the {sum(tokens)} tokens of all ranks, got {lengths[-1]}")
-    if per_document and T:
-        assert lengths is not None
-        with comm.call():
-            partition_start(comm, lengths, T, where["first_token"], PER_DOCUMENT)
-    cuts = None if lengths is None else torch.tensor(lengths, device="cpu")
-    row = Row(comm, tokens, cuts, zigzag=zigzag, per_document=per_document)
+    row = _row(x, where, stamp, alike)
     q, k = _rotated(layer, q, k, row)
     blocks = None
-    if comm.size > 1 and any(tokens):
+    if comm.size > 1 and any(row.tokens):
         gather = gather_keys(row, attention, k, v)
         if attention.merged and not whole:
             blocks = Blocks(gather)
@@ -341,17 +409,37 @@ def _softmax(
     return layer.o_proj(o.flatten(-2))
 
 
+def _row(x: Tensor, where: dict[str, Any], stamp: Any, alike: tuple[tuple[str, object], ...]) -> Row:
+    """The tokens of all ranks; exchanges their numbers, see ``_tokens_of_all``."""
+    comm, layout, cu_seqlens = (where[name] for name in ("comm", "layout", "cu_seqlens"))
+    per_document = "per_document" in where
+    zigzag, T = is_zigzag(layout), x.shape[1]
+    if zigzag and T % 2:
+        reject(comm, f"the zigzag layout wants an even number of tokens, got {T}")
+    lengths = None if cu_seqlens is None else _read(comm, cu_seqlens)
+    tokens = _tokens_of_all(comm, x, DOCUMENTS if per_document else layout, stamp, alike)
+    if lengths is not None and sum(tokens) != lengths[-1]:
+        reject(comm, f"cu_seqlens must end with the {sum(tokens)} tokens of all ranks, got {lengths[-1]}")
+    if per_document and T:
+        assert lengths is not None
+        with comm.call():
+            partition_start(comm, lengths, T, where["first_token"], PER_DOCUMENT)
+    cuts = None if lengths is None else torch.tensor(lengths, device="cpu")
+    return Row(comm, tokens, cuts, zigzag=zigzag, per_document=per_document)
+
+
 def _rotated(layer: Any, q: Tensor, k: Tensor, row: Row) -> tuple[torch.Tensor, torch.Tensor]:
     """q and k with rotary embeddings of their positions in the sequences."""
     if not row.own:
         return q, k
+    most = getattr(layer, "max_position_embeddings", None) or 0
     if row.lengths is not None:
         table = packed_of(row)
         cu_seqlens, _, before, *_ = table.of_stream(row.comm)
-        longest = max(table.longest[1], layer.max_position_embeddings or 0)
+        longest = max(table.longest[1], most)
         return layer.rotary(q, k, seqlen_offset=before, max_seqlen=longest, cu_seqlens=cu_seqlens)
     parts = row.parts()
-    longest = max(sum(row.tokens), layer.max_position_embeddings or 0)
+    longest = max(sum(row.tokens), most)
     halves = zip(parts, q.chunk(len(parts), 1), k.chunk(len(parts), 1), strict=True)
     found = [layer.rotary(y, z, seqlen_offset=part.before, max_seqlen=longest) for part, y, z in halves]
     return joined([y for y, _ in found], 1), joined([z for _, z in found], 1)
@@ -363,8 +451,11 @@ def _projected(layer: Any, x: Tensor) -> tuple[torch.Tensor, torch.Tensor, torch
     return (layer.q_norm(q), layer.k_norm(k), v) if layer.qk_norm else (q, k, v)
 
 
-_CALLS = {
+_CALLS: dict[Any, Callable[..., Any]] = {
     GatedLinearAttention: _gla,
+    SimpleGatedLinearAttention: _simple_gla,
+    MultiScaleRetention: _retention,
+    Mamba2: _mamba2,
     KimiDeltaAttention: _kda,
     GatedDeltaNet: _gated_delta_net,
     softmax_attention.Attention: _softmax,

@@ -1,5 +1,5 @@
-"""Sequence parallelism for transformers' own models (tested with 5.23.0): Gated DeltaNet, KDA and Mamba2 layers, and
-their hybrids with softmax attention."""
+"""Sequence parallelism for transformers' own models (tested with 5.23.0): Gated DeltaNet, KDA, Mamba2 and lightning
+attention layers, and their hybrids with softmax attention."""
 
 from __future__ import annotations
 
@@ -32,9 +32,12 @@ from .transformers_layers import (
     NAME,
     OF_SPLIT,
     OPERATORS,
+    OTHER_VERSION,
+    RECURRENCES,
     REMEDY,
     SEQUENCE,
     SplitOperator,
+    lightning_forward,
     name_of_cache,
     softmax_forward,
 )
@@ -46,7 +49,7 @@ with needing(__name__, "transformers"):
     from transformers.utils import ModelOutput
 
 INNER = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4")
-# model, causal language model and softmax layer of each file in transformers.models
+# model, causal language model, softmax and lightning attention layer of each file in transformers.models
 FAMILIES = {
     "qwen3_next": ("Qwen3NextModel", "Qwen3NextForCausalLM", "Qwen3NextAttention"),
     "qwen3_5": ("Qwen3_5TextModel", "Qwen3_5ForCausalLM", "Qwen3_5Attention"),
@@ -56,6 +59,9 @@ FAMILIES = {
     "bamba": ("BambaModel", "BambaForCausalLM", "BambaAttention"),
     "granitemoehybrid": ("GraniteMoeHybridModel", "GraniteMoeHybridForCausalLM", "GraniteMoeHybridAttention"),
     "falcon_h1": ("FalconH1Model", "FalconH1ForCausalLM", "FalconH1Attention"),
+    "zamba2": ("Zamba2Model", "Zamba2ForCausalLM", "Zamba2Attention"),
+    "mamba2": ("Mamba2Model", "Mamba2ForCausalLM"),
+    "minimax": ("MiniMaxModel", "MiniMaxForCausalLM", "MiniMaxAttention", "MiniMaxLightningAttention"),
 }
 
 
@@ -77,7 +83,8 @@ def sequence_parallel(
     of outputs and last state on the initial state. On GPUs, and if ``comm`` has ``invariant``, the layers call
     ``allscan.zeco_kda`` or ``allscan.zeco_gated_delta_rule`` instead. On CPU ranks they otherwise call transformers'
     torch functions, even if fla is installed, since fla's kernels need a GPU. Mamba2 layers call ``allscan.zeco_ssd``
-    in place of their own scan. Short convolutions receive the preceding tokens from the ranks before.
+    in place of their own scan, lightning attention ``allscan.zeco_simple_gla``. Short convolutions receive the
+    preceding tokens from the ranks before.
 
     Softmax layers all-gather keys and values; Kimi-Linear's layers all-gather the latents. With "sdpa" as the model's
     attention function, for unpacked sequences without cache or dropout, the rank's own causal block overlaps with the
@@ -104,8 +111,8 @@ def sequence_parallel(
 
     Args:
         model: a causal language model of transformers, its text model, or a module around one, of Qwen3-Next, Qwen3.5
-            and its mixture of experts, Kimi-Linear, Nemotron-H, Bamba, Granite-MoE-hybrid or Falcon-H1. Parameters,
-            their names and checkpoints stay as they are; its config is replaced by a copy.
+            and its mixture of experts, Kimi-Linear, Nemotron-H, Bamba, Granite-MoE-hybrid, Falcon-H1, Zamba2, Mamba2
+            or MiniMax. Parameters, their names and checkpoints stay as they are; its config is replaced by a copy.
         comm: the ranks that share a sequence, in the order of its parts; None restores the ordinary model.
         layout: where a rank's tokens lie, the same on every rank. "contiguous": consecutive tokens in rank order, their
             number may differ between ranks. "zigzag": rank r of P has chunk r of 2P in the first half of its tokens and
@@ -143,6 +150,9 @@ def sequence_parallel(
     if comm is None:
         _restore(bases, heads, layers)
         return model
+    names = vars(modeling).keys()
+    if family != "minimax" and ("causal_conv1d_fn" not in names or not names & RECURRENCES):
+        raise ValueError(f"{modeling.__name__} has other functions than those to replace: {OTHER_VERSION}")
     for name, operator in OPERATORS.items():
         known = vars(modeling).get(name)
         if known is not None and not isinstance(known, SplitOperator):
@@ -161,15 +171,20 @@ def sequence_parallel(
         how: dict[str, Any] = dict(per_document=per_document, attention=attention)
         base.forward = functools.partial(_model, base, comm, zigzag, modeling.__name__, inner, **how)
     for layer in layers:
-        layer.forward = functools.partial(softmax_forward, layer)
+        lightning = _class_of(layer, family, (3,))
+        layer.forward = functools.partial(lightning_forward if lightning else softmax_forward, layer)
     for head in heads:
         head.loss_function = functools.partial(_loss, comm, zigzag, per_document)
         head.generate = functools.partial(_generate, comm)
         # a subclass may have a forward without one of these
         parameters = inspect.signature(head.forward).parameters
-        if "labels" in parameters and any(x.kind is x.VAR_KEYWORD for x in parameters.values()):
-            hook = functools.partial(_with_labels, [*parameters].index("labels"))
-            head.allscan_hook = head.register_forward_pre_hook(hook, with_kwargs=True)
+        hooks: list[Any] = []
+        if any(x.kind is x.VAR_KEYWORD for x in parameters.values()):
+            if "labels" in parameters:
+                hooks.append(functools.partial(_with_labels, [*parameters].index("labels")))
+            if family == "mamba2":
+                hooks.append(functools.partial(_hand_over, head.base_model))
+        head.allscan_hooks = [head.register_forward_pre_hook(hook, with_kwargs=True) for hook in hooks]
     return model
 
 
@@ -190,7 +205,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _parts(model: Any) -> tuple:
-    """(family, text models, causal language models, softmax layers), after all checks."""
+    """(family, text models, causal language models, softmax and lightning attention layers), after all checks."""
     models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     families = {name for name in FAMILIES for module in models if _class_of(module, name, (0, 1))}
     others = sorted({type(m).__name__ for m in models if not any(_class_of(m, name, (0, 1)) for name in families)})
@@ -199,17 +214,16 @@ def _parts(model: Any) -> tuple:
         raise ValueError(f"expected one of {known} or its text model, got {others or sorted(families) or 'none'}")
     (family,) = families
     bases, heads = ([m for m in models if _class_of(m, family, (i,))] for i in range(2))
-    layers = [module for module in model.modules() if _class_of(module, family, (2,))]
+    layers = [module for module in model.modules() if _class_of(module, family, (2, 3))]
     for module in (*bases, *layers):
         replaced = vars(module).get("forward")
-        if replaced is not None and getattr(replaced, "func", None) not in (_model, softmax_forward):
+        if replaced is not None and getattr(replaced, "func", None) not in (_model, softmax_forward, lightning_forward):
             raise ValueError(
                 f"the forward of a {type(module).__name__} was replaced: call sequence_parallel before that"
             )
         if name_of_cache(type(module)) is None:  # type: ignore[arg-type]
             raise ValueError(
-                f"the forward of {type(module).__name__} takes no cache called {' or '.join(CACHES)}: this version of "
-                "transformers is not supported"
+                f"the forward of {type(module).__name__} takes no cache called {' or '.join(CACHES)}: {OTHER_VERSION}"
             )
     for base in bases:
         config, inner = base.config, base.config._attn_implementation
@@ -238,7 +252,7 @@ def _parts(model: Any) -> tuple:
 
 def _class_of(module: Any, family: Any, which: Any) -> bool:
     """Whether a module is of transformers' class; FSDP2 makes subclasses."""
-    names = [FAMILIES[family][i] for i in which]
+    names = [name for i, name in enumerate(FAMILIES[family]) if i in which]
     home = f"transformers.models.{family}.modeling_{family}"
     return any(kind.__module__ == home and kind.__name__ in names for kind in type(module).__mro__)
 
@@ -264,8 +278,8 @@ def _restore(bases: Any, heads: Any, layers: Any) -> None:
     for head in heads:
         for name in ("_loss_function", "generate"):
             vars(head).pop(name, None)
-        if "allscan_hook" in vars(head):
-            vars(head).pop("allscan_hook").remove()
+        for hook in vars(head).pop("allscan_hooks", ()):
+            hook.remove()
 
 
 def _generate(comm: Communicator, *_, **__) -> NoReturn:
@@ -288,12 +302,22 @@ def _with_labels(at: int, head: nn.Module, arguments: tuple, options: dict[str, 
     return arguments, options | {LABELS: labels is not None}
 
 
-def _tokens_in(cache: Any, comm: Communicator) -> int:
-    """The number of tokens in a cache of transformers, which raises for a model without softmax layers."""
+# options that Mamba2's causal language model takes and does not pass to its text model
+NOT_PASSED = "position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx", "num_items_in_batch", "shift_labels"
+HANDED = "allscan_handed"  # attribute of a text model: such options of the call that follows
+
+
+def _hand_over(model: Any, head: nn.Module, arguments: tuple, options: dict[str, Any]) -> None:
+    """Hook before the forward of Mamba2's causal language model: hand the options over to its text model."""
+    vars(model)[HANDED] = {name: options[name] for name in (*NOT_PASSED, STAMP, LABELS) if name in options}
+
+
+def _has_tokens(cache: Any, comm: Communicator) -> bool:
+    """Whether a cache of transformers is not empty; some raise for a model without softmax layers."""
     try:
-        return int(cache.get_seq_length())
+        return bool(cache.get_seq_length() or getattr(cache, "linear_cache", None))  # MiniMaxCache
     except ValueError as error:
-        reject(comm, f"past_key_values: {error}")
+        reject(comm, f"{error} Pass use_cache=True in its place.")
 
 
 @dynamo_disabled
@@ -309,6 +333,7 @@ def _model(
     position_ids: Tensor | None = None,
     past_key_values: Any = None,
     cache: Any = None,
+    cache_params: Any = None,
     inputs_embeds: Tensor | None = None,
     use_cache: Any = None,
     per_document: bool = False,
@@ -317,6 +342,8 @@ def _model(
 ) -> Any:
     """The forward of a text model over this rank's tokens."""
     comm.order.forwards += 1  # first, so that it counts also if what follows raises on this rank alone
+    options |= vars(model).pop(HANDED, {})
+    position_ids = options.pop("position_ids", position_ids)
     for name in OPERATORS:
         if not isinstance(vars(sys.modules[home]).get(name), (SplitOperator, type(None))):
             reject(comm, f"{home}.{name} was replaced since sequence_parallel: call it again")
@@ -326,8 +353,8 @@ def _model(
         isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2 and masks_nothing(attention_mask, comm)
     ):
         reject(comm, "attention_mask masks tokens: pack the sequences instead of padding them")
-    cache = past_key_values if cache is None else cache
-    if cache is not None and _tokens_in(cache, comm):
+    cache = next((x for x in (cache, past_key_values, cache_params) if x is not None), None)
+    if cache is not None and _has_tokens(cache, comm):
         reject(comm, "past_key_values must be empty: the state before the first rank's tokens is taken as zero")
     use_cache = use_cache or cache is not None  # layers fill it in any case
     for name in ("output_attentions", "output_router_logits"):

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
 from ..ops.delta import zeco_gated_delta_rule, zeco_kda
-from ..ops.ssd import zeco_ssd
+from ..ops.ssd import zeco_simple_gla, zeco_ssd
 from . import needing
 from .attention import Blocks, attend, attend_packed, gather_keys, takes_packed
 from .latents import expansion_of
@@ -34,7 +34,7 @@ REMEDY = (
     "make it with the config from before sequence_parallel, or by "
     'AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation="sdpa")'
 )
-CACHES = ("cache", "past_key_values")  # the cache argument's name: from transformers 5.24 on, and before
+CACHES = ("cache", "past_key_values", "cache_params")  # its argument: from transformers 5.24 on; before; of Mamba2
 
 
 @functools.cache
@@ -229,6 +229,8 @@ OPERATORS = {
     "mamba2_chunk_scan": _state_space,
     "mamba2_split_conv1d_scan_combined": _fused,
 }
+RECURRENCES = {name for name, split in OPERATORS.items() if split in (_delta_rule, _state_space)}
+OTHER_VERSION = "this version of transformers is not supported"
 
 
 class _Keys:
@@ -274,9 +276,6 @@ class _Keys:
         return Blocks(self.gather, scale, project, self.appended, dropout)
 
 
-OTHER_VERSION = "this version of transformers is not supported"
-
-
 def softmax_forward(layer: Any, *arguments: Any, past_key_values: Any = None, cache: Any = None, **options: Any) -> Any:
     """Forward of a softmax layer with the keys and values of all ranks."""
     sequence = options.get(SEQUENCE)
@@ -285,6 +284,40 @@ def softmax_forward(layer: Any, *arguments: Any, past_key_values: Any = None, ca
     keys = _Keys(sequence, past_key_values if cache is None else cache)
     options[SEQUENCE] = dataclasses.replace(sequence, keys=keys)
     return type(layer).forward(layer, *arguments, **{name_of_cache(type(layer)): keys}, **options)  # type: ignore[arg-type]
+
+
+def lightning_forward(
+    layer: Any,
+    hidden_states: Tensor,
+    *_: Any,
+    past_key_values: Any = None,
+    cache: Any = None,
+    attention_mask: Any = None,
+    **options: Any,
+) -> tuple[torch.Tensor, Tensor | None]:
+    """Forward of MiniMax's lightning attention: simple GLA with a constant decay per head, and an output gate."""
+    sequence = options.get(SEQUENCE)
+    if sequence is None:
+        raise ValueError(f"a {type(layer).__name__} of a split model is called through the model")
+    cache = past_key_values if cache is None else cache
+    qkv = layer.act_fn(layer.qkv_proj(hidden_states)).unflatten(-1, (layer.num_attention_heads, -1))
+    own: Any = _own(sequence, *qkv.split(layer.head_dim, -1))
+    q, k, v = own
+    o, state = zeco_simple_gla(
+        q,
+        k,
+        v,
+        g_gamma=-layer.slope_rate.flatten(),
+        comm=sequence.comm,
+        scale=1.0,
+        output_final_state=False if cache is None else "all",
+        **sequence.where(),
+    )
+    if state is not None:
+        state = state.to(qkv.dtype)
+        cache.set_linear_cache(layer.layer_idx, state)
+    o = layer.norm(_padded(o, sequence).flatten(-2))
+    return layer.out_proj(layer.output_gate(hidden_states).sigmoid() * o), state
 
 
 class _Proxy:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import allscan
-from support.fla import delta_recurrence, import_fla, recurrence
+from support.fla import by_document, delta_recurrence, import_fla, recurrence, scalar_recurrence
 from support.values import Copies, place, raised, relative
 
 os.environ["FLA_CACHE_RESULTS"] = "0"  # import_fla fakes results, which other programs must not find in the cache
@@ -40,17 +40,29 @@ CHOICES = {
     ),
     "gated_deltanet, hybrid": dict(head_dim=16, num_v_heads=4, expand_v=1, attn=SOFTMAX),
     "gated_deltanet, plain": dict(num_hidden_layers=1, head_dim=16, use_gate=False),
+    "simple_gla, convolution": dict(num_hidden_layers=1, use_short_conv=True),
+    "simple_gla, grouped": dict(num_hidden_layers=1, use_short_conv=True, num_kv_heads=1, feature_map="relu"),
+    "retnet, hybrid": dict(attn=SOFTMAX),
+    "retnet, grouped": dict(num_hidden_layers=1, num_kv_heads=1, feature_map="relu", use_output_gate=False),
+    "mamba2, norm": dict(state_size=16, chunk_size=16, D_has_hdim=True, dt_limit=(0.001, 0.05)),
+    "mamba2, gate": dict(num_hidden_layers=1, state_size=16, chunk_size=16, rmsnorm=False, hidden_act="relu"),
 }
-MODELS = dict(gla="GLA", kda="KDA", gated_deltanet="GatedDeltaNet")
-RECURRENCES = dict(gla=recurrence, kda=delta_recurrence, gated_deltanet=delta_recurrence)
-OPERATORS = dict(gla="gla", kda="kda", gated_deltanet="gated_delta_rule")
+MODELS = dict(gla="GLA", kda="KDA", gated_deltanet="GatedDeltaNet", simple_gla="GLA", retnet="RetNet", mamba2="Mamba2")
+RECURRENCES = dict(gla=recurrence, kda=delta_recurrence, gated_deltanet=delta_recurrence, mamba2=by_document)
+RECURRENCES |= dict(simple_gla=scalar_recurrence, retnet=scalar_recurrence)
+OPERATORS = dict(gla="gla", kda="kda", gated_deltanet="gated_delta_rule", simple_gla="simple_gla", retnet="retention")
+ON_HOPPER = "gated_deltanet", "simple_gla", "retnet"  # whose backward fla rejects there
 
 
 def model_of(fla, kind, **choices):
     choices = dict(hidden_size=64, num_hidden_layers=2, num_heads=2, vocab_size=97) | choices
-    models = getattr(fla.models, kind)
+    models = getattr(fla.models, MODELS[kind].lower() if kind == "simple_gla" else kind)
     config = getattr(models, f"{MODELS[kind]}Config")(**choices)
     model = getattr(models, f"{MODELS[kind]}ForCausalLM")(config)
+    for i, block in enumerate(model.model.layers if kind == "simple_gla" else ()):  # no model of fla has such layers
+        names = "hidden_size", "num_heads", "num_kv_heads", "feature_map", "use_short_conv"
+        options = {name: getattr(config, name) for name in names}
+        block.attn = fla.layers.simple_gla.SimpleGatedLinearAttention(layer_idx=i, **options)
     for module in model.modules():
         if hasattr(module, "safe_gate"):  # the interpreter does not run fla's kernel for it
             module.safe_gate &= torch.cuda.is_available()
@@ -60,10 +72,12 @@ def model_of(fla, kind, **choices):
 @contextlib.contextmanager
 def computed_by(fla, kind, call):
     """Replace the layers' operator by ``call``; with None, leave it."""
-    layers = getattr(fla.layers, kind)
+    layers = fla.layers.multiscale_retention if kind == "retnet" else getattr(fla.layers, kind)
     # 64 tokens or fewer take the path for decoding, whose gates may have another name
-    names = f"chunk_{OPERATORS[kind]}", f"fused_recurrent_{OPERATORS[kind]}"
+    names = [f"{how}_{OPERATORS[kind]}" for how in ("chunk", "fused_recurrent") if kind != "mamba2"]
     with pytest.MonkeyPatch.context() as patch:
+        if call is by_document:
+            patch.setattr(layers.Mamba2, "forward", call(layers.Mamba2.forward))
         for name in names if call else ():
             patch.setattr(layers, name, lambda gk=None, g=None, **x: call(g=gk if g is None else g, **x))
         yield
@@ -96,7 +110,7 @@ def of_first(comm, call, fla, kind, model, whole, **options):
 
 def model_case(group, tokens, kind, choices, packed, layout, attention=()):
     """Return errors of logits, loss and each gradient against the recurrence; on GPUs also against fla's kernels,
-    except where fla rejects their backward (Gated DeltaNet's on Hopper)."""
+    except where fla rejects their backward, see ON_HOPPER."""
     fla = import_fla()
     from allscan.integrations.attention import Attention
     from allscan.integrations.fla import sequence_parallel
@@ -111,8 +125,9 @@ def model_case(group, tokens, kind, choices, packed, layout, attention=()):
         if layout == "documents":
             documents = [2 * comm.size * n for n in DOCUMENTS]
             lengths = torch.tensor(documents, dtype=torch.int32).to(comm.device)
-        rejected = on_gpu and kind == "gated_deltanet" and torch.cuda.get_device_capability()[0] == 9
-        calls = [RECURRENCES[kind]] if rejected or not on_gpu else [RECURRENCES[kind], None]
+        rejected = on_gpu and kind in ON_HOPPER and torch.cuda.get_device_capability()[0] == 9
+        alone = rejected or not on_gpu or kind == "mamba2"  # whose own forward runs in any case
+        calls = [RECURRENCES[kind]] if alone else [RECURRENCES[kind], None]
         labels = whole.clone()
         if documents:  # the layout shifts labels within each document
             labels[:, [a for a in documents if a < sum(tokens)]] = -100
@@ -150,6 +165,18 @@ def model_case(group, tokens, kind, choices, packed, layout, attention=()):
         ("gla, hybrid", 2, "documents"),
         ("kda, hybrid", 4, "documents"),
         ("gated_deltanet, hybrid", 1, "documents"),
+        ("simple_gla, convolution", 2, "contiguous"),
+        ("simple_gla, convolution", 2, "documents"),
+        ("simple_gla, grouped", 4, "zigzag"),
+        ("retnet, hybrid", 2, "contiguous"),
+        ("retnet, hybrid", 4, "zigzag"),
+        ("retnet, grouped", 4, "contiguous"),
+        ("retnet, grouped", 2, "documents"),
+        ("mamba2, norm", 2, "contiguous"),
+        ("mamba2, norm", 4, "zigzag"),
+        ("mamba2, gate", 4, "contiguous"),
+        ("mamba2, gate", 2, "zigzag"),
+        ("mamba2, norm", 2, "documents"),
     ],
 )
 def test_models(run, choice, size, layout):
@@ -228,6 +255,8 @@ def few_case(group, kind, choices, batches, layout):
         ("kda, hybrid", "contiguous"),
         ("gated_deltanet, hybrid", "contiguous"),
         ("kda, hybrid", "zigzag"),
+        ("retnet, hybrid", "contiguous"),
+        ("mamba2, norm", "contiguous"),
     ],
 )
 def test_few_tokens(run, choice, layout, size=3):
@@ -310,9 +339,12 @@ def prefill_case(group, tokens, kind, choices, layout):
 
 
 PREFILLED = {"gla": dict(use_short_conv=True), "kda": CHOICES["kda, hybrid"], "gated_deltanet": dict(head_dim=16)}
+PREFILLED |= dict(simple_gla=dict(use_short_conv=True), retnet={}, mamba2=CHOICES["mamba2, norm"])
 
 
-@pytest.mark.parametrize("kind, layout", [*((kind, "contiguous") for kind in PREFILLED), ("kda", "zigzag")])
+@pytest.mark.parametrize(
+    "kind, layout", [*((kind, "contiguous") for kind in PREFILLED), ("kda", "zigzag"), ("mamba2", "zigzag")]
+)
 @pytest.mark.parametrize("size", [3])
 def test_every_ranks_cache(run, size, kind, layout):
     limit = 5e-3 if kind != "gla" and torch.cuda.is_available() else 1e-5

@@ -132,6 +132,24 @@ CHOICES = {
         | dict(MAMBA, mamba_d_ssm=64, mamba_expand=2)
         | dict(num_hidden_layers=2, num_key_value_heads=2, head_dim=8, intermediate_size=32),
     ),
+    "zamba2": (
+        "Zamba2",
+        COMMON
+        | dict(num_hidden_layers=3, layers_block_type=["linear_attention", "hybrid", "hybrid"], intermediate_size=32)
+        | dict(n_mamba_heads=4, mamba_ngroups=2, mamba_d_state=10, chunk_size=8)
+        | dict(use_mem_rope=True, use_shared_attention_adapter=True, adapter_rank=4),
+    ),
+    "mamba2": (
+        "Mamba2",
+        dict(vocab_size=VOCABULARY, hidden_size=32, pad_token_id=0, num_hidden_layers=2)
+        | dict(num_heads=4, head_dim=16, n_groups=2, state_size=10, chunk_size=8),
+    ),
+    "minimax": (
+        "MiniMax",
+        COMMON
+        | dict(num_hidden_layers=3, layer_types=["full_attention", "linear_attention", "linear_attention"])
+        | dict(num_key_value_heads=2, intermediate_size=32, num_local_experts=2, block_size=8),
+    ),
 }
 PRELOAD = ["allscan.integrations.transformers", *(f"transformers.models.{f}.modeling_{f}" for f in CHOICES)]
 OWN = (
@@ -156,6 +174,7 @@ def made(family, inner="sdpa", keep=False, **more):
         if function is not None and not hasattr(function, "split"):
             setattr(modeling, name, getattr(function, "__wrapped__", function))
     kind, options = CHOICES[family]
+    inner = "eager" if family == "mamba2" else inner  # it has no softmax layers
     config = getattr(importlib.import_module(f"transformers.models.{family}.configuration_{family}"), f"{kind}Config")
     config = config(**options | dict(attn_implementation=inner, use_cache=True) | more)
     torch.manual_seed(0)
@@ -257,6 +276,12 @@ def model_case(group, family, packed, inner, keep=False, layout="contiguous", at
         ("granitemoehybrid", 2, None, "sdpa"),
         ("falcon_h1", 2, None, "sdpa"),
         ("falcon_h1", 3, "cu_seq_lens", "eager"),
+        ("zamba2", 2, "position_ids", "sdpa"),
+        ("mamba2", 2, None, "eager"),
+        ("mamba2", 3, "cu_seq_lens", "eager"),
+        ("mamba2", 2, "position_ids", "eager"),
+        ("minimax", 2, None, "sdpa"),
+        ("minimax", 3, "cu_seq_lens", "eager"),
     ],
 )
 def test_models(run, family, size, packed, inner):
@@ -315,7 +340,7 @@ def few_case(group, family, inner, batches, layout, more=()):
             for x in sums:
                 dist.all_reduce(x, group=comm.group)
             model.zero_grad()
-            if tokens[-1] == 1:
+            if tokens[-1] == 1 and family != "minimax":
                 with torch.no_grad(), pytest.raises(ValueError, match="as many tokens as a convolution's kernel"):
                     model(input_ids=whole[:, mine], use_cache=True)
             wanted = [loss, torch.cat([g.flatten() for g in grads.values()])]
@@ -332,6 +357,8 @@ def few_case(group, family, inner, batches, layout, more=()):
         ("kimi_linear", "eager", "contiguous"),
         ("nemotron_h", "sdpa", "contiguous"),
         ("kimi_linear", "sdpa", "zigzag"),
+        ("mamba2", "eager", "contiguous"),
+        ("minimax", "sdpa", "contiguous"),
     ],
 )
 def test_few_tokens(run, family, inner, layout, size=3):
@@ -365,6 +392,10 @@ def test_few_tokens_with_a_kernel_of_one_token(run, family, kernel, size=2):
         ("bamba", 2, None, "sdpa"),
         ("granitemoehybrid", 2, None, "eager"),
         ("falcon_h1", 4, None, "sdpa"),
+        ("zamba2", 2, None, "eager"),
+        ("mamba2", 2, "position_ids", "eager"),
+        ("minimax", 2, "position_ids", "sdpa"),
+        ("minimax", 4, None, "sdpa"),
     ],
 )
 def test_models_in_zigzag(run, family, size, given, inner):
@@ -382,6 +413,8 @@ def test_models_in_zigzag(run, family, size, given, inner):
         ("qwen3_next", 2, "cu_seq_lens", "sdpa"),
         ("nemotron_h", 5, "cu_seq_lens", "sdpa"),
         ("falcon_h1", 2, "both", "eager"),
+        ("mamba2", 2, "both", "eager"),
+        ("minimax", 2, "cu_seq_lens", "sdpa"),
     ],
 )
 def test_models_of_cut_documents(run, family, size, given, inner):
@@ -483,7 +516,10 @@ def half_precision_case(group, family, how):
         return relative(alone, exact), relative(found.logits, exact), finite
 
 
-@pytest.mark.parametrize("family, how", [("qwen3_5", "bfloat16"), ("nemotron_h", "bfloat16"), ("qwen3_5", "autocast")])
+@pytest.mark.parametrize(
+    "family, how",
+    [("qwen3_5", "bfloat16"), ("nemotron_h", "bfloat16"), ("qwen3_5", "autocast"), ("minimax", "bfloat16")],
+)
 def test_bfloat16(run, family, how, size=3):
     for alone, found, finite in run(size, half_precision_case, family, how):
         assert finite and found < 1.3 * alone, (found, alone)
@@ -827,7 +863,7 @@ def steep_case(group, family, layout):
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
-@pytest.mark.parametrize("family", CHOICES)
+@pytest.mark.parametrize("family", [family for family in CHOICES if family != "minimax"])  # without convolutions
 def test_gradients_beside_a_boundary(run, family, layout, size=2):
     """A convolution's gradients there are as exact as the unsplit model's, also where outputs without the tokens of the
     rank before would have far larger ones."""
@@ -896,7 +932,8 @@ def prefill_case(group, family, layout):
         want = model(input_ids=whole, use_cache=True)
         sequence_parallel(model, comm=comm, layout=layout)
         mine = whole[:, place(comm, tokens, zigzag)]
-        assert model(input_ids=mine).past_key_values is None
+        name = "cache_params" if family == "mamba2" else "past_key_values"
+        assert getattr(model(input_ids=mine), name) is None
         cache = dict(use_cache=True)
         if family == "qwen3_next" and not zigzag:  # layers fill a cache that is given in any case
             cache = dict(past_key_values=DynamicCache(config=model.config))
@@ -904,18 +941,16 @@ def prefill_case(group, family, layout):
         sequence_parallel(model, comm=None)
         has_last = comm.rank == (0 if zigzag else comm.size - 1)
         errors = [relative(found.logits, want.logits[:, -1:])] if has_last else []
-        assert found.past_key_values.get_seq_length() == sum(tokens)
+        assert family == "mamba2" or found.past_key_values.get_seq_length() == sum(tokens)
         for step in range(3):
             token = torch.full((2, 1), step + 1)
-            found, want = (
-                model(input_ids=token, past_key_values=x.past_key_values, use_cache=True) for x in (found, want)
-            )
+            found, want = (model(input_ids=token, **{name: getattr(x, name)}, use_cache=True) for x in (found, want))
             errors.append(relative(found.logits, want.logits))
         return max(errors)
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
-@pytest.mark.parametrize("family", ["qwen3_next", "kimi_linear", "nemotron_h", "falcon_h1"])
+@pytest.mark.parametrize("family", ["qwen3_next", "kimi_linear", "nemotron_h", "falcon_h1", "mamba2", "minimax"])
 def test_every_ranks_cache(run, family, layout, size=4):
     """One rank has the smallest allowed number of tokens."""
     assert max(run(size, prefill_case, family, layout)) < 1e-5
@@ -1173,6 +1208,14 @@ def options_case(group):
         answers["attention differs between ranks: rank 0: Attention(merged=True, memory=1000)"] = raised(
             limited, input_ids=part
         )
+        lightning = dict(layer_types=["linear_attention", "full_attention"], num_hidden_layers=2)
+        for family, name, text in (
+            ("mamba2", "cache_params", "Pass use_cache=True in its place"),
+            ("minimax", "past_key_values", "must be empty: the state before"),
+        ):
+            other = made(family, **lightning if family == "minimax" else {})
+            past = getattr(other(input_ids=whole, use_cache=True), name)
+            answers[text] = raised(sequence_parallel(other, comm=comm), input_ids=part, **{name: past})
         frozen = made("qwen3_next")
         if comm.rank:
             frozen.model.layers[1].requires_grad_(False)
@@ -1316,7 +1359,8 @@ def wrapped_case(group, how):
     """Return relative errors of (logits, the loss of all ranks), and whether hooks and a copy's hooks are removed."""
     from allscan.integrations.transformers import sequence_parallel
 
-    model = made("nemotron_h")
+    packed = how == "any options, packed"  # which Mamba2's forward does not pass to its text model
+    model = made("mamba2" if packed else "nemotron_h")
     kind = type(model)
 
     class AnyOptions(kind):
@@ -1330,21 +1374,26 @@ def wrapped_case(group, how):
     with allscan.Communicator(group, timeout=5) as comm:
         whole, mine = torch.randint(1, VOCABULARY, (1, 20)), place(comm, [11, 9])
         dist.broadcast(whole, 0, group=comm.group)
-        want, part = model(input_ids=whole, labels=whole, use_cache=False), whole[:, mine]
-        model.__class__ = {"any options": AnyOptions, "no options": NoOptions}.get(how, kind)
+        labels, lengths, options = whole.clone(), [0, 6, 20] if packed else [0, 20], {}
+        labels[:, lengths[:-1]] = -100
+        if packed:
+            options = dict(cu_seq_lens_q=torch.tensor(lengths))
+        logits, want, _ = expected(model, whole, labels, lengths)
+        part = whole[:, mine]
+        model.__class__ = {"no options": NoOptions, "plain": kind, "FSDP1": kind}.get(how, AnyOptions)
         called = sequence_parallel(model, comm=comm)
         other = copy.deepcopy(model)
         if how == "FSDP1":
             called = FullyShardedDataParallel(model, process_group=comm.group, device_id=torch.device("cpu"))
-        found = called(part, labels=part)
+        found = called(part, labels=labels[:, mine], **options)
         loss = found.loss.detach().clone()
         dist.all_reduce(loss, group=comm.group)
         removed = [not sequence_parallel(x, comm=None)._forward_pre_hooks for x in (other, model)]
-        return relative(found.logits, want.logits[:, mine]), relative(loss, want.loss), removed
+        return relative(found.logits, logits[:, mine]), relative(loss, want), removed
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # of FSDP1
-@pytest.mark.parametrize("how", ["plain", "any options", "no options", "FSDP1"])
+@pytest.mark.parametrize("how", ["plain", "any options", "any options, packed", "no options", "FSDP1"])
 def test_subclasses_and_flat_parameters(run, how, size=2):
     """A subclass may name other arguments in its forward; with FSDP1 a text model has no parameters of its own."""
     for logits, loss, removed in run(size, wrapped_case, how):
@@ -1415,6 +1464,10 @@ def rejected_case(group):
             ("must be a number of bytes", "sdpa", attention.Attention(memory=0)),
         ):
             answers[text] = raised(sequence_parallel, made("qwen3_next", function), comm=comm, attention=given)
+        with pytest.MonkeyPatch.context() as patch:
+            other = made("mamba2")
+            patch.delattr(importlib.import_module(type(other).__module__), "mamba2_chunk_scan")
+            answers["this version of transformers"] = raised(sequence_parallel, other, comm=comm)
         assert shared.config._attn_implementation == "allscan"
         sequence_parallel(shared, comm=None)
         assert shared.config._attn_implementation == "sdpa" and "forward" not in vars(shared.model)

@@ -35,6 +35,26 @@ def recurrence(q, k, v, g, initial_state=None, cu_seqlens=None, output_final_sta
     return o.to(v.dtype), state.mT.to(v.dtype)
 
 
+def scalar_recurrence(q, k, v, g=None, initial_state=None, state_v_first=False, cu_seqlens=None, **_):
+    """Replace chunk_simple_gla and, without g, chunk_retention of fla's layers by the token-by-token recurrence."""
+    if g is None:
+        g = (1 - 2.0 ** (-5.0 - torch.arange(q.shape[2], dtype=torch.float, device=q.device))).log().expand(q.shape[:3])
+    initial = initial_state.mT if state_v_first and initial_state is not None else initial_state
+    o, state = gla_reference(q, k, v, g[..., None].expand_as(k), initial_state=initial, cu_seqlens=cu_seqlens)
+    return o.to(v.dtype), (state.mT if state_v_first else state).float()
+
+
+def by_document(forward):
+    """A layer's forward without packed sequences, such as that of fla's Mamba2, as one that runs each by itself."""
+
+    def call(layer, hidden_states, cu_seqlens=None, **options):
+        lengths = [0, hidden_states.shape[1]] if cu_seqlens is None else cu_seqlens.tolist()
+        found = [forward(layer, hidden_states[:, a:b], **options) for a, b in pairwise(lengths)]
+        return torch.cat([o for o, *_ in found], 1), *found[-1][1:]
+
+    return call
+
+
 def delta_recurrence(
     q, k, v, g, beta, A_log, dt_bias, lower_bound=None, allow_neg_eigval=False, initial_state=None, cu_seqlens=None, **_
 ):
