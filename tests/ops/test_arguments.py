@@ -63,6 +63,11 @@ def ssd(comm, x, g, **options):
     return allscan.zeco_ssd(x, factors(g), g[0, 0, :, 0], x, x, 4, comm=comm, **options)
 
 
+def simple(comm, x, g, gamma=False, **options):
+    how = dict(g_gamma=g[0, 0, :, 0]) if gamma else dict(g=g[..., 0])
+    return allscan.zeco_simple_gla(x, x, x, **how, comm=comm, **options)
+
+
 def scan(comm, x, g, **options):
     return allscan.allscan(x[0], g[0, ..., 0].exp(), comm=comm, **options)
 
@@ -104,6 +109,7 @@ TAKE_A_COMMUNICATOR = {
     "zeco_kda": lambda comm: kda(comm, X, X),
     "zeco_gated_delta_rule": lambda comm: gdn(comm, X, X),
     "zeco_ssd": lambda comm: ssd(comm, X, X),
+    "zeco_simple_gla": lambda comm: simple(comm, X, X),
     "AllScan": lambda comm: allscan.AllScan(comm, (2, 8)),
     "AllScan.size_hint": lambda comm: allscan.AllScan.size_hint(comm, (2, 8)),
     "to_zigzag": lambda comm: to_zigzag(X, comm=comm),
@@ -188,6 +194,8 @@ DIFFER = [
     (ssd, "dt_limit", {}, dict(dt_limit=(0.0, 0.25))),
     (ssd, "dt_bias is None", {}, dict(dt_bias=torch.ones(H))),
     (ssd, "layout", {}, dict(layout="zigzag")),
+    (simple, "scale", {}, dict(scale=0.5)),
+    (simple, "g is None", {}, dict(gamma=True)),
     (scan, "reverse", {}, dict(reverse=True)),
     (scan, "initial_state is None", {}, dict(initial_state=torch.ones(T, H, K))),
     (halves, "initial_state is None", {}, dict(initial_state=torch.ones(T, H, K))),
