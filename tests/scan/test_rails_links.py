@@ -234,7 +234,7 @@ def test_arguments_of_ranks(run):
     for answers, kinds in run(4, arguments_case):
         assert [answer and answer[0] for answer in answers] == wanted, answers
         assert "ranks differ in nodes: (2, 2) on ranks 0, 1, 2; (1, 3) on rank 3" in answers[0][1]
-        assert "together, got (2, 3)" in answers[1][1] and "rank 3" in answers[3][1]
+        assert "4 in total, got (2, 3)" in answers[1][1] and "rank 3" in answers[3][1]
         assert "different arguments: algorithm: chain on ranks 0, 1, 2; rails on rank 3" in answers[4][1]
         assert kinds == ["chain", "chain", "rails", "rails"]
 
