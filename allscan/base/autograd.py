@@ -94,11 +94,10 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     return found
 
 
-def reject_second_derivative(name: str) -> None:
-    """Raise RuntimeError in a backward pass that is to be differentiated. To be called within Communicator.call, which
-    tells the other ranks of the error."""
-    if torch.is_grad_enabled():
-        raise RuntimeError(f"{name} has no second derivative (create_graph=True)")
+def second_derivative_error(name: str) -> RuntimeError:
+    """The error for grad mode in a backward pass, which is to be differentiated. To be raised within
+    Communicator.call, which tells the other ranks of it."""
+    return RuntimeError(f"{name} has no second derivative (create_graph=True)")
 
 
 _TORCHS_OWN = Tensor, torch.nn.Parameter
@@ -130,7 +129,7 @@ def watched(inputs: Iterable[object]) -> bool:
 # AOTAutograd's partitioner raises "Node ... was invalid, but is output".
 #
 # Torch's caches on disk identify an operator by its name alone.
-REVISION = 10  # suffix of the names: raise it with every change of an operator's arguments, results, fake or effect
+REVISION = 11  # suffix of the names: raise it with every change of an operator's arguments, results, fake or effect
 
 
 def _record(mode: Any, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -131,7 +131,9 @@ def restored(
     equals its entry of ``wanted``. Strides and negative bits may differ."""
     if [*map(described, tensors)] != wanted:
         check_restored(what, names, tensors, wanted)
-    return plain_or_traced(*tensors)
+    if torch.compiler.is_compiling() or any([x.is_neg() or not x.is_contiguous() for x in tensors]):
+        return plain_or_traced(*tensors)
+    return tensors
 
 
 def check_restored(what: str, names: Sequence[str], tensors: Sequence[Tensor], wanted: list[tuple[Any, ...]]) -> None:

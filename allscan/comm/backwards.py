@@ -80,12 +80,6 @@ def gone_error(handle: int) -> RuntimeError:
     return RuntimeError(GONE)
 
 
-def pending_backwards(backwards: Backwards, zigzag: bool) -> list[PendingBackward]:
-    """The PendingBackward of a call's scan; with ``zigzag`` two: of the ascending and of the descending scan."""
-    there = PendingBackward(backwards, False)
-    return [there, PendingBackward(backwards, True)] if zigzag else [there]
-
-
 def saved_tensors(ctx: Any, comm: Callable[[], Communicator], reverse: bool) -> tuple[torch.Tensor, ...]:
     """ctx.saved_tensors, for a backward pass that is about to make its call. Reading it may make other calls, of
     activation checkpointing. An error of it (a saved tensor was modified in place) is recorded as an error of this

@@ -18,7 +18,7 @@ from ..base.autograd import (
     Passes,
     check_saveable,
     product,
-    reject_second_derivative,
+    second_derivative_error,
 )
 from ..base.checks import (
     ScanInputs,
@@ -341,7 +341,8 @@ class _AllScan(Function):
             pending.run()
         factor, prev = saved_tensors(ctx, lambda: comm, not reverse)
         with comm.call(not reverse, "the backward of allscan()", (dprev,)):
-            reject_second_derivative("allscan()")
+            if torch.is_grad_enabled():
+                raise second_derivative_error("allscan()")
             comm.order.stamp = stamp_of_call
             if shape is None:
                 decay, transition = number, None
@@ -437,7 +438,8 @@ def _backward(
         inputs = ScanInputs(dprev, number if decay is None else decay, transition)
         dstate = scan_once(comm, inputs, not reverse, part=ScanPart(adjoint=True), fwd_epoch=fwd_epoch)
         grads = dstate, *_gradients(comm, dstate, inputs, prev, reverse, (of_decay, of_transition, of_initial))
-        reject_second_derivative("allscan()")
+        if torch.is_grad_enabled():
+            raise second_derivative_error("allscan()")
         dstate, *rest = (
             dprev.new_empty(0) if x is None else x.clone() if x is dprev else x.contiguous() for x in grads
         )  # a custom operator must not return its inputs

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..base.autograd import Function, check_saveable, reject_second_derivative, wants_gradient
+from ..base.autograd import Function, check_saveable, second_derivative_error, wants_gradient
 from ..base.checks import check_decay, check_tensor, is_zigzag, restored
 from ..base.errors import DeferredError
 from ..base.tiling import transition_tile
@@ -214,7 +214,8 @@ class _AllScanSegments(Function):
             pending.run()
         saved = saved_tensors(ctx, lambda: comm, not direction.reverse)
         with comm.call(not direction.reverse, f"the backward of {NAME}", (dincoming, doutgoing)):
-            reject_second_derivative(NAME)
+            if torch.is_grad_enabled():
+                raise second_derivative_error(NAME)
             comm.order.stamp = stamp_of_call
             uses = any(ctx.needs_input_grad[2:4])
             shapes = (factor_shape or comm.placeholder.shape, shape if uses else comm.placeholder.shape)

@@ -7,6 +7,7 @@ import math
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
@@ -14,7 +15,7 @@ from torch import Tensor
 from ..base.checks import PER_DOCUMENT, ScanInputs, integer
 from ..base.errors import DeferredError
 from ..base.tiling import transition_tile
-from ..comm.backwards import PendingBackward, pending_backwards
+from ..comm.backwards import PendingBackward
 from ..comm.communicator import Communicator, communicator_of
 from ..launch.compiled_kernel import Launch
 from ..launch.plan import Buffer, Plan
@@ -86,8 +87,9 @@ class StateCarrier(Protocol):
         """Return the expected microseconds of a ``carry`` of ``words`` in all, if it can be overlapped. If that is
         long, forward moves more work into this time."""
 
-    def pending(self, prepared: Any, zigzag: bool) -> list[PendingBackward]:
-        """Return the PendingBackward records of a forward call. ``prepared``: the result of ``prepare``."""
+    def pending(self, prepared: Any, zigzag: bool) -> list[Callable[[], PendingBackward]]:
+        """Return functions that make the PendingBackward records of a forward call, one each. ``prepared``: the result
+        of ``prepare``."""
 
 
 def record_call(plan: Plan, carried: CarriedState, reverse: bool, zigzag: bool) -> None:
@@ -188,10 +190,11 @@ class AllScanCarrier:
         hops = (self.comm.size - 1) * (1 + zigzag)
         return hops * HOP_US + words * WORD_US if hops else 0.0
 
-    def pending(self, prepared: Any, zigzag: bool) -> list[PendingBackward]:
+    def pending(self, prepared: Any, zigzag: bool) -> list[Callable[[], PendingBackward]]:
         # of a chain's first scan only: a plan looks for backwards before its first launch, where the other rank cannot
         # have begun its second scan, which waits for this rank's first
-        return pending_backwards(prepared.launcher.backwards, zigzag and prepared.algorithm != "chain")
+        directions = [False, True] if zigzag and prepared.algorithm != "chain" else [False]
+        return [partial(PendingBackward, prepared.launcher.backwards, reverse) for reverse in directions]
 
 
 class InOrderCarrier(AllScanCarrier):

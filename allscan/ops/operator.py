@@ -7,6 +7,7 @@ and launches the kernels. A new option is a field of the first two.
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import functools
 import inspect
@@ -23,7 +24,7 @@ from ..base.autograd import (
     Function,
     Passes,
     check_saveable,
-    reject_second_derivative,
+    second_derivative_error,
     wants_gradient,
     watched,
 )
@@ -42,7 +43,7 @@ from ..base.checks import (
 )
 from ..base.errors import DeferredError
 from ..base.tiling import cdiv
-from ..bindings.torch_compat import in_backward, num_dispatch_modes, recorded
+from ..bindings.torch_compat import graph_task, in_backward, num_dispatch_modes, recorded
 from ..comm.backwards import saved_tensors
 from ..comm.communicator import Communicator, check_communicator
 from ..tokens.packing import CHUNK_TOKENS, GRID_LIMIT, Layout, carried_states, own_boundaries
@@ -73,12 +74,12 @@ class Asked(NamedTuple):
 class Call(NamedTuple):
     """Checked options of a call. They are equal on all ranks, except ``saves``.
 
-    Custom operators take ``scale`` and ``bound`` as numbers, since torch.compile may trace these, and the others as
-    ``text``: exported programs run in other processes."""
+    Custom operators take ``scale`` and ``lower_bound`` as numbers, since torch.compile may trace these, and the others
+    as ``text``: exported programs run in other processes."""
 
     rule: str
     scale: float
-    bound: float | None = None  # lower_bound of raw gates
+    lower_bound: float | None = None  # of raw gates
     zigzag: int = 0  # see checks.zigzag_of
     invariant: int = 0
     of_all: bool = False  # see final_of_all
@@ -87,29 +88,25 @@ class Call(NamedTuple):
 
     @property
     def text(self) -> str:
-        rule, _, _, zigzag, invariant, of_all, saves, more = self
-        return f"{rule};{int(zigzag)};{int(invariant)};{int(of_all)};{int(saves)};{more}"
+        return repr((self.rule, *self[3:]))
 
     @property
     def agreed(self) -> tuple[tuple[str, object], ...]:
         """(name, value) of the options that must be equal on all ranks."""
-        return (
-            ("rule", self.rule),
-            ("scale", self.scale),
-            ("layout", "zigzag" if self.zigzag else "contiguous"),
-            ("per_document", self.zigzag == PER_DOCUMENT),
-            ("invariant", self.invariant),
-            ("output_final_state is 'all'", self.of_all),
-            ("lower_bound", self.bound),
-            *((name, value) for name, _, value in (field.partition("=") for field in self.more.split(",") if field)),
+        fields = self._asdict() | {"output_final_state is 'all'": self.of_all}
+        fields |= dict(layout="zigzag" if self.zigzag else "contiguous", per_document=self.zigzag == PER_DOCUMENT)
+        for name in ("zigzag", "of_all", "saves", "more"):
+            del fields[name]
+        return *fields.items(), *(
+            (name, x) for name, _, x in (field.partition("=") for field in self.more.split(",")) if name
         )
 
 
 @functools.lru_cache(4096)
-def call_of(scale: float, bound: float | None, text: str) -> Call:
+def call_of(scale: float, lower_bound: float | None, text: str) -> Call:
     """The Call of a custom operator's arguments."""
-    rule, zigzag, invariant, of_all, saves, more = text.split(";")
-    return Call(rule, scale, bound, int(zigzag), int(invariant), of_all == "1", saves == "1", more)
+    rule, *others = ast.literal_eval(text)
+    return Call(rule, scale, lower_bound, *others)
 
 
 class PreparedCall:
@@ -118,8 +115,8 @@ class PreparedCall:
 
     states: shape of initial and final states. carried_states: number of states that are sent in each direction.
     fixed: the custom operators' last inputs, which are equal in all of these calls. saved_specs: (dtype, shape, device)
-    of ``SequenceOperator.kept`` and of do. pending: makes the communicator's PendingBackward records of an outstanding
-    backward pass.
+    of ``SequenceOperator.kept`` and of do. pending: functions that make the communicator's PendingBackward records of
+    an outstanding backward pass.
     """
 
     saved_specs: list[tuple[Any, ...]]
@@ -133,10 +130,10 @@ class PreparedCall:
         carried_states: int,
     ) -> None:
         self.carrier, self.comm, self.call = carrier, carrier.comm, call
-        self.fixed = carrier.handle, call.scale, call.bound, first_token, call.text
+        self.fixed = carrier.handle, call.scale, call.lower_bound, first_token, call.text
         self.states = states
         scan = carrier.prepare((carried_states * states[1], *states[2:]))
-        self.pending = partial(carrier.pending, scan, bool(call.zigzag))
+        self.pending = carrier.pending(scan, bool(call.zigzag))
 
     def forward(self, *inputs: Any) -> tuple[Any, ...]:
         """Run forward on the custom operator's inputs before ``fixed``. Returns (o, final_state or None, and the
@@ -175,7 +172,7 @@ class SequenceOperator:
         """Raise TypeError, ValueError or ImportError for options that this operator does not support."""
 
     def options(self, tensors: Sequence[Any], more: Any) -> tuple[float | None, str]:
-        """``bound`` and ``more`` of the Call, from those of Asked."""
+        """``lower_bound`` and ``more`` of the Call, from those of Asked."""
         return None, ""
 
     def check_tensors(self, comm: Communicator, tensors: Sequence[Any], call: Call) -> None:
@@ -223,7 +220,7 @@ class SequenceOperator:
         raise NotImplementedError
 
     def __init__(self) -> None:
-        fixed = dict(handle=int, scale=float, bound=float | None, first_token=int | None, call=str)
+        fixed = dict(handle=int, scale=float, lower_bound=float | None, first_token=int | None, call=str)
         maybe: Any = Tensor | None
         tensors = {name: maybe if name in self.optional else Tensor for name in self.inputs}
         forward = typed(
@@ -245,7 +242,7 @@ class SequenceOperator:
                 prepared, *others = rest
                 output = prepared.forward(*tensors, *others)
                 ctx.set_materialize_grads(False)
-                ctx.pending = [] if in_backward() else prepared.pending()
+                ctx.pending = [] if graph_task() != -1 else [make() for make in prepared.pending]
                 operator._save(ctx, (*tensors, *others, *prepared.fixed), prepared.call.rule, output)
                 ctx.prepared = weakref.ref(prepared)
                 return tuple(output[:2])
@@ -300,7 +297,7 @@ class SequenceOperator:
             elif tracing or any([x is not None and (x.is_neg() or not x.is_contiguous()) for x in tensors]):
                 inputs = plain_or_traced(*tensors)
             if prepared is None and watched((*inputs, cu_seqlens)):
-                fixed = carrier.handle, call.scale, call.bound, first_token, call.text
+                fixed = carrier.handle, call.scale, call.lower_bound, first_token, call.text
                 o, final_state, *_ = self.custom.forward(*inputs, cu_seqlens, final, *fixed)
                 found = o, final_state if final else None
             else:
@@ -338,9 +335,9 @@ class SequenceOperator:
             carrier.prepare(None, deferred=deferred)  # raises the error, at a first call on all ranks
         compare_values(comm, asked.cu_seqlens, cu_seqlens)
         scale = tensors[self.q_at].shape[-1] ** -0.5 if asked.scale is None else float(asked.scale)
-        bound, more = self.options(tensors, asked.more)
+        lower_bound, more = self.options(tensors, asked.more)
         of_all, saves = isinstance(asked.output_final_state, str), not asked.recompute and wants_gradient(tensors)
-        return cu_seqlens, first_token, Call(rule, scale, bound, zigzag, invariant, of_all, saves, more)
+        return cu_seqlens, first_token, Call(rule, scale, lower_bound, zigzag, invariant, of_all, saves, more)
 
     def _prepare(
         self,
@@ -428,15 +425,15 @@ class SequenceOperator:
         ctx.mark_non_differentiable(*output[2:])
         ctx.set_materialize_grads(False)
         eager = type(output[0]) is Tensor and not in_backward()  # not traced, nor activation checkpointing's
-        *_, handle, scale, bound, _, text = inputs
-        call, cu_seqlens = call_of(scale, bound, text), inputs[len(self.inputs) + 1]
+        *_, handle, scale, lower_bound, _, text = inputs
+        call, cu_seqlens = call_of(scale, lower_bound, text), inputs[len(self.inputs) + 1]
         q, v = inputs[self.q_at], inputs[self.v_at]
         ctx.pending = []
         if eager:
             carrier = carrier_of(handle, call.invariant, self.dense)
             n = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
             scan = carrier.prepare(carried(q, v, n, call.zigzag))
-            ctx.pending = carrier.pending(scan, bool(call.zigzag))
+            ctx.pending = [make() for make in carrier.pending(scan, bool(call.zigzag))]
         self._save(ctx, inputs, call.rule, output)
 
     def _gradient(
@@ -455,29 +452,30 @@ class SequenceOperator:
     # The custom operators, which torch.compile traces
 
     def _forward(self, *inputs: Any) -> tuple[Any, ...]:
-        *tensors, cu_seqlens, final, handle, scale, bound, first_token, text = inputs
-        call = call_of(scale, bound, text)
+        *tensors, cu_seqlens, final, handle, scale, lower_bound, first_token, text = inputs
+        call = call_of(scale, lower_bound, text)
         carrier = carrier_of(handle, call.invariant, self.dense)
         with carrier.comm.call(False, self.titles[call.rule], tuple(tensors)):
             prepared = self._prepare(carrier, tensors, cu_seqlens, first_token, call, traced=True)
             return prepared.forward(*tensors, cu_seqlens, final)
 
     def _fake(self, *inputs: Any) -> tuple[Tensor | None, ...]:
-        *tensors, _, cu_seqlens, final, _, scale, bound, _, text = inputs
+        *tensors, _, cu_seqlens, final, _, scale, lower_bound, _, text = inputs
         q, v = tensors[self.q_at], tensors[self.v_at]
         o, final_state = v.new_empty(v.shape), self._zero_states(q, v, cu_seqlens, final)
-        return o, final_state, *self.fake_outputs(tensors, cu_seqlens, call_of(scale, bound, text))
+        return o, final_state, *self.fake_outputs(tensors, cu_seqlens, call_of(scale, lower_bound, text))
 
     def _backward(
         self, prepared: PreparedCall | None, do: Tensor, dfinal: Tensor | None, *inputs: Any
     ) -> tuple[Any, ...]:
         """Check the restored tensors and run backward."""
-        *kept, cu_seqlens, initial, gate_dtype, last_dtype, handle, scale, bound, first_token, text = inputs
-        call = call_of(scale, bound, text) if prepared is None else prepared.call
+        *kept, cu_seqlens, initial, gate_dtype, last_dtype, handle, scale, lower_bound, first_token, text = inputs
+        call = call_of(scale, lower_bound, text) if prepared is None else prepared.call
         carrier = carrier_of(handle, call.invariant, self.dense) if prepared is None else prepared.carrier
         title = self.titles[call.rule]
         with carrier.comm.call(True, f"the backward of {title}", (do, dfinal)):
-            reject_second_derivative(title)
+            if torch.is_grad_enabled():
+                raise second_derivative_error(title)
             for i in (self.q_at, self.v_at):
                 if kept[i].ndim != 4:
                     raise saved_tensor_error(title, self.kept[i], kept[i], "a tensor of four dimensions")

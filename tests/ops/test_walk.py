@@ -24,13 +24,13 @@ pytestmark = pytest.mark.cpu
 BOUNDS = {
     "allscan": (12, 5, 4),
     "allscan with gradients": (18, 10, 5),
-    "backward of allscan": (17, 7, 5),
+    "backward of allscan": (15, 6, 5),
     "zeco_gla": (12, 9, 2),
-    "zeco_gla with gradients": (19, 13, 4),
-    "backward of zeco_gla": (18, 11, 3),
-    "zeco_kda": (20, 12, 3),
-    "zeco_kda with gradients": (25, 16, 5),
-    "backward of zeco_kda": (22, 14, 4),
+    "zeco_gla with gradients": (16, 11, 4),
+    "backward of zeco_gla": (16, 10, 3),
+    "zeco_kda": (18, 12, 3),
+    "zeco_kda with gradients": (22, 14, 5),
+    "backward of zeco_kda": (19, 12, 3),
 }
 ROOT = os.path.dirname(os.path.realpath(allscan.__file__))
 FOLDERS = tuple(os.path.realpath(os.path.join(ROOT, name)) + os.sep for name in (".", "bindings", "shmem_kernels"))

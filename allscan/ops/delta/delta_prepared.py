@@ -114,7 +114,7 @@ def state_pass(comm: Communicator, layout: Layout, x: Shapes, call: Call) -> Sta
     heads = x.H if rule.scalar or own else x.HV
     B = carried_states(x.B, x.sequences, zigzag)
     shape = DeltaShape(B, x.HV, heads, x.K, x.V, x.dtype, rule.scalar, bool(zigzag), bool(x.invariant))
-    alike = call.rule, x.B, x.H, call.scale, call.more, call.bound, call.of_all
+    alike = call.rule, x.B, x.H, call.scale, call.more, call.lower_bound, call.of_all
     return layout.derived((cls, shape, alike), lambda: cls(comm, layout.for_calls(*alike, str(x.dtype)), shape))
 
 
