@@ -36,6 +36,8 @@ def pytest_configure(config):
     if worker:  # more threads, here and in its ranks, would compete for cores with the other workers
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         torch.set_num_threads(1)
+    if not config.getoption("--gpu"):  # else inductor starts a pool of processes in every rank
+        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     if config.getoption("--share"):
         os.environ["ALLSCAN_TRANSPORT"] = "ipc"
     elif config.option.markexpr == "kernels":

@@ -1,50 +1,68 @@
-"""Every example runs from its printed command; each compares itself with the unsplit sequence."""
+"""Every example runs, and compares itself with the unsplit sequence."""
 
 from __future__ import annotations
 
+import functools
+import importlib
 import os
 import subprocess
 import sys
 
 import pytest
+import torch
 
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+from support import ROOT
+
+EXAMPLES = os.path.join(ROOT, "examples")
 
 
 @pytest.mark.parametrize(
     "command",
     [
-        "own_kernel.py",
         "any_recurrence.py",
         "prefill_decode.py",
         "same_bits.py",
         "hybrid.py",
         "train_fsdp.py",
-        "train_transformers.py",
         "train_text.py --steps 2 --length 64 --out {folder}/train",
     ],
 )
-def test_example(command, tmp_path):
-    run_example([sys.executable], command, tmp_path)
-
-
-@pytest.mark.cpu
-@pytest.mark.parametrize("command", ["own_kernel.py", "prefill_decode.py --length 1 --tokens 4", "same_bits.py"])
-def test_example_under_torchrun(command, tmp_path):
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    run_example(torchrun, command, tmp_path, TRITON_INTERPRET="1")
-
-
-def run_example(launcher, command, tmp_path, **variables):
+def test_example(fresh, command, tmp_path, monkeypatch, capsys):
+    """Its main() runs on as many ranks as its printed command starts; they have the package loaded."""
     script, *options = command.format(folder=tmp_path).split()
+    gpus = torch.cuda.device_count()
+    size = gpus if gpus > 1 else 2 if script == "same_bits.py" else 4
+    monkeypatch.setattr(sys, "argv", [script, *options])
+    monkeypatch.syspath_prepend(EXAMPLES)
+    example = importlib.import_module(script.removesuffix(".py"))
+    main = functools.partial(example.main, example.options_of()) if hasattr(example, "options_of") else example.main
+    assert main(fresh(size)) == 0
+    assert "rank" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "launcher, command",
+    [
+        ("", "own_kernel.py"),
+        ("", "train_transformers.py"),
+        pytest.param(
+            "-m torch.distributed.run --nproc-per-node 2",
+            "prefill_decode.py --length 1 --tokens 4",
+            marks=pytest.mark.cpu,
+        ),
+    ],
+)
+def test_its_printed_command(launcher, command):
+    """With a kernel of the program itself, in a process without fla, and by torchrun."""
+    script, *options = command.split()
     if script == "train_transformers.py":
         pytest.importorskip("transformers", minversion="5.18", reason="needs transformers")
         pytest.importorskip("accelerate", reason="needs accelerate")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= variables
+    environment |= {"TRITON_INTERPRET": "1"} if launcher else {}
     environment["PYTHONPATH"] = os.pathsep.join([ROOT, os.environ.get("PYTHONPATH", "")])  # a bare checkout
     result = subprocess.run(
-        [*launcher, os.path.join(ROOT, "examples", script), *options],
+        [sys.executable, *launcher.split(), os.path.join(EXAMPLES, script), *options],
         env=environment,
         capture_output=True,
         text=True,

@@ -40,7 +40,7 @@ from support.call_order import (
     validation_case,
 )
 from support.fla import import_fla
-from support.values import raised
+from support.values import pairs, raised
 
 
 @pytest.mark.side_by_side(case=shifted_case, step=False)
@@ -392,9 +392,9 @@ def operators_validation_case(group, name, invariant):
 
 
 @pytest.mark.cpu  # on GPUs the first call compiles its kernels
-@pytest.mark.parametrize("invariant", [0, 64])
-@pytest.mark.parametrize("name", ["zeco_gla", "zeco_kda", "zeco_gated_delta_rule"])
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize(
+    "size, name, invariant", pairs([2, 3], ["zeco_gla", "zeco_kda", "zeco_gated_delta_rule"], [0, 64])
+)
 def test_validation_without_backward_in_zigzag(run, size, name, invariant):
     """No rank waits, before its first scan, for another one's second scan, which waits for that first one."""
     assert max(run(size, operators_validation_case, name, invariant)) < 1

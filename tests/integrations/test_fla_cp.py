@@ -15,7 +15,7 @@ from allscan.reference import delta_reference
 from support.delta import DeltaCase, Parts, Whole
 from support.fla import D, H, drawn, import_fla
 from support.gla import BF16, F32
-from support.values import error, raised, relative
+from support.values import error, pairs, raised, relative
 
 T = 192  # tokens of a rank
 CUTS = {  # in ranks: sequences over several ranks, within one, and with an end at a rank's end
@@ -89,9 +89,7 @@ def summary_case(group, cuts, layout):
 
 
 @pytest.mark.cpu
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("cuts", CUTS)
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("layout, cuts, size", pairs(["contiguous", "zigzag"], [*CUTS], [2, 4]))
 def test_summaries(run, size, cuts, layout):
     assert max(run(size, summary_case, cuts, layout)) < 1e-5
 
@@ -148,9 +146,7 @@ class Place(NamedTuple):
 
 
 @pytest.mark.cpu
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("cuts", CUTS)
-@pytest.mark.parametrize("rule", ["kda", "gated_delta_rule"])
+@pytest.mark.parametrize("rule, cuts, size", pairs(["kda", "gated_delta_rule"], [*CUTS], [2, 4]))
 def test_own_summaries(run, size, cuts, rule):
     for errors in run(size, own_summary_case, rule, cuts):
         assert max(errors) < 1e-5, errors

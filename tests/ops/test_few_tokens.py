@@ -17,7 +17,7 @@ from allscan.integrations import softmax
 from allscan.reference import delta_reference, gla_reference, ssd_reference
 from allscan.zigzag import from_zigzag, to_zigzag, zigzag_positions
 from support.fla import import_fla
-from support.values import chunks, error, place
+from support.values import chunks, error, pairs, place
 
 REFERENCES = {
     "zeco_gla": gla_reference,
@@ -131,17 +131,13 @@ def check(answers, limit=2e-5):
         assert max(errors) < limit, errors
 
 
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("name", ["zeco_gla", "zeco_ssd"])
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("size, name, packed", pairs([1, 2, 3, 4], ["zeco_gla", "zeco_ssd"], [False, True]))
 def test_operators(run, size, name, packed):
     check(run(size, few_case, name, BATCHES, packed, "contiguous"))
 
 
 @pytest.mark.cpu  # on GPUs fla's kernels round float32 to TF32
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("name", ["zeco_kda", "zeco_gated_delta_rule"])
-@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("size, name, packed", pairs([1, 3], ["zeco_kda", "zeco_gated_delta_rule"], [False, True]))
 def test_delta_rules(run, size, name, packed):
     check(run(size, few_case, name, BATCHES, packed, "contiguous"))
 
@@ -215,9 +211,7 @@ def halo_case(group, n, batches, reverse, packed, layout):
 SHORT = [((8, 8, 8, 8), 5), ((8, 2, 8, 1), 9), ((0, 1, 1, 8), 3), ((8, 1, 0, 1), 4), *BATCHES[2:]]
 
 
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("reverse", [False, True])
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("size, reverse, packed", pairs([1, 2, 3, 4], [False, True], [False, True]))
 def test_halo(run, size, reverse, packed):
     for n in (1, 3):
         run(size, halo_case, n, SHORT, reverse, packed, layout="contiguous")
@@ -226,9 +220,7 @@ def test_halo(run, size, reverse, packed):
     )  # more than several ranks have
 
 
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("reverse", [False, True])
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size, reverse, packed", pairs([1, 2, 3], [False, True], [False, True]))
 def test_halo_in_zigzag(run, size, reverse, packed):
     run(size, halo_case, n=3, batches=[*IN_ZIGZAG, ((4,) * 4, 3)], reverse=reverse, packed=packed, layout="zigzag")
 
@@ -264,9 +256,9 @@ def tiles_case(group, depth, protocol, reverse):
                 assert torch.equal(found.cpu(), expected), (number, adjoint)
 
 
-@pytest.mark.parametrize("reverse", [False, True])
-@pytest.mark.parametrize("depth, protocol", [(1, "auto"), (2, "signal"), (3, "auto")])
-@pytest.mark.parametrize("size", [1, 4])
+@pytest.mark.parametrize(
+    "size, depth, protocol, reverse", pairs([1, 4], [(1, "auto"), (2, "signal"), (3, "auto")], [False, True])
+)
 def test_shifted_rows(run, size, depth, protocol, reverse):
     run(size, tiles_case, depth, protocol, reverse)
 

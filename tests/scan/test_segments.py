@@ -9,7 +9,7 @@ import torch
 
 import allscan
 from support.segments import SegmentsCase, Sequence, bits, local_folds_case, segments_case, whole_of
-from support.values import raised
+from support.values import pairs, raised
 
 FACTORS = ["rows", "heads", "number", "none", "transitions"]
 CUTS = {
@@ -61,9 +61,7 @@ def test_values_and_gradients(run, factor, size=2):
                 assert ((a - b).abs().max() / b.abs().max()).item() < 1e-6, name
 
 
-@pytest.mark.parametrize("size", CUTS)
-@pytest.mark.parametrize("reverse", [False, True])
-@pytest.mark.parametrize("factor", FACTORS)
+@pytest.mark.parametrize("factor, reverse, size", pairs([*FACTORS], [False, True], [*CUTS]))
 def test_the_same_bits_for_every_cut(run, factor, reverse, size):
     case = SegmentsCase((7,), factor=factor, reverse=reverse)
     one = found(run, case)

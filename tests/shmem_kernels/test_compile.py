@@ -56,6 +56,7 @@ from support.launches import (
     with_gpu_blocks,
 )
 from support.sm90 import Compiled
+from support.values import pairs
 from support.virtual import gated_rails_kernel
 
 pytestmark = pytest.mark.cpu
@@ -328,10 +329,10 @@ def test_norms(kernel, kind):
     assert compiled.count(r"ld\.global\.v4\.b32") and not compiled.count(r"(ld|st)\.global\.b16")
 
 
-@pytest.mark.parametrize("bounded", [False, True])
-@pytest.mark.parametrize("kind", ["*bf16", "*fp32"])
-@pytest.mark.parametrize("W, K", [(4096, 128), (32, 1)])
-@pytest.mark.parametrize("kernel", [gates.gate_kernel, gates.gate_back_kernel])
+@pytest.mark.parametrize(
+    "kernel, W, K, kind, bounded",
+    pairs([gates.gate_kernel, gates.gate_back_kernel], [(4096, 128), (32, 1)], ["*bf16", "*fp32"], [False, True]),
+)
 def test_gates(kernel, W, K, kind, bounded):
     arguments = pointers("p_A_log p_dt_bias p_g p_dg p_parts", "*fp32") | pointers("p_x p_dx", kind)
     arguments |= dict(rows="i32", bound="fp32")

@@ -170,3 +170,19 @@ def place(comm, tokens, zigzag=False, documents=None):
         return torch.cat([torch.arange(0), *own])
     own = [(begin, end) for rank, begin, end in chunks(tokens, zigzag) if rank == comm.rank]
     return torch.cat([torch.arange(*part) for part in own]) if zigzag else slice(*own[0])
+
+
+def pairs(*parameters):
+    """Return rows for parametrize, with one value of each parameter, tuples spread: each two values of different
+    parameters are together in at least one row, with fewer rows than the product has."""
+    rows, chosen = [*itertools.product(*(range(len(values)) for values in parameters))], []
+
+    def together(row):
+        return set(itertools.combinations(enumerate(row), 2))
+
+    missing = set().union(*map(together, rows))
+    while missing:
+        chosen.append(max(rows, key=lambda row: len(together(row) & missing)))
+        missing -= together(chosen[-1])
+    found = [[values[i] for values, i in zip(parameters, row, strict=True)] for row in sorted(chosen)]
+    return [tuple(y for x in row for y in (x if type(x) is tuple else (x,))) for row in found]
