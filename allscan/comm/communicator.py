@@ -379,8 +379,7 @@ class Communicator(Calls):
             raise RuntimeError("the ranks do not have the same AllScans: close this communicator and make a new one")
         if any(failed):
             mark_desynchronized(self.group)
-        store_exchange.withdraw_rejections()
-        store_exchange.forget_fault()
+        store_exchange.forget()
         self.memory.reset()
         self.memory.free_unused()
         self.agreed.resync()
