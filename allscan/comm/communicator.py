@@ -17,7 +17,7 @@ from typing import Any, NoReturn, Protocol
 import torch
 import torch.distributed as dist
 
-from ..base.caches import CACHE_SIZE, Recent
+from ..base.caches import CACHE_SIZE, Agreed, Recent
 from ..base.checks import integer, switch
 from ..base.errors import AllScanOutOfStep, AllScanRejected, described
 from ..bindings import versions
@@ -25,7 +25,6 @@ from ..bindings.interpreter import prepare_interpreter
 from ..launch.graph_cache import MOST_BYTES, GraphCounts, Graphs
 from ..launch.streams import Streams
 from ..shmem_kernels import wait
-from .agreed import Agreed
 from .call_order import Order
 from .calls import Calls
 from .heap import (
@@ -382,7 +381,7 @@ class Communicator(Calls):
         store_exchange.forget()
         self.memory.reset()
         self.memory.free_unused()
-        self.agreed.resync()
+        self.agreed.clear()  # the AllScans stay: they were compared above
         for scan in scans:
             scan._reset()
         self._drain()
@@ -451,7 +450,7 @@ class Communicator(Calls):
             record_ended_alone()
         else:
             self.memory.free()
-        for cache in (self.attributes, self.calls, self.checked, self.agreed, self.tables):
+        for cache in (self.attributes, self.calls, self.checked, self.agreed, self.agreed.scans, self.tables):
             cache.clear()
         self.graphs.close()
         self._closed = True

@@ -1,8 +1,9 @@
-"""Launches of one AllScan's scans, eager or recorded in a plan. Each signature has its kernel variant."""
+"""Launches of one AllScan's scans: eager, asynchronous or recorded in a plan. Each signature has its kernel variant."""
 
 from __future__ import annotations
 
 import numbers
+import time
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from ..base.checks import ScanInputs, Shift, check_scan, decay_rows, plain
+from ..base.errors import REMEDY
 from ..base.tiling import scan_num_warps, transition_blocks, transition_tile
 from ..bindings.torch_compat import current_stream_of
 from ..bindings.triton_compat import launchable
@@ -20,15 +22,14 @@ from ..comm.backwards import Backwards
 from ..comm.communicator import Communicator
 from ..launch.compiled_kernel import Launch, channel_addresses, prefer_shared_memory_carveout, with_nvshmem
 from ..launch.plan import Buffer, Plan
+from ..launch.streams import AsyncLaunches
 from ..shmem_kernels.channel import STAMPS, Channel
-from ..shmem_kernels.links import PUT
+from ..shmem_kernels.links import EPOCH_BITS, NONE, PUT
 from ..shmem_kernels.rails import rails_kernel
 from ..shmem_kernels.scan import scan_kernel, shift_rows_kernel
 from ..shmem_kernels.transition import transition_kernel
 from ..shmem_kernels.wait import RECORD_SET
-from .missing_backward import look_for_backwards
 from .rails_links import Rails
-from .work import Work
 from .workspace import Spec, Workspace, reset
 
 # Ranks may launch different ones of these for one scan
@@ -125,7 +126,41 @@ class Launcher:
         if streams.cuda and (current_stream_of(streams.index) != streams.last_number or streams.later):
             streams.follow()
         if self.backwards.dropped[reverse]:
-            look_for_backwards(self, reverse)
+            self._look_for_backwards(reverse)
+
+    def _look_for_backwards(self, reverse: bool) -> None:
+        """Called after a call in direction ``reverse`` had no backward on this rank. Raise RuntimeError if the rank
+        that sends to this one in the backward direction has run its backward; return once that rank has begun its next
+        call.
+
+        Waits for that rank's next launch. Validation under torch.no_grad() avoids the wait: it has no backward.
+        """
+        comm, rails = self.comm, self.rails
+        self.backwards.dropped[reverse] = False
+        there, back = self.channels[reverse], self.channels[not reverse]
+        first = back.RECV == NONE if rails is None else rails.is_first(not reverse)
+        if first or comm.streams.capturing():
+            return  # this rank's backward waits for no rank: the others wait for it
+        peek, deadline = comm.streams.peek, time.monotonic() + comm.timeout
+        if comm.streams.cuda:
+            torch.cuda.current_stream(comm.device).synchronize()
+        launched, epoch = peek(there.epoch[:1])[0], peek(back.epoch[:1])[0]
+        while time.monotonic() < deadline and launched >= 0 <= epoch:
+            if rails is None:
+                begun = max(peek(there.freed[: self.spec.depth])) >= launched
+                arrived = peek(back.arrived[:: self.spec.num_tiles])
+                ran = any(word & EPOCH_BITS.value == epoch + 1 for word in arrived)
+            else:
+                begun, ran = rails.have_begun(reverse, launched), rails.have_run(not reverse, epoch)
+            if ran:
+                raise RuntimeError(
+                    "a call with gradients had no backward on this rank, but on another one: this rank has not used "
+                    "what the call returned, and its gradients since then lack that call's part. Use the "
+                    f"result on every rank, 0 * result.sum() if need be; or torch.no_grad() on all. {REMEDY}."
+                )
+            if begun:
+                return
+            time.sleep(1e-3)
 
     def after_launch(self, compiled: Any) -> None:
         if self.comm.streams.cuda:
@@ -283,19 +318,6 @@ def name_of(kernel: Any) -> str:
 class PreparedScan:
     """Runs scans of one variant, with checked inputs and a selected kernel. See ``Launcher.prepared_scan``."""
 
-    __slots__ = (
-        "comm",
-        "launcher",
-        "launch",
-        "reverse",
-        "adjoint_launch",
-        "_whole",
-        "_neighbour_shift",
-        "_fwd_epoch",
-        "backward",
-        "__weakref__",
-    )
-
     def __init__(
         self,
         launcher: Launcher,
@@ -346,6 +368,44 @@ class PreparedScan:
             launches.wait(tensors)
             comm._look_for_nan("the scan", result=out)
         return Work(comm, out, launches, tensors)  # tensors: the side stream uses the forward epoch's memory, too
+
+
+class Work:
+    """The handle of an asynchronous scan, returned by ``async_op=True``.
+
+    The scan's inputs must not be written before ``wait``. A Work that is deleted without ``wait`` frees its memory
+    after the scan (in a CUDA graph's capture: at the next call after the scan). This rank has taken part in the scan
+    even so. With gradients the result then counts as ignored, see ``allscan.allscan``.
+
+    Example:
+        >>> work = allscan.allscan(state, decay, comm=comm, async_op=True)
+        >>> prev = work.wait()
+    """
+
+    def __init__(self, comm: Communicator, result: Tensor, launches: AsyncLaunches, read: tuple[object, ...]) -> None:
+        self._comm, self.result, self._launches, self._read = comm, result, launches, read
+
+    def wait(self) -> Tensor:
+        """Let the current stream wait for the scan; the host does not wait. May be called again.
+
+        Returns:
+            The result, ready for later launches on the current stream.
+
+        Raises:
+            AllScanTimeout: if the scan is known to have failed.
+            AllScanOutOfStep: likewise. A failure that is not known yet is raised by the next call, as for a synchronous
+                scan.
+            RuntimeError: in a CUDA graph's capture, for a scan begun before the capture: a graph cannot wait for it.
+                The capture goes on.
+        """
+        self._launches.wait(self._read)
+        self._read = ()
+        self._comm.check()
+        return self.result
+
+    def __del__(self) -> None:
+        if self._read:
+            self._launches.release(self._read)
 
 
 def check_out(inputs: ScanInputs) -> None:

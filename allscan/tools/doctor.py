@@ -34,7 +34,7 @@ def main() -> int:
         if rejection := versions.rejection(*versions.ALL):
             print(rejection, file=sys.stderr)
             return 2
-        from .estimate_command import main as estimate
+        from .estimate import main as estimate
 
         return estimate(sys.argv[2:])
     if sys.argv[1:] != ["doctor"]:

@@ -27,7 +27,7 @@ from allscan.launch import compiled_kernel, graph_cache, streams
 from allscan.launch.compiled_kernel import Launch
 from allscan.launch.plan import OWN, Plan
 from allscan.ops.gla import gla_plans
-from allscan.scan.work import Work
+from allscan.scan.launcher import Work
 from allscan.shmem_kernels.scan import scan_kernel
 from allscan.tokens.packing import Layout, TokenRange, flags_of
 from support.fake_gpu import CUDA, LOADED, fake_gpu, floats
