@@ -12,7 +12,7 @@ import warnings
 import weakref
 import zlib
 from collections.abc import Hashable, Sequence
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -55,23 +55,6 @@ from .topology import Topology, check_algorithm, reach
 _SET = wait.RECORD_SET.value
 _handles = itertools.count(1)
 _communicators: weakref.WeakValueDictionary[int, Communicator] = weakref.WeakValueDictionary()  # by handle
-
-
-class Collective(Protocol):
-    """The interface of an AllScan that a communicator uses."""
-
-    number: int  # counts the AllScans of this process in the order of construction
-
-    @property
-    def spec(self) -> tuple[object, ...]:
-        """Properties that are equal on all ranks."""
-
-    @property
-    def epochs(self) -> tuple[int, int]:
-        """Numbers of scans made so far: (forward, reverse)."""
-
-    def _reset(self) -> None:
-        """Restore the initial state. Only while no kernel of any rank uses the AllScan."""
 
 
 class Communicator(Calls):
@@ -207,7 +190,7 @@ class Communicator(Calls):
             if self.size == 1:
                 raise
             wrong.append(error)
-        self.collectives: weakref.WeakSet[Collective] = weakref.WeakSet()
+        self.collectives: weakref.WeakSet[Any] = weakref.WeakSet()  # AllScans
         self.fwd_epochs: list[torch.Tensor] = []  # free ones, see fwd_epochs.py
         self.attributes: dict[Hashable, Any] = {}  # of users of the communicator (MPI: attribute caching)
         self.calls = Recent()  # prepared calls by key
