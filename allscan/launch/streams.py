@@ -32,7 +32,7 @@ class Streams:
         self._for_peek: torch.cuda.Stream | None = None
         self._event: torch.cuda.Event | None = None
         self._known: dict[int, torch.cuda.Stream] = {}
-        # (launches, their memory): to be released after a capture
+        # (launches, their memory): to be released at the first launch that is not captured
         self.later: list[tuple[AsyncLaunches, tuple[object, ...]]] = []
 
     def capturing(self) -> bool:
@@ -57,21 +57,14 @@ class Streams:
             torch.cuda.synchronize(self.device)
             self.later.clear()
 
-    def release_later(self, launches: AsyncLaunches, memory: tuple[object, ...]) -> None:
-        """Release ``memory`` of ``launches`` at the first launch that is not captured."""
-        self.later.append((launches, memory))
-
-    def _release_deferred(self) -> None:
-        later, self.later = self.later, []
-        for launches, memory in later:
-            launches.release(memory)
-
     def follow(self) -> None:
         """Let the current stream wait for the stream of the last launch. In a capture the caller orders launches."""
         if not self.cuda:
             return
         if self.later and not capturing():
-            self._release_deferred()
+            later, self.later = self.later, []
+            for launches, memory in later:
+                launches.release(memory)
         number = current_stream_of(self.index)
         if number != self.last_number and not capturing():
             stream = self.current()
@@ -218,7 +211,7 @@ class AsyncLaunches:
             return True
         origin, current = side.current, streams.current()
         if streams.capturing() or (origin != current and cuda_driver.is_captured(origin.cuda_stream)):
-            streams.release_later(self, memory)
+            streams.later.append((self, memory))
             return False
         for stream in {origin, current}:
             stream.wait_event(self._done)

@@ -79,7 +79,6 @@ class Launcher:
         of_both = self.channels, self._adjoint_channels
         self._addresses = [[(x[:_STEP], x[_BEHIND:]) for x in map(channel_addresses, channels)] for channels in of_both]
         self._steps = comm.memory.steps.data_ptr()
-        self._launches: dict[tuple[object, ...], Any] = {}
         self._prepared: dict[tuple[object, ...], PreparedScan] = {}
 
     def reset(self) -> None:
@@ -208,10 +207,7 @@ class Launcher:
                 )
             strides = (1, self.K) if transposed else (self.K, 1)
         has_decay, has_initial = decay is not None and not neighbour_shift, initial_state is not None
-        variant = transition is not None, has_decay, strides, neighbour_shift, has_initial, reverse
-        launch = self._launches.get((*variant, adjoint_launch))
-        if launch is None:
-            launch = self._launches[(*variant, adjoint_launch)] = self._make_launch(*variant)
+        launch = self._make_launch(transition is not None, has_decay, strides, neighbour_shift, has_initial, reverse)
         whole = isinstance(decay, Tensor) and decay.shape == self.shape[:-1]
         found = PreparedScan(self, launch, whole, neighbour_shift, reverse, adjoint_launch)
         self._prepared[known] = found
@@ -273,41 +269,21 @@ class Launcher:
     ) -> Any:
         """The Launch of a scan's kernel, or a RailsLaunch. dense: with transitions; strides: of decays, or of the rows
         and columns of transitions; neighbour_shift: True for a zero decay."""
-        fixed = dict(K=self.K, V=self.V, HAS_INITIAL=has_initial)
-        if self.rails is not None:
-            return self.rails.make_launch(
-                self.linked(rails_kernel),
-                reverse,
-                min(self.spec.num_tiles, self._common_max_ctas),
-                stride_g=strides[0],
-                stride_k=strides[1],
-                **fixed,
-                HAS_DECAY=has_decay,
-            )
+        fixed: dict[str, Any] = dict(K=self.K, V=self.V, HAS_INITIAL=has_initial)
+        tiles = self.spec.num_tiles
+        if dense:
+            of_program = -(-tiles // self._max_ctas)
+            fixed |= dict(zip(("stride_i", "stride_j"), strides)) | transition_blocks(self.spec.tile[0])
+            return Launch(self.linked(transition_kernel), (-(-tiles // of_program),), **fixed)
+        fixed |= dict(num_warps=self.num_warps)
         if isinstance(neighbour_shift, Shift):
-            return Launch(
-                self.linked(shift_rows_kernel), (1,), rows=neighbour_shift.rows, **fixed, num_warps=self.num_warps
-            )
-        if not dense:
-            return Launch(
-                self.linked(scan_kernel),
-                (min(self.spec.num_tiles, self._max_ctas),),
-                stride_g=strides[0],
-                stride_k=strides[1],
-                **fixed,
-                HAS_DECAY=has_decay,
-                NEIGHBOUR_SHIFT=neighbour_shift,
-                num_warps=self.num_warps,
-            )
-        tiles = -(-self.spec.num_tiles // self._max_ctas)  # of one program
-        return Launch(
-            self.linked(transition_kernel),
-            (-(-self.spec.num_tiles // tiles),),
-            stride_i=strides[0],
-            stride_j=strides[1],
-            **fixed,
-            **transition_blocks(self.spec.tile[0]),
-        )
+            return Launch(self.linked(shift_rows_kernel), (1,), rows=neighbour_shift.rows, **fixed)
+        fixed |= dict(zip(("stride_g", "stride_k"), strides)) | dict(HAS_DECAY=has_decay)
+        if self.rails is not None:
+            programs = min(tiles, self._common_max_ctas)
+            return self.rails.make_launch(self.linked(rails_kernel), reverse, programs, **fixed)
+        programs = min(tiles, self._max_ctas)
+        return Launch(self.linked(scan_kernel), (programs,), **fixed, NEIGHBOUR_SHIFT=neighbour_shift)
 
 
 def name_of(kernel: Any) -> str:

@@ -57,8 +57,8 @@ class Rails:
                 "the owner's buffer for the members of its node would have 2^31 words or more: "
                 f'give a depth of less than {spec.depth}, or algorithm="chain"'
             )  # the kernel's offsets are int32
-        self.warps = scan_num_warps(spec.tile)
-        self.decay_columns = max(1, 32 * self.warps // spec.tile[0])
+        warps = scan_num_warps(spec.tile)
+        self.decay_columns = max(1, 32 * warps // spec.tile[0])
         self.distances = distances(len(self.nodes)) if spec.algorithm == "recursive_doubling" else []
         self.link = (SIGNAL if spec.protocol == "signal" else SENTINEL).value
         # [n]: the link of the rail between this rank's owners on nodes n and n + 1; with rounds, one link for all
@@ -263,18 +263,9 @@ class Rails:
             first = len(line) - 1 if direction else 0
             prev_sends = prev >= 0 and (i // 2 < 2 or there[0] != first)
             sends = following >= 0 and (i // 2 < 2 or self.node != first)
-            row = kernels.Round(
-                inbox=channel.inbox.data_ptr(),
-                next_inbox=channel.next_inbox.data_ptr(),
-                outbox=channel.outbox.data_ptr(),
-                arrived=channel.arrived.data_ptr(),
-                next_arrived=channel.next_arrived.data_ptr(),
-                freed=channel.freed.data_ptr(),
-                prev_freed=channel.prev_freed.data_ptr(),
-                receives=prev_sends,
-                sends=sends,
-                info=(infos + len(rounds)) * wait.INFO_WORDS,
-            )
+            addresses = {field: getattr(channel, field).data_ptr() for field in kernels.Round._fields[:7]}
+            of_info = (infos + len(rounds)) * wait.INFO_WORDS
+            row = kernels.Round(**addresses, receives=prev_sends, sends=sends, info=of_info)
             rounds.append((row, self._info(prev, following)))
         return None, rounds
 
@@ -322,8 +313,7 @@ class Rails:
 
     def make_launch(self, kernel: Any, direction: int, programs: int, **fixed: Any) -> RailsLaunch:
         """``kernel``: rails_kernel, linked with NVSHMEM if ``puts``."""
-        launch = Launch(kernel, (programs,), **fixed, num_warps=self.warps)
-        return RailsLaunch(launch, self.further[direction])
+        return RailsLaunch(Launch(kernel, (programs,), **fixed), self.further[direction])
 
 
 class RailsLaunch:
