@@ -196,14 +196,8 @@ def kernel_node(compiled: Any, grid: tuple[int, int, int], arguments: Sequence[A
     Raises NotImplementedError for clusters, cooperative grids, tensor descriptors and scratch memory.
     """
     metadata = compiled.metadata
-    for name, usual in (
-        ("num_ctas", 1),
-        ("launch_cooperative_grid", False),
-        ("launch_pdl", False),
-        ("global_scratch_size", 0),
-        ("profile_scratch_size", 0),
-    ):
-        if (getattr(metadata, name, usual) or usual) != usual:
+    for name in ("num_ctas", "launch_cooperative_grid", "launch_pdl", "global_scratch_size", "profile_scratch_size"):
+        if (getattr(metadata, name, 0) or 0) > (name == "num_ctas"):
             raise NotImplementedError(f"{compiled.name} has {name}={getattr(metadata, name)}")
     argument_words = words(tuple(compiled.src.signature.values()), arguments)
     return KernelNode(compiled.function, grid, 32 * metadata.num_warps, metadata.shared, argument_words)

@@ -95,11 +95,6 @@ class Streams:
         self._event.record(earlier)
         later.wait_event(self._event)
 
-    def async_launches(self) -> AsyncLaunches:
-        """Launches of an asynchronous call, on the stream of ``side(SCANS)``; the current stream does not wait for it.
-        In the capture of a CUDA graph it is the current stream, since only that orders a communicator's launches."""
-        return AsyncLaunches(self)
-
     def own(self, priority: int) -> torch.cuda.Stream:
         """The communicator's own stream of this priority."""
         if priority not in self._own:
@@ -175,7 +170,9 @@ class Side:
 
 
 class AsyncLaunches:
-    """See ``Streams.async_launches``: a context manager, and then the handle of the launches inside."""
+    """A context manager, and then the handle, of the launches of an asynchronous call. They are made on the stream of
+    ``streams.side(SCANS)``, for which the current stream does not wait; in the capture of a CUDA graph on the current
+    stream, since only that orders a communicator's launches."""
 
     def __init__(self, streams: Streams) -> None:
         self._streams, self._side = streams, None

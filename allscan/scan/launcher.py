@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numbers
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -208,9 +208,12 @@ class Launcher:
             strides = (1, self.K) if transposed else (self.K, 1)
         has_decay, has_initial = decay is not None and not neighbour_shift, initial_state is not None
         launch = self._make_launch(transition is not None, has_decay, strides, neighbour_shift, has_initial, reverse)
-        whole = isinstance(decay, Tensor) and decay.shape == self.shape[:-1]
-        found = PreparedScan(self, launch, whole, neighbour_shift, reverse, adjoint_launch)
-        self._prepared[known] = found
+        factor: Callable[[Any], Tensor] | None = None
+        if transition is not None or (isinstance(decay, Tensor) and decay.shape == self.shape[:-1]):
+            factor = plain
+        elif has_decay:
+            factor = partial(decay_rows, shape=self.shape, device=self.comm.device)
+        found = self._prepared[known] = PreparedScan(self, launch, factor, reverse, adjoint_launch)
         return found
 
     def launch_scan(self, prepared: PreparedScan, tensors: tuple[Tensor, ...], addresses: list[int]) -> None:
@@ -295,17 +298,11 @@ class PreparedScan:
     """Runs scans of one variant, with checked inputs and a selected kernel. See ``Launcher.prepared_scan``."""
 
     def __init__(
-        self,
-        launcher: Launcher,
-        launch: Any,
-        whole: bool,  # whether ``decay`` is a tensor of the full shape [..., K]
-        neighbour_shift: bool | Shift,
-        reverse: bool,
-        adjoint_launch: bool,
+        self, launcher: Launcher, launch: Any, factor: Callable[[Any], Tensor] | None, reverse: bool, adjoint: bool
     ) -> None:
         self.comm, self.launcher, self.launch = launcher.comm, launcher, launch
-        self._whole, self._neighbour_shift = whole, neighbour_shift
-        self.reverse, self.adjoint_launch = reverse, adjoint_launch
+        self._factor = factor  # from the decay or transition, the tensor that the kernel takes
+        self.reverse, self.adjoint_launch = reverse, adjoint
         self._fwd_epoch = launcher.channels[reverse].fwd_epoch
         self.backward: PreparedScan | None = None  # set by allscan()
 
@@ -317,12 +314,8 @@ class PreparedScan:
         state = plain(state)
         initial = state if initial_state is None else plain(initial_state)
         factor = state
-        if transition is not None:
-            factor = plain(transition)
-        elif self._whole:
-            factor = plain(decay)
-        elif decay is not None and not self._neighbour_shift:
-            factor = decay_rows(decay, self.launcher.shape, comm.device)
+        if self._factor is not None:
+            factor = self._factor(decay if transition is None else transition)
         written = out is not None
         if not written:
             out = torch.empty_like(state)
@@ -338,7 +331,7 @@ class PreparedScan:
             if comm.debug:
                 comm._look_for_nan("the scan", result=out)
             return out
-        with comm.streams.async_launches() as launches:
+        with AsyncLaunches(comm.streams) as launches:
             self.launcher.launch_scan(self, tensors, addresses)
         if comm.debug:
             launches.wait(tensors)

@@ -164,7 +164,7 @@ class Rails:
             address: int = comm.memory.heap.view(comm.line.pes[rank], start, 1, dtype).data_ptr()
             return address
 
-        slots, words = spec.depth * self.slice, math.prod(spec.tile)
+        slots, size = spec.depth * self.slice, math.prod(spec.tile)
         last = len(self.nodes) - 1
         in_last_node = self.node == (0 if direction else last)
         table = [
@@ -180,7 +180,7 @@ class Rails:
         here = self.position * slots
         for rank in members:
             table += kernels.Member(
-                states=theirs(rank, "states", here * words),
+                states=theirs(rank, "states", here * size),
                 states_arrived=theirs(rank, "states arrived", here),
                 decays=theirs(rank, "decays", here * spec.tile[0] * self.decay_columns),
                 decays_arrived=theirs(rank, "decays arrived", here),
@@ -195,22 +195,11 @@ class Rails:
             infos.append(info)
         p_table = self._keep(torch.tensor(table, dtype=torch.int64, device="cpu").to(comm.device))
         info = self._keep(torch.stack(infos).flatten().to(comm.device))
-        node = Channel(
-            inbox=mine("inbox"),
-            next_inbox=mine("inbox"),
-            outbox=mine("inbox"),
-            arrived=mine("arrived"),
-            next_arrived=mine("arrived"),
-            freed=mine("begun"),
-            prev_freed=mine("begun"),
-            epoch=mine("epoch"),
-            clock=mine("clock"),
-            backwards=mine("backwards"),
-            step=comm.memory.step,
-            fwd_epoch=mine("fwd_epoch"),
-            info=info,
-            **constants(spec, spec.num_tiles, kernels.RAILS.value, kernels.RAILS.value),
-        )
+        words = {name: mine(name) for name in ("inbox", "arrived", "epoch", "clock", "backwards", "fwd_epoch")}
+        words |= {name: mine("inbox") for name in ("next_inbox", "outbox")} | dict(next_arrived=mine("arrived"))
+        words |= {name: mine("begun") for name in ("freed", "prev_freed")}
+        fixed = constants(spec, spec.num_tiles, kernels.RAILS.value, kernels.RAILS.value)
+        node = Channel(**words, step=comm.memory.step, info=info, **fixed)
         if rail is None:
             rail = node._replace(**constants(spec, self.slice, NONE.value, NONE.value))
         rail = rail._replace(clock=node.clock)  # indexed by program, too: more than a slice has tiles
