@@ -86,7 +86,7 @@ class Streams:
         work. With SCANS the current stream also waits for the start of this stream, so that later kernels do not occupy
         all SMs before the scan. Returns ``join``, which makes the current stream wait for the launches inside. Memory
         that these use must not be freed before. A stream of another priority may be entered and joined inside."""
-        return Side(self, priority) if self.cuda else contextlib.nullcontext(_nothing)
+        return Side(self, priority) if self.cuda else contextlib.nullcontext(lambda: None)
 
     def put_behind(self, later: torch.cuda.Stream, earlier: torch.cuda.Stream) -> None:
         """Let ``later`` wait for all work launched on ``earlier`` so far."""
@@ -136,10 +136,6 @@ class _PrivateStream(torch.cuda.ExternalStream):
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         if not is_finalizing():
             self.idle.append(self.cuda_stream)
-
-
-def _nothing() -> None:
-    pass
 
 
 class Side:

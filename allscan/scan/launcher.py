@@ -322,8 +322,7 @@ class PreparedScan:
         tensors = state, factor, initial, out, self._fwd_epoch if fwd_epoch is None else fwd_epoch
         addresses = [x.data_ptr() for x in tensors]
         if written:
-            # a scan may write its result over its state
-            _check_apart(tensors, addresses, addresses[0] == addresses[3] and transition is None)
+            _check_apart(tensors, transition is not None)
             if not out.is_inference():
                 increment_version(out)  # torch does not see the kernel's write
         if not async_op:
@@ -385,23 +384,21 @@ def check_out(inputs: ScanInputs) -> None:
     factor = state if transition is None else plain(transition)
     if isinstance(decay, Tensor):
         factor = decay_rows(decay, state.shape, state.device)
-    tensors = state, factor, state if initial_state is None else plain(initial_state), out
-    addresses = [x.data_ptr() for x in tensors]
-    _check_apart(tensors, addresses, addresses[0] == addresses[3] and transition is None)
+    _check_apart((state, factor, state if initial_state is None else plain(initial_state), out), transition is not None)
 
 
-def _check_apart(tensors: tuple[Tensor, ...], addresses: list[int], in_place: bool) -> None:
+def _check_apart(tensors: tuple[Tensor, ...], dense: bool) -> None:
     """Raise ValueError unless ``out`` is contiguous and overlaps no input, where a program of the kernel could read
-    another program's output. tensors: (state, decay or transition or state, initial_state or state, out, ...), at
-    ``addresses``. in_place: ``out`` may be the state's memory."""
-    state, out, begin = tensors[0], tensors[3], addresses[3]
+    another program's output. tensors: (state, decay or transition or state, initial_state or state, out, ...). Without
+    transitions (``dense``) ``out`` may be the state's memory."""
+    state, out = tensors[0], tensors[3]
     if not out.is_contiguous() or out.is_neg():
         raise ValueError("out must be contiguous and not a negated view (call out.resolve_neg())")
-    end = begin + out.nbytes
-    for i in range(3):
-        x, address = tensors[i], addresses[i]
-        if address < end and begin < address + x.nbytes and not (in_place and x is state):
-            name = "state" if x is state else ("", "decay or transition", "initial_state")[i]
+    begin, end = out.data_ptr(), out.data_ptr() + out.nbytes
+    for name, x in zip(("state", "decay or transition", "initial_state"), tensors):
+        address, in_place = x.data_ptr(), x is state and x.data_ptr() == begin and not dense
+        if address < end and begin < address + x.nbytes and not in_place:
+            name = "state" if x is state else name
             raise ValueError(
                 f"out shares memory with {name}: pass another tensor (or state itself, without a transition)"
             )

@@ -205,13 +205,9 @@ class Rails:
         rail = rail._replace(clock=node.clock)  # indexed by program, too: more than a slice has tiles
         names = "states", "states arrived", "decays", "decays arrived"
         states, states_arrived, decays, decays_arrived = of_members = [mine(name) for name in names]
-        fixed = dict(
-            SLICE=self.slice,
-            BD=self.decay_columns,
-            LINK=self.link,
-            ROUNDS=len(self.distances) if self.position < self.owners else 0,
-            ROUND_LINK=self.links[0] if self.links else NONE.value,
-        )
+        fixed = dict(SLICE=self.slice, BD=self.decay_columns, LINK=self.link)
+        fixed["ROUNDS"] = len(self.distances) if self.position < self.owners else 0
+        fixed["ROUND_LINK"] = self.links[0] if self.links else NONE.value
         fixed = {name: tl.constexpr(value) for name, value in fixed.items()}
         self.further.append((rail, kernels.Slice(p_table, *of_members, **fixed)))
         self._nodes.append(node)
