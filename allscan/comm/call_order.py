@@ -261,7 +261,9 @@ class Order:
             # the record names rank, tile and epoch
             raise (self.error_of_record() if self._record[_SET] else error) from None
         except RuntimeError as error:  # no rank has launched anything
-            self.everywhere, error.args = True, (f"{error}{launch}",)
+            self.everywhere = True
+            if launch:
+                error.args = (f"{error}{launch}",)
             raise
 
     def compare_forwards(self, counts: Sequence[tuple[int, int]]) -> None:
