@@ -28,7 +28,7 @@ if not _rejected:
     from .ops.halo import halo
     from .ops.ssd import zeco_simple_gla, zeco_ssd
     from .scan.collective import AllScan
-    from .scan.work import Work
+    from .scan.launcher import Work
 
 if TYPE_CHECKING:
     from .ops.delta import zeco_gated_delta_rule, zeco_kda

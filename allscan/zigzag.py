@@ -99,9 +99,7 @@ def zigzag_positions(
         >>> places = allscan.zigzag.zigzag_positions(T, comm=comm)
         >>> mine, position_ids = row[:, places], places[None]                     # row: [B, P T], alike on all ranks
     """
-    check_communicator(comm)
-    if T % 2 or T < 0:
-        raise ValueError(f"T must be even, got {T}")
+    zigzag_first_token(T, comm=comm)  # raises TypeError or ValueError
     if per_document and cu_seqlens is None:
         raise ValueError("per_document=True needs cu_seqlens")
     lengths = [0, comm.size * T] if cu_seqlens is None else [*boundaries_on_host(boundaries(cu_seqlens))]
@@ -155,33 +153,28 @@ def _check(x: Tensor, comm: Communicator, to: bool) -> None:
     """Raise TypeError or ValueError for an invalid ``x``. A first call with its signature raises on every rank."""
     check_group(comm.group)
     known, before = comm.agreed.arguments, comm.order.all_to_all_hash
-    signature = (to, x.shape, x.dtype, x.device, x.layout) if isinstance(x, Tensor) else None
-    first = comm.debug or ("to_zigzag", signature) not in known
+    signature = "to_zigzag", (to, x.shape, x.dtype, x.device, x.layout) if isinstance(x, Tensor) else None
+    first = comm.debug or signature not in known
     if first:
-        _check_first(x, comm, to)
-        for key in (("to_zigzag", signature), "to_zigzag"):
-            known.remember(key)
+        problem = fields = None
+        try:
+            if not isinstance(x, Tensor) or x.layout != torch.strided:
+                raise TypeError(f"x must be a dense tensor, got {getattr(x, 'layout', type(x).__name__)}")
+            if x.ndim < 2 or x.shape[1] % 2:
+                raise ValueError(f"x must be [B, T, ...] with an even number of tokens, got {tuple(x.shape)}")
+            if x.device != comm.device:
+                raise ValueError(f"x must be on {comm.device}, got {x.device}")
+            fields = _fields(x, to)
+        except (TypeError, ValueError) as error:
+            problem = DeferredError(error)
+        if problem is not None and "to_zigzag" in known and not comm.debug:
+            raise problem.take()
+        comm.order.agree(fields, problem, "the first call for a shape")
+        known.remember(signature)
+        known.remember("to_zigzag")
     comm.order.add_all_to_all(to, tuple(x.shape), str(x.dtype))
     if not first and comm.size > 1 and not x.is_cuda:
         _compare(x, comm, to, before)
-
-
-def _check_first(x: Tensor, comm: Communicator, to: bool) -> None:
-    """``_check`` for a call whose signature is not known."""
-    problem = fields = None
-    try:
-        if not isinstance(x, Tensor) or x.layout != torch.strided:
-            raise TypeError(f"x must be a dense tensor, got {getattr(x, 'layout', type(x).__name__)}")
-        if x.ndim < 2 or x.shape[1] % 2:
-            raise ValueError(f"x must be [B, T, ...] with an even number of tokens, got {tuple(x.shape)}")
-        if x.device != comm.device:
-            raise ValueError(f"x must be on {comm.device}, got {x.device}")
-        fields = _fields(x, to)
-    except (TypeError, ValueError) as error:
-        problem = DeferredError(error)
-    if problem is not None and "to_zigzag" in comm.agreed.arguments and not comm.debug:
-        raise problem.take()
-    comm.order.agree(fields, problem, "the first call for a shape")
 
 
 def _fields(x: Tensor, to: bool) -> tuple[tuple[str, object], ...]:
@@ -195,8 +188,7 @@ def _compare(x: Tensor, comm: Communicator, to: bool, before: int) -> None:
     gloo would end the process of a rank that receives more bytes than it expects. ``before``: the hash of the calls
     before this one.
     """
-    mine = torch.full((comm.size,), comm.order.all_to_all_hash, device="cpu")
-    ones = [1] * comm.size
+    mine, ones = torch.full((comm.size,), comm.order.all_to_all_hash, device="cpu"), [1] * comm.size
     others = torch.empty_like(mine)
     _all_to_all(others, mine, ones, ones, comm)
     if not torch.equal(others, mine):

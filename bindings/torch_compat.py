@@ -13,40 +13,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C import _are_functorch_transforms_active as transforms_active  # vmap, grad, ... around a call
-from torch._C._functorch import unwrap_if_dead  # a wrapper that outlived its transform; Function.apply does the same
-from torch.autograd import forward_ad  # _current_level: whether forward-mode AD is active, in one lookup
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves  # flattens results of operators; no public function
+from torch.autograd import forward_ad as forward_ad  # _current_level: whether forward-mode AD is active, in one lookup
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves as tree_leaves  # flattens results of operators; no public function
 
-__all__ = [
-    "TorchDispatchMode",
-    "bare_apply",
-    "capturing",
-    "coalesced",
-    "compiled_effects",
-    "current_device",
-    "current_stream_of",
-    "default_store",
-    "forward_ad",
-    "graph_task",
-    "has_backward_hooks",
-    "in_backward",
-    "ipc_handle",
-    "left_out_arguments",
-    "mapped",
-    "no_cuda_graph",
-    "num_dispatch_modes",
-    "operator",
-    "recorded",
-    "stops_recomputation",
-    "transforms_active",
-    "tree_leaves",
-    "unsafe_view",
-    "unwrap_if_dead",
-    "version_of",
-    "without_dispatch_modes",
-]
+transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active  # vmap, grad, ... around a call
+# of a wrapper that outlived its transform; Function.apply does the same
+unwrap_if_dead: Callable[[torch.Tensor], torch.Tensor] = torch._C._functorch.unwrap_if_dead
 
 # Handle of the current stream of a GPU, by index. The public function creates an object and takes 30 times as long.
 current_stream_of: Callable[[int], int] = getattr(

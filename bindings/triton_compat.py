@@ -70,36 +70,29 @@ def launcher(
     first = [*places] == [*range(len(places))]
     template, rest = [*arguments], [*arguments[len(places) :]]
 
-    if bare and _IN_A_TUPLE:
+    in_a_tuple = bare and _IN_A_TUPLE
+    if in_a_tuple:
         launch_options = run.launch_cooperative_grid, run.launch_pdl, *options[1:], None, None
         options = (function, *launch_options, run.arg_annotations, run.kernel_signature)
         run = run.launch
-
-        def launch_in_a_tuple(addresses: Sequence[Any]) -> Any:
-            values = [*addresses, *rest] if first else template.copy()
-            if not first:
-                for place, address in zip(places, addresses):
-                    values[place] = address
-            run(x, y, z, stream_of(device), *options, values)
-            return compiled
-
-        return launch_in_a_tuple
-    if bare and _ONE_BY_ONE:
+    elif bare and _ONE_BY_ONE:
         options = (function, run.launch_cooperative_grid, run.launch_pdl, None, None, *options[1:])
         run = run.launch
 
     def launch(addresses: Sequence[Any]) -> Any:
-        run(x, y, z, stream_of(device), *options, *addresses, *rest)
+        if first:
+            values = [*addresses, *rest]
+        else:
+            values = template.copy()
+            for place, address in zip(places, addresses):
+                values[place] = address
+        if in_a_tuple:
+            run(x, y, z, stream_of(device), *options, values)
+        else:
+            run(x, y, z, stream_of(device), *options, *values)
         return compiled
 
-    def launch_filled(addresses: Sequence[Any]) -> Any:
-        values = template.copy()
-        for place, address in zip(places, addresses):
-            values[place] = address
-        run(x, y, z, stream_of(device), *options, *values)
-        return compiled
-
-    return launch if first else launch_filled
+    return launch
 
 
 def launchable(addresses: Sequence[int]) -> bool:
@@ -203,14 +196,8 @@ def kernel_node(compiled: Any, grid: tuple[int, int, int], arguments: Sequence[A
     Raises NotImplementedError for clusters, cooperative grids, tensor descriptors and scratch memory.
     """
     metadata = compiled.metadata
-    for name, usual in (
-        ("num_ctas", 1),
-        ("launch_cooperative_grid", False),
-        ("launch_pdl", False),
-        ("global_scratch_size", 0),
-        ("profile_scratch_size", 0),
-    ):
-        if (getattr(metadata, name, usual) or usual) != usual:
+    for name in ("num_ctas", "launch_cooperative_grid", "launch_pdl", "global_scratch_size", "profile_scratch_size"):
+        if (getattr(metadata, name, 0) or 0) > (name == "num_ctas"):
             raise NotImplementedError(f"{compiled.name} has {name}={getattr(metadata, name)}")
     argument_words = words(tuple(compiled.src.signature.values()), arguments)
     return KernelNode(compiled.function, grid, 32 * metadata.num_warps, metadata.shared, argument_words)

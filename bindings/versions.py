@@ -88,11 +88,6 @@ def installed_version(*distributions: str) -> str | None:
     return None
 
 
-def nvshmem_version() -> str | None:
-    """Return the installed version of NVSHMEM, or None."""
-    return version_of("NVSHMEM")
-
-
 def package(name: str) -> Package:
     """Return the row of the table with this name."""
     return next(known for known in PACKAGES if known.name == name)
@@ -159,7 +154,7 @@ def rejection(*names: str) -> str:
 
 def device_library_rejection() -> str:
     """Return why Triton cannot link NVSHMEM's device library, judged by their versions, or ""."""
-    triton, nvshmem = version_of("Triton") or "", nvshmem_version() or ""
+    triton, nvshmem = version_of("Triton") or "", version_of("NVSHMEM") or ""
     if not triton or number(triton) >= (3, 7) or not nvshmem or number(nvshmem) < (3, 8):
         return ""
     way = f"pip install '{package('NVSHMEM').distributions[0]}<3.8', or take a Triton from 3.7 on"

@@ -31,6 +31,23 @@ class Agreement(dict[Hashable, Any]):
             found.clear()
 
 
+class Agreed:
+    """Values that all ranks of one communicator have agreed on.
+
+    scans: AllScans by shape and variant; they own symmetric memory and live until the communicator is closed.
+    arguments: arguments of calls that must be equal on all ranks. partitions: tokens of every rank, by cu_seqlens."""
+
+    def __init__(self, *local: dict[Hashable, Any]) -> None:
+        self.scans: dict[Hashable, Any] = {}
+        self.arguments, self.partitions = Agreement(16 * CACHE_SIZE, *local), Agreement(CACHE_SIZE)
+
+    def clear(self) -> None:
+        """Drop all but the AllScans, so that all ranks agree again: a rank that missed calls, or that was interrupted
+        between an exchange and ``remember``, lacks entries."""
+        self.arguments.clear()
+        self.partitions.clear()
+
+
 class Recent(dict[Hashable, Any]):
     """The ``most`` entries added last. Ranks may evict independently."""
 

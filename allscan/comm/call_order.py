@@ -24,7 +24,6 @@ from typing import Any, TypeVar
 
 from ..base.errors import (
     REMEDY,
-    AllScanHostTimeout,
     AllScanOutOfStep,
     AllScanRejected,
     AllScanTimeout,
@@ -222,20 +221,9 @@ class Order:
         AllScanTimeout."""
         if self.inside is not None and self.inside() is None:
             raise self.interrupted()
-        try:
-            reverse = self.reverse if self.inside else None
-            mine = value, tuple(self.call_counts), self.rejected, reverse, self.all_to_all_hash
-            # a rank that is interrupted in a call rejects it on all ranks, unless this one has launched in it
-            kind = REJECTED if self.inside and self._launched != sum(self.call_counts) else FAILED
-            answers = self.store_exchange.exchange(mine, what, self._abort_reason, if_interrupted=kind)
-        except AllScanRejected:
-            raise  # this rank rejects the call, too
-        except AllScanOutOfStep as problem:  # ranks are at different calls: this rank must not continue
-            raise self._lost(problem) from None
-        except RuntimeError:
-            self.everywhere = True  # no rank has launched anything
-            raise
-        values, call_counts, rejected, reverses, hashes = zip(*answers, strict=True)
+        reverse = self.reverse if self.inside else None
+        mine = value, tuple(self.call_counts), self.rejected, reverse, self.all_to_all_hash
+        values, call_counts, rejected, reverses, hashes = zip(*self._exchange(mine, what), strict=True)
         if any(rejected):
             if len({r and r[0] for r in rejected}) > 1:
                 found = _sentences({rank: r for rank, r in enumerate(rejected) if r})
@@ -255,13 +243,28 @@ class Order:
             why = f"{why}: {counts}. Results may be those of other calls. {REMEDY}."
             raise self.raised_everywhere(self.desynchronized(why))
         if len(set(hashes)) > 1:
-            raise self.raised_everywhere(
-                self.desynchronized(
-                    "The ranks have made different calls of to_zigzag() or from_zigzag(): results may be those of "
-                    f"other calls. {REMEDY}."
-                )
-            )
+            why = "The ranks have made different calls of to_zigzag() or from_zigzag(): results may be those of other"
+            raise self.raised_everywhere(self.desynchronized(f"{why} calls. {REMEDY}."))
         return list(values)
+
+    def _exchange(self, mine: Any, what: str, launch: str = "") -> list[Any]:
+        """Exchange ``mine`` as a call, or as part of one. ``launch``: the end of an error's text."""
+        # a rank that is interrupted in a call rejects it on all ranks, unless this one has launched in it
+        kind = REJECTED if self.inside and self._launched != sum(self.call_counts) else FAILED
+        try:
+            return self.store_exchange.exchange(mine, what, self._abort_reason, if_interrupted=kind)
+        except AllScanRejected:
+            raise  # this rank rejects the call, too
+        except AllScanOutOfStep as problem:  # ranks are at different calls: this rank must not continue
+            why = self.desync_reason or self._explained(f"{problem}{launch}")
+            error = self.raised_everywhere(self.desynchronized(why))
+            # the record names rank, tile and epoch
+            raise (self.error_of_record() if self._record[_SET] else error) from None
+        except RuntimeError as error:  # no rank has launched anything
+            self.everywhere = True
+            if launch:
+                error.args = (f"{error}{launch}",)
+            raise
 
     def compare_forwards(self, counts: Sequence[tuple[int, int]]) -> None:
         """Raise AllScanOutOfStep on every rank if the ranks' (forwards, steps), exchanged at a forward pass of a split
@@ -270,10 +273,6 @@ class Order:
             found = by_rank(f"{forwards} forward passes, {steps} calls of step()" for forwards, steps in counts)
             why = f"One of the ranks skipped an iteration: so far the ranks have begun {found}. {REMEDY}."
             raise self.raised_everywhere(self.desynchronized(why))
-
-    def _lost(self, problem: AllScanOutOfStep) -> Exception:
-        error = self.raised_everywhere(self.desynchronized(self.desync_reason or self._explained(problem)))
-        return self.error_of_record() if self._record[_SET] else error  # the record names rank, tile and epoch
 
     def agree(
         self, fields: tuple[tuple[str, object], ...] | None, deferred: DeferredError | None, what: str, more: Any = None
@@ -299,18 +298,7 @@ class Order:
     def compare_launch(self, what: str) -> None:
         """Debug mode: raise AllScanOutOfStep on every rank unless all ranks are about to launch ``what``."""
         number = self.launches + 1
-        try:
-            kind = REJECTED if self.inside and self._launched != sum(self.call_counts) else FAILED  # as in exchange()
-            mine = what, self.steps
-            answers = self.store_exchange.exchange(mine, f"launch {number}", self._abort_reason, if_interrupted=kind)
-        except AllScanRejected:
-            raise  # this rank rejects the call, too
-        except AllScanOutOfStep as problem:  # another rank is about to do something other than a launch
-            why = self._explained(f"{problem}; this rank launches {what}")
-            raise self.raised_everywhere(self.desynchronized(why)) from None
-        except RuntimeError as error:
-            of_type = AllScanHostTimeout if isinstance(error, AllScanHostTimeout) else RuntimeError
-            raise self.raised_everywhere(of_type(f"{error}; this rank launches {what}")) from error
+        answers = self._exchange((what, self.steps), f"launch {number}", f"; this rank launches {what}")
         self.launches = number
         if len(set(answers)) == 1:
             self._launched = sum(self.call_counts)

@@ -12,12 +12,12 @@ import warnings
 import weakref
 import zlib
 from collections.abc import Hashable, Sequence
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
-from ..base.caches import CACHE_SIZE, Recent
+from ..base.caches import CACHE_SIZE, Agreed, Recent
 from ..base.checks import integer, switch
 from ..base.errors import AllScanOutOfStep, AllScanRejected, described
 from ..bindings import versions
@@ -25,7 +25,6 @@ from ..bindings.interpreter import prepare_interpreter
 from ..launch.graph_cache import MOST_BYTES, GraphCounts, Graphs
 from ..launch.streams import Streams
 from ..shmem_kernels import wait
-from .agreed import Agreed
 from .call_order import Order
 from .calls import Calls
 from .heap import (
@@ -56,23 +55,6 @@ from .topology import Topology, check_algorithm, reach
 _SET = wait.RECORD_SET.value
 _handles = itertools.count(1)
 _communicators: weakref.WeakValueDictionary[int, Communicator] = weakref.WeakValueDictionary()  # by handle
-
-
-class Collective(Protocol):
-    """The interface of an AllScan that a communicator uses."""
-
-    number: int  # counts the AllScans of this process in the order of construction
-
-    @property
-    def spec(self) -> tuple[object, ...]:
-        """Properties that are equal on all ranks."""
-
-    @property
-    def epochs(self) -> tuple[int, int]:
-        """Numbers of scans made so far: (forward, reverse)."""
-
-    def _reset(self) -> None:
-        """Restore the initial state. Only while no kernel of any rank uses the AllScan."""
 
 
 class Communicator(Calls):
@@ -208,7 +190,7 @@ class Communicator(Calls):
             if self.size == 1:
                 raise
             wrong.append(error)
-        self.collectives: weakref.WeakSet[Collective] = weakref.WeakSet()
+        self.collectives: weakref.WeakSet[Any] = weakref.WeakSet()  # AllScans
         self.fwd_epochs: list[torch.Tensor] = []  # free ones, see fwd_epochs.py
         self.attributes: dict[Hashable, Any] = {}  # of users of the communicator (MPI: attribute caching)
         self.calls = Recent()  # prepared calls by key
@@ -379,11 +361,10 @@ class Communicator(Calls):
             raise RuntimeError("the ranks do not have the same AllScans: close this communicator and make a new one")
         if any(failed):
             mark_desynchronized(self.group)
-        store_exchange.withdraw_rejections()
-        store_exchange.forget_fault()
+        store_exchange.forget()
         self.memory.reset()
         self.memory.free_unused()
-        self.agreed.resync()
+        self.agreed.clear()  # the AllScans stay: they were compared above
         for scan in scans:
             scan._reset()
         self._drain()
@@ -452,7 +433,7 @@ class Communicator(Calls):
             record_ended_alone()
         else:
             self.memory.free()
-        for cache in (self.attributes, self.calls, self.checked, self.agreed, self.tables):
+        for cache in (self.attributes, self.calls, self.checked, self.agreed, self.agreed.scans, self.tables):
             cache.clear()
         self.graphs.close()
         self._closed = True

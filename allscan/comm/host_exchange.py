@@ -7,17 +7,21 @@ store waits without a limit while the store's process is stopped (SIGSTOP).
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch.distributed as dist
 
 from ..base.errors import AllScanHostTimeout, AllScanOutOfStep, AllScanRejected
 from ..bindings.torch_compat import default_store
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 TIMEOUT_S = 120.0  # default of Communicator(timeout=); time limit of exchanges before there is a communicator
 GRACE_S = 5.0  # additional time limit of exchanges: ranks whose kernels wait for the same rank report it before
@@ -103,6 +107,20 @@ def if_late(late: str) -> str | None:
     return FAILED + late if late else None
 
 
+def _if_there(request: Callable[P, R]) -> Callable[P, R | None]:
+    """``request`` of a StoreExchange. Returns None for one rank, and without the store: no other rank then waits."""
+
+    @functools.wraps(request)
+    def call(*args: P.args, **options: P.kwargs) -> R | None:
+        exchange: Any = args[0]
+        if exchange.size > 1:
+            with contextlib.suppress(RuntimeError):
+                return request(*args, **options)
+        return None
+
+    return call
+
+
 class StoreExchange:
     """Exchanges of values between some ranks of the job. All of these make the same exchanges in the same order.
 
@@ -152,14 +170,12 @@ class StoreExchange:
                 return name, number, decision
             self._end(store, name, number)
 
+    @_if_there
     def rank_in_close(self) -> str | None:
         """A text that names another rank if one waits in the last exchange; else None. Does not wait."""
-        if self.size > 1:
-            with contextlib.suppress(dist.DistError, StoreGone):
-                name, number, decision = self._next(self.store, last=True)
-                if not decision and (rank := _find(self.store, f"allscan/{name}/{number}/came")):
-                    return f"rank {rank} waits in {CLOSE}"
-        return None
+        name, number, decision = self._next(self.store, last=True)
+        rank = None if decision else _find(self.store, f"allscan/{name}/{number}/came")
+        return rank and f"rank {rank} waits in {CLOSE}"
 
     def exchange(
         self,
@@ -225,14 +241,14 @@ class StoreExchange:
             raise AllScanOutOfStep("the ranks are at different calls: " + by_rank(names))
         return list(values)
 
+    @_if_there
     def abandon(self, why: str) -> None:
         """End the last exchange on all ranks, without a wait. Called in place of ``exchange``."""
-        with contextlib.suppress(dist.DistError, RuntimeError):
-            if not self._last_decision:
-                name, number, _ = self._next(self.store, last=True)
-                why = f"{ABANDONED}rank {self.ranks[self.rank]} (global) {why}"
-                decision = self._decide(self.store, f"allscan/{name}/{number}/", why)
-                self._end(self.store, name, number, decision, last=True)
+        if not self._last_decision:
+            name, number, _ = self._next(self.store, last=True)
+            why = f"{ABANDONED}rank {self.ranks[self.rank]} (global) {why}"
+            decision = self._decide(self.store, f"allscan/{name}/{number}/", why)
+            self._end(self.store, name, number, decision, last=True)
 
     def _decision(self, store: dist.Store, base: str, what: str, abort_check: AbortCheck, limit: float) -> str:
         """Wait for the decision and return it. O(1) requests to the store per rank and poll; O(size) to find a missing
@@ -311,49 +327,37 @@ class StoreExchange:
             while until_all and store.check([f"{base}decision"]) and (waited := time.monotonic() - begun) < GRACE_S:
                 time.sleep(min(max(SHORTEST_S, waited / 8), LONGEST_S))
 
+    @_if_there
     def post_rejections(self, rejections: object) -> None:
         """Publish this rank's rejected calls for the other ranks, which read them with ``posted_rejections``."""
-        if self.size > 1:
-            with contextlib.suppress(dist.DistError, StoreGone):
-                self.store.set(f"{self._prefix}rejected/{self.rank}", json.dumps(rejections))
-                self.store.set(f"{self._prefix}rejected/any", "")
-
-    def withdraw_rejections(self) -> None:
-        """Delete what ``post_rejections`` published. Call it when no rank needs posted rejections any more."""
-        if self.size > 1:
-            with contextlib.suppress(dist.DistError, StoreGone):
-                for key in (self.rank, "any"):
-                    self.store.delete_key(f"{self._prefix}rejected/{key}")
+        self.store.set(f"{self._prefix}rejected/{self.rank}", json.dumps(rejections))
+        self.store.set(f"{self._prefix}rejected/any", "yes")
 
     def posted_rejections(self) -> dict[int, Any]:
         """{rank: its posted rejections}. Does not wait for other ranks."""
-        if self.size == 1:
+        if self._posted("rejected/any") is None:
             return {}
-        try:
-            if not self.store.check([f"{self._prefix}rejected/any"]):
-                return {}
-            found = {rank: _find(self.store, f"{self._prefix}rejected/{rank}") for rank in range(self.size)}
-            return {rank: _as_tuples(json.loads(text)) for rank, text in found.items() if text is not None}
-        except (dist.DistError, RuntimeError):
-            return {}
+        found = {rank: self._posted(f"rejected/{rank}") for rank in range(self.size)}
+        return {rank: _as_tuples(json.loads(text)) for rank, text in found.items() if text is not None}
 
+    @_if_there
     def tell_fault(self, why: str) -> None:
-        """Report a fault to all ranks. The first report stays until ``forget_fault``; later ones are ignored."""
-        if self.size > 1:
-            with contextlib.suppress(dist.DistError, StoreGone):
-                self.store.compare_set(f"{self._prefix}fault", "", f"rank {self.rank} {why}")
+        """Report a fault to all ranks. The first report stays until ``forget``; later ones are ignored."""
+        self.store.compare_set(f"{self._prefix}fault", "", f"rank {self.rank} {why}")
 
     def fault(self) -> str | None:
         """The reported fault, or None."""
-        if self.size > 1:
-            with contextlib.suppress(dist.DistError, StoreGone):
-                return _find(self.store, f"{self._prefix}fault")
-        return None
+        return self._posted("fault")
 
-    def forget_fault(self) -> None:
-        if self.size > 1:
-            with contextlib.suppress(dist.DistError, StoreGone):
-                self.store.delete_key(f"{self._prefix}fault")
+    @_if_there
+    def _posted(self, key: str) -> str | None:
+        return _find(self.store, f"{self._prefix}{key}")
+
+    @_if_there
+    def forget(self) -> None:
+        """Delete the reported fault and this rank's posted rejections, when no rank needs them any more."""
+        for key in (f"rejected/{self.rank}", "rejected/any", "fault"):
+            self.store.delete_key(f"{self._prefix}{key}")
 
 
 def _find(store: dist.Store, key: str) -> str | None:

@@ -61,17 +61,8 @@ class Graphs:
         self._now = 0  # logical time: number of launches
 
     def counts(self) -> GraphCounts:
-        return GraphCounts(
-            self.most_bytes > 0,
-            len(self._graphs),
-            self.bytes,
-            self.most_bytes,
-            self.built,
-            self.launched,
-            self.declined,
-            self.failed,
-            self.why,
-        )
+        rest = (getattr(self, name) for name in GraphCounts._fields[2:])
+        return GraphCounts(self.most_bytes > 0, len(self._graphs), *rest)
 
     def launch(
         self,

@@ -32,7 +32,7 @@ class Streams:
         self._for_peek: torch.cuda.Stream | None = None
         self._event: torch.cuda.Event | None = None
         self._known: dict[int, torch.cuda.Stream] = {}
-        # (launches, their memory): to be released after a capture
+        # (launches, their memory): to be released at the first launch that is not captured
         self.later: list[tuple[AsyncLaunches, tuple[object, ...]]] = []
 
     def capturing(self) -> bool:
@@ -57,21 +57,14 @@ class Streams:
             torch.cuda.synchronize(self.device)
             self.later.clear()
 
-    def release_later(self, launches: AsyncLaunches, memory: tuple[object, ...]) -> None:
-        """Release ``memory`` of ``launches`` at the first launch that is not captured."""
-        self.later.append((launches, memory))
-
-    def _release_deferred(self) -> None:
-        later, self.later = self.later, []
-        for launches, memory in later:
-            launches.release(memory)
-
     def follow(self) -> None:
         """Let the current stream wait for the stream of the last launch. In a capture the caller orders launches."""
         if not self.cuda:
             return
         if self.later and not capturing():
-            self._release_deferred()
+            later, self.later = self.later, []
+            for launches, memory in later:
+                launches.release(memory)
         number = current_stream_of(self.index)
         if number != self.last_number and not capturing():
             stream = self.current()
@@ -93,7 +86,7 @@ class Streams:
         work. With SCANS the current stream also waits for the start of this stream, so that later kernels do not occupy
         all SMs before the scan. Returns ``join``, which makes the current stream wait for the launches inside. Memory
         that these use must not be freed before. A stream of another priority may be entered and joined inside."""
-        return Side(self, priority) if self.cuda else contextlib.nullcontext(_nothing)
+        return Side(self, priority) if self.cuda else contextlib.nullcontext(lambda: None)
 
     def put_behind(self, later: torch.cuda.Stream, earlier: torch.cuda.Stream) -> None:
         """Let ``later`` wait for all work launched on ``earlier`` so far."""
@@ -101,11 +94,6 @@ class Streams:
             self._event = torch.cuda.Event()  # reused: takes half the time of Stream.wait_stream
         self._event.record(earlier)
         later.wait_event(self._event)
-
-    def async_launches(self) -> AsyncLaunches:
-        """Launches of an asynchronous call, on the stream of ``side(SCANS)``; the current stream does not wait for it.
-        In the capture of a CUDA graph it is the current stream, since only that orders a communicator's launches."""
-        return AsyncLaunches(self)
 
     def own(self, priority: int) -> torch.cuda.Stream:
         """The communicator's own stream of this priority."""
@@ -150,10 +138,6 @@ class _PrivateStream(torch.cuda.ExternalStream):
             self.idle.append(self.cuda_stream)
 
 
-def _nothing() -> None:
-    pass
-
-
 class Side:
     """See ``Streams.side``; torch.cuda.stream would take 7 us more. ``done``: an event to be recorded after the
     launches inside; with it the current stream does not wait for the start of this stream."""
@@ -182,7 +166,9 @@ class Side:
 
 
 class AsyncLaunches:
-    """See ``Streams.async_launches``: a context manager, and then the handle of the launches inside."""
+    """A context manager, and then the handle, of the launches of an asynchronous call. They are made on the stream of
+    ``streams.side(SCANS)``, for which the current stream does not wait; in the capture of a CUDA graph on the current
+    stream, since only that orders a communicator's launches."""
 
     def __init__(self, streams: Streams) -> None:
         self._streams, self._side = streams, None
@@ -218,7 +204,7 @@ class AsyncLaunches:
             return True
         origin, current = side.current, streams.current()
         if streams.capturing() or (origin != current and cuda_driver.is_captured(origin.cuda_stream)):
-            streams.release_later(self, memory)
+            streams.later.append((self, memory))
             return False
         for stream in {origin, current}:
             stream.wait_event(self._done)

@@ -38,8 +38,7 @@ from ..comm.tags import stamp
 from ..launch.compiled_kernel import dynamo_disabled
 from ..scan.agreement import CHAIN, ScanVariant, get_or_create_scan
 from ..scan.fwd_epochs import borrow_fwd_epoch, new_fwd_epochs
-from ..scan.launcher import PreparedScan, check_out
-from ..scan.work import Work
+from ..scan.launcher import PreparedScan, Work, check_out
 from ..scan.zigzag_scan import outgoing
 
 Array = TypeVar("Array")  # torch.Tensor, numpy.ndarray or cupy.ndarray
@@ -180,7 +179,9 @@ def scan_once(
     state, decay, transition, initial_state, _ = inputs
     decay, number = (decay, None) if isinstance(decay, Tensor) else (None, decay)
     prev = _AllScan.apply((prepared, number, async_op, works), state, decay, transition, initial_state)
-    return works[0].of(prev) if async_op else prev
+    if async_op:
+        works[0].result = prev  # with autograd's node
+    return works[0] if async_op else prev
 
 
 def _prepare(comm: Communicator, key: tuple, inputs: ScanInputs, reverse: bool, part: ScanPart) -> PreparedScan:

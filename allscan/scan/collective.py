@@ -106,7 +106,7 @@ class AllScan:
             check_communicator(comm)
         comm.check()
         self.comm = comm
-        self._max_ctas = comm.max_ctas if max_ctas is None else max_ctas
+        self._max_ctas = comm._max_ctas if max_ctas is None else max_ctas
         deferred = None
         try:
             spec, layout = _spec_and_layout(comm, shape, depth, protocol, tile, self._max_ctas, algorithm)

@@ -1,9 +1,10 @@
-"""Launches of one AllScan's scans, eager or recorded in a plan. Each signature has its kernel variant."""
+"""Launches of one AllScan's scans: eager, asynchronous or recorded in a plan. Each signature has its kernel variant."""
 
 from __future__ import annotations
 
 import numbers
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from ..base.checks import ScanInputs, Shift, check_scan, decay_rows, plain
+from ..base.errors import REMEDY
 from ..base.tiling import scan_num_warps, transition_blocks, transition_tile
 from ..bindings.torch_compat import current_stream_of
 from ..bindings.triton_compat import launchable
@@ -20,15 +22,14 @@ from ..comm.backwards import Backwards
 from ..comm.communicator import Communicator
 from ..launch.compiled_kernel import Launch, channel_addresses, prefer_shared_memory_carveout, with_nvshmem
 from ..launch.plan import Buffer, Plan
+from ..launch.streams import AsyncLaunches
 from ..shmem_kernels.channel import STAMPS, Channel
-from ..shmem_kernels.links import PUT
+from ..shmem_kernels.links import EPOCH_BITS, NONE, PUT
 from ..shmem_kernels.rails import rails_kernel
 from ..shmem_kernels.scan import scan_kernel, shift_rows_kernel
 from ..shmem_kernels.transition import transition_kernel
 from ..shmem_kernels.wait import RECORD_SET
-from .missing_backward import look_for_backwards
 from .rails_links import Rails
-from .work import Work
 from .workspace import Spec, Workspace, reset
 
 # Ranks may launch different ones of these for one scan
@@ -78,7 +79,6 @@ class Launcher:
         of_both = self.channels, self._adjoint_channels
         self._addresses = [[(x[:_STEP], x[_BEHIND:]) for x in map(channel_addresses, channels)] for channels in of_both]
         self._steps = comm.memory.steps.data_ptr()
-        self._launches: dict[tuple[object, ...], Any] = {}
         self._prepared: dict[tuple[object, ...], PreparedScan] = {}
 
     def reset(self) -> None:
@@ -125,7 +125,41 @@ class Launcher:
         if streams.cuda and (current_stream_of(streams.index) != streams.last_number or streams.later):
             streams.follow()
         if self.backwards.dropped[reverse]:
-            look_for_backwards(self, reverse)
+            self._look_for_backwards(reverse)
+
+    def _look_for_backwards(self, reverse: bool) -> None:
+        """Called after a call in direction ``reverse`` had no backward on this rank. Raise RuntimeError if the rank
+        that sends to this one in the backward direction has run its backward; return once that rank has begun its next
+        call.
+
+        Waits for that rank's next launch. Validation under torch.no_grad() avoids the wait: it has no backward.
+        """
+        comm, rails = self.comm, self.rails
+        self.backwards.dropped[reverse] = False
+        there, back = self.channels[reverse], self.channels[not reverse]
+        first = back.RECV == NONE if rails is None else rails.is_first(not reverse)
+        if first or comm.streams.capturing():
+            return  # this rank's backward waits for no rank: the others wait for it
+        peek, deadline = comm.streams.peek, time.monotonic() + comm.timeout
+        if comm.streams.cuda:
+            torch.cuda.current_stream(comm.device).synchronize()
+        launched, epoch = peek(there.epoch[:1])[0], peek(back.epoch[:1])[0]
+        while time.monotonic() < deadline and launched >= 0 <= epoch:
+            if rails is None:
+                begun = max(peek(there.freed[: self.spec.depth])) >= launched
+                arrived = peek(back.arrived[:: self.spec.num_tiles])
+                ran = any(word & EPOCH_BITS.value == epoch + 1 for word in arrived)
+            else:
+                begun, ran = rails.have_begun(reverse, launched), rails.have_run(not reverse, epoch)
+            if ran:
+                raise RuntimeError(
+                    "a call with gradients had no backward on this rank, but on another one: this rank has not used "
+                    "what the call returned, and its gradients since then lack that call's part. Use the "
+                    f"result on every rank, 0 * result.sum() if need be; or torch.no_grad() on all. {REMEDY}."
+                )
+            if begun:
+                return
+            time.sleep(1e-3)
 
     def after_launch(self, compiled: Any) -> None:
         if self.comm.streams.cuda:
@@ -173,13 +207,13 @@ class Launcher:
                 )
             strides = (1, self.K) if transposed else (self.K, 1)
         has_decay, has_initial = decay is not None and not neighbour_shift, initial_state is not None
-        variant = transition is not None, has_decay, strides, neighbour_shift, has_initial, reverse
-        launch = self._launches.get((*variant, adjoint_launch))
-        if launch is None:
-            launch = self._launches[(*variant, adjoint_launch)] = self._make_launch(*variant)
-        whole = isinstance(decay, Tensor) and decay.shape == self.shape[:-1]
-        found = PreparedScan(self, launch, whole, neighbour_shift, reverse, adjoint_launch)
-        self._prepared[known] = found
+        launch = self._make_launch(transition is not None, has_decay, strides, neighbour_shift, has_initial, reverse)
+        factor: Callable[[Any], Tensor] | None = None
+        if transition is not None or (isinstance(decay, Tensor) and decay.shape == self.shape[:-1]):
+            factor = plain
+        elif has_decay:
+            factor = partial(decay_rows, shape=self.shape, device=self.comm.device)
+        found = self._prepared[known] = PreparedScan(self, launch, factor, reverse, adjoint_launch)
         return found
 
     def launch_scan(self, prepared: PreparedScan, tensors: tuple[Tensor, ...], addresses: list[int]) -> None:
@@ -238,41 +272,21 @@ class Launcher:
     ) -> Any:
         """The Launch of a scan's kernel, or a RailsLaunch. dense: with transitions; strides: of decays, or of the rows
         and columns of transitions; neighbour_shift: True for a zero decay."""
-        fixed = dict(K=self.K, V=self.V, HAS_INITIAL=has_initial)
-        if self.rails is not None:
-            return self.rails.make_launch(
-                self.linked(rails_kernel),
-                reverse,
-                min(self.spec.num_tiles, self._common_max_ctas),
-                stride_g=strides[0],
-                stride_k=strides[1],
-                **fixed,
-                HAS_DECAY=has_decay,
-            )
+        fixed: dict[str, Any] = dict(K=self.K, V=self.V, HAS_INITIAL=has_initial)
+        tiles = self.spec.num_tiles
+        if dense:
+            of_program = -(-tiles // self._max_ctas)
+            fixed |= dict(zip(("stride_i", "stride_j"), strides)) | transition_blocks(self.spec.tile[0])
+            return Launch(self.linked(transition_kernel), (-(-tiles // of_program),), **fixed)
+        fixed |= dict(num_warps=self.num_warps)
         if isinstance(neighbour_shift, Shift):
-            return Launch(
-                self.linked(shift_rows_kernel), (1,), rows=neighbour_shift.rows, **fixed, num_warps=self.num_warps
-            )
-        if not dense:
-            return Launch(
-                self.linked(scan_kernel),
-                (min(self.spec.num_tiles, self._max_ctas),),
-                stride_g=strides[0],
-                stride_k=strides[1],
-                **fixed,
-                HAS_DECAY=has_decay,
-                NEIGHBOUR_SHIFT=neighbour_shift,
-                num_warps=self.num_warps,
-            )
-        tiles = -(-self.spec.num_tiles // self._max_ctas)  # of one program
-        return Launch(
-            self.linked(transition_kernel),
-            (-(-self.spec.num_tiles // tiles),),
-            stride_i=strides[0],
-            stride_j=strides[1],
-            **fixed,
-            **transition_blocks(self.spec.tile[0]),
-        )
+            return Launch(self.linked(shift_rows_kernel), (1,), rows=neighbour_shift.rows, **fixed)
+        fixed |= dict(zip(("stride_g", "stride_k"), strides)) | dict(HAS_DECAY=has_decay)
+        if self.rails is not None:
+            programs = min(tiles, self._common_max_ctas)
+            return self.rails.make_launch(self.linked(rails_kernel), reverse, programs, **fixed)
+        programs = min(tiles, self._max_ctas)
+        return Launch(self.linked(scan_kernel), (programs,), **fixed, NEIGHBOUR_SHIFT=neighbour_shift)
 
 
 def name_of(kernel: Any) -> str:
@@ -283,31 +297,12 @@ def name_of(kernel: Any) -> str:
 class PreparedScan:
     """Runs scans of one variant, with checked inputs and a selected kernel. See ``Launcher.prepared_scan``."""
 
-    __slots__ = (
-        "comm",
-        "launcher",
-        "launch",
-        "reverse",
-        "adjoint_launch",
-        "_whole",
-        "_neighbour_shift",
-        "_fwd_epoch",
-        "backward",
-        "__weakref__",
-    )
-
     def __init__(
-        self,
-        launcher: Launcher,
-        launch: Any,
-        whole: bool,  # whether ``decay`` is a tensor of the full shape [..., K]
-        neighbour_shift: bool | Shift,
-        reverse: bool,
-        adjoint_launch: bool,
+        self, launcher: Launcher, launch: Any, factor: Callable[[Any], Tensor] | None, reverse: bool, adjoint: bool
     ) -> None:
         self.comm, self.launcher, self.launch = launcher.comm, launcher, launch
-        self._whole, self._neighbour_shift = whole, neighbour_shift
-        self.reverse, self.adjoint_launch = reverse, adjoint_launch
+        self._factor = factor  # from the decay or transition, the tensor that the kernel takes
+        self.reverse, self.adjoint_launch = reverse, adjoint
         self._fwd_epoch = launcher.channels[reverse].fwd_epoch
         self.backward: PreparedScan | None = None  # set by allscan()
 
@@ -319,20 +314,15 @@ class PreparedScan:
         state = plain(state)
         initial = state if initial_state is None else plain(initial_state)
         factor = state
-        if transition is not None:
-            factor = plain(transition)
-        elif self._whole:
-            factor = plain(decay)
-        elif decay is not None and not self._neighbour_shift:
-            factor = decay_rows(decay, self.launcher.shape, comm.device)
+        if self._factor is not None:
+            factor = self._factor(decay if transition is None else transition)
         written = out is not None
         if not written:
             out = torch.empty_like(state)
         tensors = state, factor, initial, out, self._fwd_epoch if fwd_epoch is None else fwd_epoch
         addresses = [x.data_ptr() for x in tensors]
         if written:
-            # a scan may write its result over its state
-            _check_apart(tensors, addresses, addresses[0] == addresses[3] and transition is None)
+            _check_apart(tensors, transition is not None)
             if not out.is_inference():
                 increment_version(out)  # torch does not see the kernel's write
         if not async_op:
@@ -340,12 +330,50 @@ class PreparedScan:
             if comm.debug:
                 comm._look_for_nan("the scan", result=out)
             return out
-        with comm.streams.async_launches() as launches:
+        with AsyncLaunches(comm.streams) as launches:
             self.launcher.launch_scan(self, tensors, addresses)
         if comm.debug:
             launches.wait(tensors)
             comm._look_for_nan("the scan", result=out)
         return Work(comm, out, launches, tensors)  # tensors: the side stream uses the forward epoch's memory, too
+
+
+class Work:
+    """The handle of an asynchronous scan, returned by ``async_op=True``.
+
+    The scan's inputs must not be written before ``wait``. A Work that is deleted without ``wait`` frees its memory
+    after the scan (in a CUDA graph's capture: at the next call after the scan). This rank has taken part in the scan
+    even so. With gradients the result then counts as ignored, see ``allscan.allscan``.
+
+    Example:
+        >>> work = allscan.allscan(state, decay, comm=comm, async_op=True)
+        >>> prev = work.wait()
+    """
+
+    def __init__(self, comm: Communicator, result: Tensor, launches: AsyncLaunches, read: tuple[object, ...]) -> None:
+        self._comm, self.result, self._launches, self._read = comm, result, launches, read
+
+    def wait(self) -> Tensor:
+        """Let the current stream wait for the scan; the host does not wait. May be called again.
+
+        Returns:
+            The result, ready for later launches on the current stream.
+
+        Raises:
+            AllScanTimeout: if the scan is known to have failed.
+            AllScanOutOfStep: likewise. A failure that is not known yet is raised by the next call, as for a synchronous
+                scan.
+            RuntimeError: in a CUDA graph's capture, for a scan begun before the capture: a graph cannot wait for it.
+                The capture goes on.
+        """
+        self._launches.wait(self._read)
+        self._read = ()
+        self._comm.check()
+        return self.result
+
+    def __del__(self) -> None:
+        if self._read:
+            self._launches.release(self._read)
 
 
 def check_out(inputs: ScanInputs) -> None:
@@ -356,23 +384,21 @@ def check_out(inputs: ScanInputs) -> None:
     factor = state if transition is None else plain(transition)
     if isinstance(decay, Tensor):
         factor = decay_rows(decay, state.shape, state.device)
-    tensors = state, factor, state if initial_state is None else plain(initial_state), out
-    addresses = [x.data_ptr() for x in tensors]
-    _check_apart(tensors, addresses, addresses[0] == addresses[3] and transition is None)
+    _check_apart((state, factor, state if initial_state is None else plain(initial_state), out), transition is not None)
 
 
-def _check_apart(tensors: tuple[Tensor, ...], addresses: list[int], in_place: bool) -> None:
+def _check_apart(tensors: tuple[Tensor, ...], dense: bool) -> None:
     """Raise ValueError unless ``out`` is contiguous and overlaps no input, where a program of the kernel could read
-    another program's output. tensors: (state, decay or transition or state, initial_state or state, out, ...), at
-    ``addresses``. in_place: ``out`` may be the state's memory."""
-    state, out, begin = tensors[0], tensors[3], addresses[3]
+    another program's output. tensors: (state, decay or transition or state, initial_state or state, out, ...). Without
+    transitions (``dense``) ``out`` may be the state's memory."""
+    state, out = tensors[0], tensors[3]
     if not out.is_contiguous() or out.is_neg():
         raise ValueError("out must be contiguous and not a negated view (call out.resolve_neg())")
-    end = begin + out.nbytes
-    for i in range(3):
-        x, address = tensors[i], addresses[i]
-        if address < end and begin < address + x.nbytes and not (in_place and x is state):
-            name = "state" if x is state else ("", "decay or transition", "initial_state")[i]
+    begin, end = out.data_ptr(), out.data_ptr() + out.nbytes
+    for name, x in zip(("state", "decay or transition", "initial_state"), tensors):
+        address, in_place = x.data_ptr(), x is state and x.data_ptr() == begin and not dense
+        if address < end and begin < address + x.nbytes and not in_place:
+            name = "state" if x is state else name
             raise ValueError(
                 f"out shares memory with {name}: pass another tensor (or state itself, without a transition)"
             )

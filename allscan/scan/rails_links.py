@@ -57,8 +57,8 @@ class Rails:
                 "the owner's buffer for the members of its node would have 2^31 words or more: "
                 f'give a depth of less than {spec.depth}, or algorithm="chain"'
             )  # the kernel's offsets are int32
-        self.warps = scan_num_warps(spec.tile)
-        self.decay_columns = max(1, 32 * self.warps // spec.tile[0])
+        warps = scan_num_warps(spec.tile)
+        self.decay_columns = max(1, 32 * warps // spec.tile[0])
         self.distances = distances(len(self.nodes)) if spec.algorithm == "recursive_doubling" else []
         self.link = (SIGNAL if spec.protocol == "signal" else SENTINEL).value
         # [n]: the link of the rail between this rank's owners on nodes n and n + 1; with rounds, one link for all
@@ -164,7 +164,7 @@ class Rails:
             address: int = comm.memory.heap.view(comm.line.pes[rank], start, 1, dtype).data_ptr()
             return address
 
-        slots, words = spec.depth * self.slice, math.prod(spec.tile)
+        slots, size = spec.depth * self.slice, math.prod(spec.tile)
         last = len(self.nodes) - 1
         in_last_node = self.node == (0 if direction else last)
         table = [
@@ -180,7 +180,7 @@ class Rails:
         here = self.position * slots
         for rank in members:
             table += kernels.Member(
-                states=theirs(rank, "states", here * words),
+                states=theirs(rank, "states", here * size),
                 states_arrived=theirs(rank, "states arrived", here),
                 decays=theirs(rank, "decays", here * spec.tile[0] * self.decay_columns),
                 decays_arrived=theirs(rank, "decays arrived", here),
@@ -195,34 +195,19 @@ class Rails:
             infos.append(info)
         p_table = self._keep(torch.tensor(table, dtype=torch.int64, device="cpu").to(comm.device))
         info = self._keep(torch.stack(infos).flatten().to(comm.device))
-        node = Channel(
-            inbox=mine("inbox"),
-            next_inbox=mine("inbox"),
-            outbox=mine("inbox"),
-            arrived=mine("arrived"),
-            next_arrived=mine("arrived"),
-            freed=mine("begun"),
-            prev_freed=mine("begun"),
-            epoch=mine("epoch"),
-            clock=mine("clock"),
-            backwards=mine("backwards"),
-            step=comm.memory.step,
-            fwd_epoch=mine("fwd_epoch"),
-            info=info,
-            **constants(spec, spec.num_tiles, kernels.RAILS.value, kernels.RAILS.value),
-        )
+        words = {name: mine(name) for name in ("inbox", "arrived", "epoch", "clock", "backwards", "fwd_epoch")}
+        words |= {name: mine("inbox") for name in ("next_inbox", "outbox")} | dict(next_arrived=mine("arrived"))
+        words |= {name: mine("begun") for name in ("freed", "prev_freed")}
+        fixed = constants(spec, spec.num_tiles, kernels.RAILS.value, kernels.RAILS.value)
+        node = Channel(**words, step=comm.memory.step, info=info, **fixed)
         if rail is None:
             rail = node._replace(**constants(spec, self.slice, NONE.value, NONE.value))
         rail = rail._replace(clock=node.clock)  # indexed by program, too: more than a slice has tiles
         names = "states", "states arrived", "decays", "decays arrived"
         states, states_arrived, decays, decays_arrived = of_members = [mine(name) for name in names]
-        fixed = dict(
-            SLICE=self.slice,
-            BD=self.decay_columns,
-            LINK=self.link,
-            ROUNDS=len(self.distances) if self.position < self.owners else 0,
-            ROUND_LINK=self.links[0] if self.links else NONE.value,
-        )
+        fixed = dict(SLICE=self.slice, BD=self.decay_columns, LINK=self.link)
+        fixed["ROUNDS"] = len(self.distances) if self.position < self.owners else 0
+        fixed["ROUND_LINK"] = self.links[0] if self.links else NONE.value
         fixed = {name: tl.constexpr(value) for name, value in fixed.items()}
         self.further.append((rail, kernels.Slice(p_table, *of_members, **fixed)))
         self._nodes.append(node)
@@ -263,18 +248,9 @@ class Rails:
             first = len(line) - 1 if direction else 0
             prev_sends = prev >= 0 and (i // 2 < 2 or there[0] != first)
             sends = following >= 0 and (i // 2 < 2 or self.node != first)
-            row = kernels.Round(
-                inbox=channel.inbox.data_ptr(),
-                next_inbox=channel.next_inbox.data_ptr(),
-                outbox=channel.outbox.data_ptr(),
-                arrived=channel.arrived.data_ptr(),
-                next_arrived=channel.next_arrived.data_ptr(),
-                freed=channel.freed.data_ptr(),
-                prev_freed=channel.prev_freed.data_ptr(),
-                receives=prev_sends,
-                sends=sends,
-                info=(infos + len(rounds)) * wait.INFO_WORDS,
-            )
+            addresses = {field: getattr(channel, field).data_ptr() for field in kernels.Round._fields[:7]}
+            of_info = (infos + len(rounds)) * wait.INFO_WORDS
+            row = kernels.Round(**addresses, receives=prev_sends, sends=sends, info=of_info)
             rounds.append((row, self._info(prev, following)))
         return None, rounds
 
@@ -322,8 +298,7 @@ class Rails:
 
     def make_launch(self, kernel: Any, direction: int, programs: int, **fixed: Any) -> RailsLaunch:
         """``kernel``: rails_kernel, linked with NVSHMEM if ``puts``."""
-        launch = Launch(kernel, (programs,), **fixed, num_warps=self.warps)
-        return RailsLaunch(launch, self.further[direction])
+        return RailsLaunch(Launch(kernel, (programs,), **fixed), self.further[direction])
 
 
 class RailsLaunch:

@@ -232,15 +232,8 @@ def info_words(line: Line, ranks: Sequence[int], pes: Sequence[int]) -> torch.Te
 
 def constants(spec: Spec, num_tiles: int, recv: int, send: int) -> dict[str, Any]:
     """The constants of a Channel."""
-    values = dict(
-        num_tiles=num_tiles,
-        BK=spec.tile[0],
-        BV=spec.tile[1],
-        DEPTH=spec.depth,
-        RECV=recv,
-        SEND=send,
-        ADJOINT=False,
-    )
+    (BK, BV), DEPTH = spec.tile, spec.depth
+    values = dict(num_tiles=num_tiles, BK=BK, BV=BV, DEPTH=DEPTH, RECV=recv, SEND=send, ADJOINT=False)
     return {name: tl.constexpr(value) for name, value in values.items()}
 
 

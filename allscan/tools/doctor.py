@@ -34,7 +34,7 @@ def main() -> int:
         if rejection := versions.rejection(*versions.ALL):
             print(rejection, file=sys.stderr)
             return 2
-        from .estimate_command import main as estimate
+        from .estimate import main as estimate
 
         return estimate(sys.argv[2:])
     if sys.argv[1:] != ["doctor"]:
@@ -92,7 +92,11 @@ def report() -> list[str]:
         if gpus > 1 and absent:
             names = " ".join(f"'{p.requirement.replace('cu13', f'cu{cuda}')}'" for p in absent)
             needs.append(f"pip install {names}      # for more than one GPU")
-    print("transport   " + _transport(gpus))
+    transport = "shm: no CUDA device; ranks are processes on this host in Triton's interpreter (TRITON_INTERPRET=1)"
+    if gpus:
+        stores = "neighbours that are mapped use sentinel stores, others NVSHMEM put with signal"
+        transport = f"nvshmem: torch finds CUDA; {stores}"
+    print(f"transport   {transport}")
     print("network     " + _network())
     try:
         heap = f"{arena_bytes(None):,} bytes a rank (ALLSCAN_HEAP, or allscan.init(heap_bytes=...))"
@@ -111,14 +115,6 @@ def report() -> list[str]:
         needs.append("export ALLSCAN_CUDA_GRAPHS=1      # or 0")
     print("GPU tests   " + _last_run())
     return needs
-
-
-def _transport(gpus: int) -> str:
-    if gpus:
-        return (
-            "nvshmem: torch finds CUDA; neighbours that are mapped use sentinel stores, others NVSHMEM put with signal"
-        )
-    return "shm: no CUDA device; ranks are processes on this host in Triton's interpreter (TRITON_INTERPRET=1)"
 
 
 def _network() -> str:

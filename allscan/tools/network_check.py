@@ -13,6 +13,7 @@ import random
 import sys
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -42,27 +43,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--sizes", type=float, nargs="*", default=[0.25, 2, 8], help="MiB of the states that are timed")
     parser.add_argument("--output", help="a file that the first rank writes the report to, too")
     options = parser.parse_args(arguments)
-    if options.epochs < 1:
-        parser.error("--epochs must be at least 1")
-    _join(options.output)
-    report = Report(options.output if dist.get_rank() == 0 else None, dist.get_rank() == 0)
-    try:
-        right = check_all(report, options.epochs)
-        if right and torch.cuda.is_available() and options.sizes:
-            latency_table(report, options.sizes)
-        report.line("result", "all is right" if right else "NOT right: see above")
-        if right:
-            allscan.finalize()
-    finally:
-        report.close()
+    report = _join(options.output)
+    right = check_all(report, options.epochs)
+    if right and torch.cuda.is_available() and options.sizes:
+        latency_table(report, options.sizes)
+    report.line("result", "all is right" if right else "NOT right: see above")
     if not right:  # ranks may hang in shared resources and must not block the job's end
         os._exit(1)
+    allscan.finalize()
     dist.destroy_process_group()
     return 0
 
 
-def _join(output: str | None) -> None:
-    """Create the process group from the variables of torchrun or srun.
+def _join(output: str | None) -> Report:
+    """Create the process group from the variables of torchrun or srun; return the report.
 
     Raises SystemExit on all ranks, before any check, if the first rank cannot write the report to the file ``output``.
     """
@@ -77,12 +71,11 @@ def _join(output: str | None) -> None:
         )
     if int(os.environ["WORLD_SIZE"]) < 2:
         raise SystemExit("network_check needs at least 2 processes")
-    problem = None
-    if output is not None and os.environ["RANK"] == "0":
-        try:
-            open(output, "a", encoding="utf-8").close()
-        except (OSError, ValueError) as error:
-            problem = f"--output={output}: {error}"
+    problem, first = None, os.environ["RANK"] == "0"
+    try:
+        report = Report(output if first else None, first)
+    except (OSError, ValueError) as error:
+        problem = f"--output={output}: {error}"
     if torch.cuda.is_available():
         take_local_gpu()
     dist.init_process_group("gloo" if not torch.cuda.is_available() else "cpu:gloo,cuda:nccl")
@@ -90,29 +83,25 @@ def _join(output: str | None) -> None:
     if problem is not None:
         dist.destroy_process_group()
         raise SystemExit(f"the first rank cannot write its report to {problem}")
+    return report
 
 
 class Report:
     """Lines that the first rank prints, and writes to a file."""
 
     def __init__(self, path: str | None, speaks: bool) -> None:
-        self._file = open(path, "w", encoding="utf-8") if path else None
-        self._speaks = speaks
+        self._speaks, self._file = speaks, open(path, "w", encoding="utf-8") if path else None
 
     def line(self, name: str, text: object) -> None:
+        line = f"{name:<26} {text}"
         if self._speaks:
-            line = f"{name:<26} {text}"
             print(line, flush=True)
+        try:
             if self._file:
-                try:
-                    print(line, file=self._file, flush=True)
-                except OSError as error:  # e.g. a full disk: the other ranks continue with the checks
-                    print(f"the file has no more lines: {error}", file=sys.stderr, flush=True)
-                    self._file = None
-
-    def close(self) -> None:
-        if self._file:
-            self._file.close()
+                print(line, file=self._file, flush=True)
+        except OSError as error:  # e.g. a full disk: the other ranks continue with the checks
+            print(f"the file has no more lines: {error}", file=sys.stderr, flush=True)
+            self._file = None
 
 
 def check_all(report: Report, epochs: int) -> bool:
@@ -126,10 +115,9 @@ def check_all(report: Report, epochs: int) -> bool:
         report.line("nodes", comm.nodes)
         report.line("mapped", "all neighbours" if comm.mapped else "not all neighbours: some links are puts")
     for check, times in CHECKS.items():
-        start = time.monotonic()
-        found, problem = "", None
+        start, found, problem = time.monotonic(), "", None
         try:
-            with allscan.Communicator(timeout=20) as comm:
+            with allscan.Communicator(timeout=20 if times else 2) as comm:  # a fault lasts for the time-out
                 found = check(comm, max(1, int(epochs * times)))
         except Exception as error:  # the report names any error
             problem = f"{type(error).__name__}: {error}"
@@ -161,14 +149,12 @@ def _algorithms(comm: Communicator) -> list[str]:
     return ["chain", *["rails", "recursive_doubling"] * whole]
 
 
-def _drawn(comm: Communicator, epoch: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Random (states, decays) of all ranks, equal on every rank."""
-    generator = torch.Generator().manual_seed(epoch)
-    states = torch.randn(comm.size, *SHAPE, generator=generator).to(comm.device)
-    return list(states), list(torch.rand(comm.size, *SHAPE[:-1], generator=generator).to(comm.device))
+def _random(comm: Communicator, seed: int, *shape: int) -> torch.Tensor:
+    """Normally distributed numbers, equal on every rank."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(comm.device)
 
 
-def _compare(found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
+def _compare(found: Any, expected: torch.Tensor, what: str) -> None:
     error = (found.double() - expected.double()).abs().max().item()
     if not error <= TOLERANCE * max(1.0, expected.double().abs().max().item()):
         raise WrongResultError(f"{what}: off by {error:.2e}")
@@ -179,30 +165,28 @@ def check_values(comm: Communicator, epochs: int) -> str:
     for algorithm in _algorithms(comm):
         scan = allscan.AllScan(comm, SHAPE, algorithm=algorithm)
         for epoch in range(epochs):
-            states, decays = _drawn(comm, epoch)
-            reverse = bool(epoch % 2)
+            states, reverse = _random(comm, epoch, comm.size, *SHAPE), bool(epoch % 2)
+            decays = states[..., 0].sigmoid()
             found = scan.scan(states[comm.rank], decays[comm.rank], reverse=reverse)
-            expected = allscan_reference(states, decays, reverse=reverse)[comm.rank]
+            expected = allscan_reference([*states], [*decays], reverse=reverse)[comm.rank]
             _compare(found, expected, f"{algorithm}, epoch {epoch}, reverse={reverse}")
     return f"{', '.join(_algorithms(comm))}: {epochs} scans each"
 
 
 def check_zigzag(comm: Communicator, epochs: int) -> str:
     """Check the zigzag layout."""
-    places = comm.rank, 2 * comm.size - 1 - comm.rank
+    places = [comm.rank, 2 * comm.size - 1 - comm.rank]
     for epoch in range(epochs):
-        states = torch.cat([torch.stack(_drawn(comm, 2 * epoch + i)[0]) for i in (0, 1)])
-        found = allscan.allscan(tuple(states[i] for i in places), comm=comm, layout="zigzag")
-        expected = allscan_reference(list(states))
-        for x, i in zip(found, places, strict=True):
-            _compare(x, expected[i], f"epoch {epoch}, part {i}")
+        states = _random(comm, epoch, 2 * comm.size, *SHAPE)
+        found = allscan.allscan(tuple(states[places]), comm=comm, layout="zigzag")
+        _compare(torch.stack(found), torch.stack(allscan_reference([*states]))[places], f"epoch {epoch}")
     return f"{epochs} calls"
 
 
 def check_halo(comm: Communicator, epochs: int) -> str:
     """Check that halo() returns the tokens of the rank before."""
     for epoch in range(epochs):
-        x = torch.randn(comm.size, 1, 8, 4, generator=torch.Generator().manual_seed(epoch)).to(comm.device)
+        x = _random(comm, epoch, comm.size, 1, 8, 4)
         before = allscan.halo(x[comm.rank], 3, comm=comm)
         _compare(before, x[comm.rank - 1][:, -3:] if comm.rank else torch.zeros_like(before), f"epoch {epoch}")
     return f"{epochs} calls"
@@ -212,17 +196,15 @@ def check_zeco_gla(comm: Communicator, epochs: int) -> str:
     """Compare zeco_gla and its gradients with the recurrence over all tokens."""
     mine = slice(16 * comm.rank, 16 * comm.rank + 16)
     for epoch in range(epochs):
-        generator = torch.Generator().manual_seed(epoch)
-        q, k, v, g, do = torch.randn(5, 1, 16 * comm.size, 1, 16, generator=generator)
+        q, k, v, g, do = _random(comm, epoch, 5, 1, 16 * comm.size, 1, 16)
         whole = [x.double().requires_grad_() for x in (q, k, v, -g.abs() / 16)]
-        own = [x.detach()[:, mine].float().to(comm.device).requires_grad_() for x in whole]
+        own = [x.detach()[:, mine].float().requires_grad_() for x in whole]
         expected, (o, _) = gla_reference(*whole)[0], allscan.zeco_gla(*own, comm=comm)
         expected.backward(do.double())
-        o.backward(do[:, mine].to(comm.device))
-        _compare(o, expected[:, mine].to(comm.device), f"call {epoch}")
-        for name, x, y in zip("qkvg", own, whole, strict=True):
-            assert x.grad is not None and y.grad is not None
-            _compare(x.grad, y.grad[:, mine].to(comm.device), f"call {epoch}, d{name}")
+        o.backward(do[:, mine])
+        pairs = [(o, expected), *((x.grad, y.grad) for x, y in zip(own, whole, strict=True))]
+        for name, (x, y) in zip(("o", "dq", "dk", "dv", "dg"), pairs, strict=True):
+            _compare(x, y[:, mine], f"call {epoch}, {name}")
     return f"{epochs} calls"
 
 
@@ -245,36 +227,34 @@ def check_stragglers(comm: Communicator, epochs: int) -> str:
 
 def check_absent_rank(comm: Communicator, epochs: int) -> str:
     """The first rank makes no call: later ranks time out; then all ranks resume."""
-    with allscan.Communicator(timeout=2.0) as own:
-        scan, state = allscan.AllScan(own, SHAPE), torch.ones(SHAPE, device=own.device)
-        if own.rank:
-            with contextlib.suppress(allscan.AllScanTimeout):
-                scan.scan(state)
-                own.streams.synchronize()
-                own.check()
-                raise WrongResultError("the wait for an absent rank did not time out")
-        own.order.store_exchange.private("end").exchange(None, "network_check, all ranks have ended")
-        own.resync()
-        _compare(scan.scan(state), own.rank * torch.ones_like(state), "after resync()")
+    scan, state = allscan.AllScan(comm, SHAPE), torch.ones(SHAPE, device=comm.device)
+    if comm.rank:
+        with contextlib.suppress(allscan.AllScanTimeout):
+            scan.scan(state)
+            comm.streams.synchronize()
+            comm.check()
+            raise WrongResultError("the wait for an absent rank did not time out")
+    comm.order.store_exchange.private("end").exchange(None, "network_check, all ranks have ended")
+    comm.resync()
+    _compare(scan.scan(state), comm.rank * torch.ones_like(state), "after resync()")
     return "the other ranks timed out; resync() recovered them"
 
 
 def check_rejected_call(comm: Communicator, epochs: int) -> str:
     """The last rank passes a wrong dtype once: the next barrier raises on every rank; then all ranks resume."""
-    with allscan.Communicator(timeout=2.0) as own:
-        state = torch.ones(SHAPE, device=own.device)
-        allscan.allscan(state, comm=own)
-        with contextlib.suppress(TypeError, ValueError):
-            allscan.allscan(state.double() if own.rank == own.size - 1 else state, comm=own)
-        with contextlib.suppress(allscan.AllScanOutOfStep, allscan.AllScanTimeout):
-            own.barrier()
-            raise WrongResultError("this rank did not detect the call that another rank had rejected")
-        own.resync()
-        _compare(allscan.allscan(state, comm=own), own.rank * torch.ones_like(state), "after resync()")
+    state = torch.ones(SHAPE, device=comm.device)
+    allscan.allscan(state, comm=comm)
+    with contextlib.suppress(TypeError, ValueError):
+        allscan.allscan(state.double() if comm.rank == comm.size - 1 else state, comm=comm)
+    with contextlib.suppress(allscan.AllScanOutOfStep, allscan.AllScanTimeout):
+        comm.barrier()
+        raise WrongResultError("this rank did not detect the call that another rank had rejected")
+    comm.resync()
+    _compare(allscan.allscan(state, comm=comm), comm.rank * torch.ones_like(state), "after resync()")
     return "the fault reached all ranks; resync() recovered them"
 
 
-# In order of execution; values: the fraction of the epochs that each check runs
+# In order of execution; values: the fraction of the epochs that each check runs, 0 for a fault
 CHECKS: dict[Check, float] = {
     check_values: 0.01,
     check_zigzag: 0.01,

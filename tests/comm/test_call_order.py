@@ -23,8 +23,8 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 import allscan
+from allscan.base.caches import Agreement
 from allscan.comm import calls, heap
-from allscan.comm.agreed import Agreement
 from allscan.comm.call_order import Order
 from allscan.comm.tags import stamp
 from allscan.launch.compiled_kernel import channel_addresses

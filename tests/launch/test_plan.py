@@ -27,7 +27,7 @@ from allscan.launch import compiled_kernel, graph_cache, streams
 from allscan.launch.compiled_kernel import Launch
 from allscan.launch.plan import OWN, Plan
 from allscan.ops.gla import gla_plans
-from allscan.scan.work import Work
+from allscan.scan.launcher import Work
 from allscan.shmem_kernels.scan import scan_kernel
 from allscan.tokens.packing import Layout, TokenRange, flags_of
 from support.fake_gpu import CUDA, LOADED, fake_gpu, floats
@@ -364,7 +364,7 @@ def test_a_scan_that_was_begun_before_a_capture_is_none_of_its_graph(monkeypatch
         pass
 
     def begun():
-        with some.async_launches() as side:
+        with streams.AsyncLaunches(some) as side:
             pass
         memory = Memory()
         return Work(types.SimpleNamespace(check=lambda: None), "result", side, (memory,)), weakref.ref(memory)
@@ -390,7 +390,7 @@ def test_a_scan_that_was_begun_before_a_capture_is_none_of_its_graph(monkeypatch
         assert memory() is None and waits == ["caller"]
         assert other.wait() == "result" and waits == ["caller"] * 2
     monkeypatch.setattr(streams, "capturing", lambda: True)
-    with some.async_launches() as side:
+    with streams.AsyncLaunches(some) as side:
         pass
     side.wait(())
     assert waits == ["caller"] * 2, "begun in the capture, on its stream"

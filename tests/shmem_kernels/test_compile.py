@@ -15,7 +15,7 @@ import triton.language as tl
 from allscan import device
 from allscan.base.tiling import default_tile, scan_num_warps, transition_blocks, transition_tile
 from allscan.bindings import nvshmem_device as nvshmem
-from allscan.bindings.versions import number, nvshmem_version
+from allscan.bindings.versions import number, version_of
 from allscan.ops.carrier import AllScanCarrier
 from allscan.ops.delta import delta_passes
 from allscan.ops.delta.records import BoundaryStates, ChunkOperands, DeltaShape, LocalGrads
@@ -208,7 +208,7 @@ def test_scan_over_nvshmem_links_the_device_library():
     compiled = compile_scan(PUT, PUT)
     # from 3.6 on NVSHMEM's own functions have 80 to 136 bytes of stack; for their call ptxas 13.4 (Triton 3.9) spills 7
     # registers
-    bound = 0 if number(nvshmem_version()) < (3, 6) else 144 if VERSION < (3, 9) else 160
+    bound = 0 if number(version_of("NVSHMEM")) < (3, 6) else 144 if VERSION < (3, 9) else 160
     assert compiled.spilled_bytes <= bound
     assert "nvshmemi_device_state_d" in compiled.ptx
     assert compiled.count(r"acquire") >= 4  # credit and arrival, first poll and loop

@@ -356,13 +356,13 @@ class VirtualRanks:
         states, decays, initial, outs, reverse = scan
         tensors = states[rank], decays[rank], states[rank] if initial is None else initial, outs[rank]
         fixed = dict(stride_g=self.K, stride_k=1, K=self.K, V=self.V, HAS_DECAY=True, HAS_INITIAL=initial is not None)
+        fixed |= dict(num_warps=scan_num_warps(self.spec.tile))
         channel = self.channels[rank][reverse]
         if self._rails:
             launch = self._rails[rank].make_launch(gated_rails_kernel, int(reverse), self.programs, **fixed)
             launch(*tensors, channel, behind=behind)
         else:
-            fixed |= OPTIONS | dict(num_warps=scan_num_warps(self.spec.tile))
-            gated_scan_kernel[(self.programs,)](*tensors, channel, *behind, **fixed)
+            gated_scan_kernel[(self.programs,)](*tensors, channel, *behind, **fixed, **OPTIONS)
 
     def timed(self, states: Any, decays: Any, epochs: int = 1, **options: Any) -> tuple[list[torch.Tensor], Any]:
         """Run scans whose ranks start together. Return (times, results of the last scan); times: for each rank int64

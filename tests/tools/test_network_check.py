@@ -108,7 +108,6 @@ def test_a_full_disk():
         report = network_check.Report("/dev/full", True)
         for name in ("first", "second"):
             report.line(name, "right")
-        report.close()
     assert printed.getvalue().count("right") == 2 and errors.getvalue().count("No space left on device") == 1
 
 
