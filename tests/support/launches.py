@@ -14,7 +14,7 @@ from allscan.bindings.triton_compat import OPTIONS
 from allscan.launch.streams import Streams
 from allscan.ops import operator
 from allscan.ops.delta import delta_passes, gdn_plans, kda_plans
-from allscan.ops.delta.records import BoundaryStates, DeltaShape, Inputs, OutputGrads, Saved
+from allscan.ops.delta.records import BoundaryStates, DeltaShape, Inputs, LocalGrads
 from allscan.ops.gla import GLA, gla_operator, gla_plans
 from allscan.ops.operator import Call
 from allscan.ops.ssd import ssd_operator, ssd_plans
@@ -249,5 +249,6 @@ def launch_chunks(K, V, dtype, scalar, monkeypatch, capability=90):
     beta = torch.zeros(1, T, H)
     kept = saved_states_for(states)
     inputs = Inputs(x, x, v, beta if scalar else torch.zeros(1, T, H, K), beta)
-    _, *saved = states.whole_forward(inputs, BoundaryStates(outside, outside), kept, 0.1)
-    states.whole_backward(inputs, Saved(*saved), OutputGrads(v, outside, outside), kept, 0.1)
+    ends = BoundaryStates(outside, outside)
+    _, _, *solved = states.whole_forward(inputs, ends, kept, 0.1)
+    states.whole_backward(inputs, LocalGrads(v, None, *solved), ends, kept, 0.1)

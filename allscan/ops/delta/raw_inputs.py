@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -31,14 +31,6 @@ MOST_KEYS = 256  # channels of q and k
 FLOATS = torch.float16, torch.bfloat16, torch.float32, torch.float64
 
 
-class Gate(NamedTuple):
-    """Parameters of the function of raw gates: see ``zeco_kda``. Raw beta is a gate with the bound 1 or 2."""
-
-    A_log: Tensor | None = None  # [HV]
-    dt_bias: Tensor | None = None  # [HV] or [HV, K], in whatever shape
-    bound: float | None = None
-
-
 def normalized(q: Tensor, k: Tensor, handle: int) -> Sequence[Tensor]:
     """Return q and k, each divided by sqrt(sum of squares + 1e-6) along the last dimension. ``handle``: the
     communicator's."""
@@ -48,10 +40,13 @@ def normalized(q: Tensor, k: Tensor, handle: int) -> Sequence[Tensor]:
     return [(x * (x.float().square().sum(-1, keepdim=True) + 1e-6).rsqrt()).to(x.dtype) for x in (q, k)]
 
 
-def gate(x: Tensor, by: Gate, handle: int) -> Tensor:
+def gate(
+    x: Tensor, handle: int, A_log: Tensor | None = None, dt_bias: Tensor | None = None, bound: float | None = None
+) -> Tensor:
     """Return the float32 gates of raw gates x [B, T, HV, ...]: -exp(A_log) softplus(x + dt_bias) for each head, or with
-    a bound: bound * sigmoid(exp(A_log) (x + dt_bias))."""
-    A_log, dt_bias, bound = by
+    a bound: bound * sigmoid(exp(A_log) (x + dt_bias)). Raw beta is a gate with the bound 1 or 2.
+
+    A_log: [HV]. dt_bias: [HV] or [HV, K], in whatever shape."""
     if _by_kernels(x, A_log, dt_bias, handle=handle) and x.ndim in (3, 4):
         found: Tensor = _Gated.apply((handle, bound), x, A_log, dt_bias)
         return found
