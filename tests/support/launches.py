@@ -17,7 +17,7 @@ from allscan.ops.delta import delta_passes, gdn_plans, kda_plans
 from allscan.ops.delta.records import BoundaryStates, DeltaShape, Inputs, LocalGrads
 from allscan.ops.gla import GLA, gla_operator, gla_plans
 from allscan.ops.operator import Call
-from allscan.ops.ssd import ssd_operator, ssd_plans
+from allscan.ops.ssd import ssd_plans
 from allscan.ops.ssd.ssd_operator import SSD
 from allscan.shmem_kernels.gla_strong import strong_decay_grad_kernel, strong_decay_kernel
 from allscan.shmem_kernels.ssd_bwd import ssd_gradients_kernel, ssd_sums_kernel
@@ -179,12 +179,12 @@ def launch_ssd(H, G, P, N, dtype, monkeypatch, z=False, channels=False, T=130):
             if name.endswith("_kernel") and not isinstance(kernel, Launches):
                 monkeypatch.setattr(module, name, Launches(kernel))
     layout = Layout([TokenRange(0, T, flags=flags_of(True, True))], 1, 1024, "cpu")
-    find = ssd_operator._shape
+    find = SSD.shape
 
     def on_gpu(*arguments):
         return dataclasses.replace(find(*arguments), device="cuda", num_sms=H100_MULTIPROCESSORS)
 
-    monkeypatch.setattr(ssd_operator, "_shape", on_gpu)
+    monkeypatch.setattr(SSD, "shape", on_gpu)
     monkeypatch.setattr(operator, "carrier_of", lambda *_: NoCarrier())
     monkeypatch.setattr(operator, "check_first", lambda *_: None)
     monkeypatch.setattr(operator, "find_layout", lambda *_, **__: layout)
