@@ -208,43 +208,34 @@ class InOrderCarrier(AllScanCarrier):
         tile = transition_tile(shape[-2]) if self._dense and shape is not None else None
         return get_or_create_scan(self.comm, shape, agree, deferred, first_call_only, ScanVariant(tile))
 
-    def record_segments(
-        self, plan: Plan, kernel: Any, buffers: Sequence[Buffer | None], use: ChannelUse, **fixed: Any
-    ) -> None:
-        """Record a scan by a kernel of shmem_kernels/segments.py. The last two buffers are the outgoing state and the
-        forward epoch."""
-        present = [x for x in buffers if x is not None]
-        scan = self.prepare(present[-2].shape)
-        launcher = scan.launcher
-        kernel = launcher.linked(kernel)
-        fixed |= {name: None for name, x in zip(kernel.arg_names, buffers) if x is None}
-        if self._dense:
-            fixed |= dense_blocks(scan.tile[0])
-        else:
-            fixed["num_warps"] = launcher.num_warps
-        launcher.record_launch(plan, Launch(kernel, (launcher.segment_programs,), **fixed), present, use)
-
     def record_halves(
         self,
         plan: Plan,
         kernel: Any,
         buffers: Sequence[Buffer | None],
-        back: Sequence[Buffer],
+        fwd_epoch: Buffer,
+        zigzag: bool,
         stamp: int,
         **fixed: Any,
     ) -> None:
-        """Record one scan over segments for each half of this rank's tokens (without the zigzag layout one for all
-        tokens), with REVERSE from the last half. ``buffers``: the first buffers of the kernel. ``back``: the outgoing
-        state of each half, and the forward epochs. On the last rank the outgoing state of the first scan is the
-        incoming state of the second."""
-        *outgoing, fwd_epoch = back
-        halves, reverse = len(outgoing), fixed["REVERSE"]
+        """Record one scan by a kernel of shmem_kernels/segments.py for each half of this rank's tokens (without the
+        zigzag layout one for all tokens), with REVERSE from the last half. ``buffers``: the first buffers of the
+        kernel. On the last rank the outgoing state of the first scan is the incoming state of the second."""
+        halves, reverse, last = 1 + zigzag, fixed["REVERSE"], self.comm.rank == self.comm.size - 1
+        outgoing = [plan.scratch(fixed["STATES"] * fixed["H"], fixed["K"], fixed["V"]) for _ in range(halves)]
+        scan = self.prepare(outgoing[0].shape)
+        launcher = scan.launcher
+        kernel = launcher.linked(kernel)
+        fixed |= dense_blocks(scan.tile[0]) if self._dense else dict(num_warps=launcher.num_warps)
         outgoing_state = None
         for i in range(halves):
-            half, against = halves - 1 - i if reverse else i, i == 1 if halves == 2 else reverse
-            segment_buffers = *buffers, outgoing_state, outgoing[half], plan.view(fwd_epoch, 2 * half, 1)
-            self.record_segments(plan, kernel, segment_buffers, ChannelUse(against, reverse, stamp), HALF=half, **fixed)
-            outgoing_state = outgoing[half] if self.comm.rank == self.comm.size - 1 else None
+            half, against = halves - 1 - i if reverse else i, i == 1 if zigzag else reverse
+            pointers = *buffers, outgoing_state, outgoing[half], plan.view(fwd_epoch, 2 * half, 1)
+            unused = {name: None for name, x in zip(kernel.arg_names, pointers) if x is None}
+            launch = Launch(kernel, (launcher.segment_programs,), HALF=half, **fixed, **unused)
+            present = [x for x in pointers if x is not None]
+            launcher.record_launch(plan, launch, present, ChannelUse(against, reverse, stamp))
+            outgoing_state = outgoing[half] if last else None
 
 
 def check_invariant(comm: Communicator, invariant: object, zigzag: int) -> int:

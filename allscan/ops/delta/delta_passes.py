@@ -340,14 +340,13 @@ class StatePass:
     ) -> None:
         """Record both scans of ``_carry`` as one kernel. ``saved_states.incoming`` is then each segment's full incoming
         state, including the contribution of other ranks."""
-        halves, carrier = 1 + self.zigzag, self.carrier
-        assert isinstance(carrier, InOrderCarrier)
-        outgoing = [plan.scratch(self.B * self.H, self.K, self.V) for _ in range(halves)]
+        transitions, incoming, fwd_epoch = saved_states
         tables = self._segments(plan), plan.constant(self.layout.segments_of_states)
-        buffers = saved_states.transitions, local, *tables, outside, saved_states.incoming
+        buffers = transitions, local, *tables, outside, incoming
         fixed = dict(H=self.H, K=self.K, V=self.V, STATES=self.B, REVERSE=reverse)
-        carrier.record_halves(
-            plan, delta_segments_kernel, buffers, (*outgoing, saved_states.fwd_epoch), self.layout.stamp, **fixed
+        assert isinstance(self.carrier, InOrderCarrier)
+        self.carrier.record_halves(
+            plan, delta_segments_kernel, buffers, fwd_epoch, self.zigzag, self.layout.stamp, **fixed
         )
 
     def _states(

@@ -188,6 +188,7 @@ class BufferedOperator(SequenceOperator):
 
     outputs = ("saved_buffer",)
     prepared: type[BufferedCall]
+    shape_of: Any  # lru_cache of the class of Shapes
 
     def __init__(self) -> None:
         self.kept = *self.inputs, *self.outputs
@@ -195,17 +196,13 @@ class BufferedOperator(SequenceOperator):
         self.titles = {self.name: self.name}
         super().__init__()
 
-    def shape(
-        self,
-        tensors: Sequence[Any],
-        cu_seqlens: Tensor | None,
-        call: Call,
-        dtypes: Sequence[torch.dtype],
-        cached: bool = True,
-    ) -> Any:
-        """The Shape of a call. dtypes: those at ``dtypes_at``. cached: sizes are numbers, the Shape is always the same
-        object."""
+    def sizes(self, tensors: Sequence[Any], cu_seqlens: Tensor | None, call: Call, dtypes: Any) -> tuple[Any, ...]:
+        """Arguments of ``shape_of`` for a call. dtypes: those at ``dtypes_at``."""
         raise NotImplementedError
+
+    def shape(self, *of: Any) -> Any:
+        """The Shape of a call with ``sizes(*of)``."""
+        return self.shape_of(*self.sizes(*of))
 
     def specs(self, tensors: Sequence[Any], shape: Any, dtypes: Sequence[torch.dtype], words: int) -> list:
         """(dtype, shape, device) of the tensors that autograd saves (inputs that are not None, the buffer), and of do.
@@ -241,7 +238,8 @@ class BufferedOperator(SequenceOperator):
         return self.make(carrier, tensors, cu_seqlens, first_token, call, not packed)
 
     def fake_outputs(self, inputs: Sequence[Tensor], cu_seqlens: Tensor | None, call: Call) -> Sequence[Tensor]:
-        shape = self.shape(inputs, cu_seqlens, call, [inputs[i].dtype for i in self.dtypes_at], cached=False)
+        dtypes = [inputs[i].dtype for i in self.dtypes_at]
+        shape = self.shape_of.__wrapped__(*self.sizes(inputs, cu_seqlens, call, dtypes))  # sizes may be symbols
         return [inputs[self.v_at].new_empty(shape.saved_words, dtype=SAVED_DTYPE)]
 
     def gradients_like(self, kept: Sequence[Any]) -> Sequence[Any]:
@@ -251,7 +249,7 @@ class BufferedOperator(SequenceOperator):
 class _GLA(BufferedOperator):
     name = "zeco_gla"
     inputs = "q", "k", "v", "g"
-    prepared = PreparedGLA
+    prepared, shape_of = PreparedGLA, staticmethod(shape_of)
 
     def check_tensors(self, comm: Communicator, tensors: Sequence[Any], call: Call) -> None:
         q, k, v, g, _ = tensors
@@ -271,19 +269,11 @@ class _GLA(BufferedOperator):
         if q.shape[-1] > 512:
             raise ValueError(f"K must be at most 512, got {q.shape[-1]}")
 
-    def shape(
-        self,
-        tensors: Sequence[Any],
-        cu_seqlens: Tensor | None,
-        call: Call,
-        dtypes: Sequence[torch.dtype],
-        cached: bool = True,
-    ) -> Shape:
+    def sizes(self, tensors: Sequence[Any], cu_seqlens: Tensor | None, call: Call, dtypes: Any) -> tuple[Any, ...]:
         q, _, v, _ = tensors
         (B, T, H, K), n, device = q.shape, q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1, v.device
         of_gpu = device.type, call.zigzag, multiprocessors(device)
-        make = shape_of if cached else Shape
-        return make(B, T, H, K, v.shape[3], n, v.dtype, dtypes[0], *of_gpu, call.saves, call.invariant)
+        return B, T, H, K, v.shape[3], n, v.dtype, dtypes[0], *of_gpu, call.saves, call.invariant
 
     def specs(self, tensors: Sequence[Any], shape: Shape, dtypes: Sequence[torch.dtype], words: int) -> list:
         keys, values = ((shape.B, shape.T, shape.H, width) for width in (shape.K, shape.V))

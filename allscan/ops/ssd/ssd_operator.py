@@ -222,26 +222,19 @@ class _ScalarDecay(BufferedOperator):
     restored = staticmethod(restored_views)
     q_at, v_at = 3, 0
     dtypes_at = 3, 0
-    prepared = PreparedSSD
+    prepared, shape_of = PreparedSSD, staticmethod(shape_of)
 
     def prepared_inputs(self, tensors: Sequence[Any], more: Any, handle: int) -> Sequence[Any]:
         return tensors  # kernels read them by their strides
 
-    def shape(
-        self,
-        tensors: Sequence[Any],
-        cu_seqlens: Tensor | None,
-        call: Call,
-        dtypes: Sequence[torch.dtype],
-        cached: bool = True,
-    ) -> SSDShape:
+    def sizes(self, tensors: Sequence[Any], cu_seqlens: Tensor | None, call: Call, dtypes: Any) -> tuple[Any, ...]:
         x, dt, _, B, C, *_ = tensors
         (batch, T, H, P), (G, N) = x.shape, B.shape[2:]
         sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
         is_bf16 = x.dtype == B.dtype == C.dtype == torch.bfloat16
         how = x.device.type, call.zigzag, multiprocessors(x.device), False, call.invariant
-        make, gate_dtype = shape_of if cached else SSDShape, torch.float32 if dt is None else dt.dtype
-        return make(batch, T, H, N, P, sequences, x.dtype, gate_dtype, *how, G, is_bf16)
+        gate_dtype = torch.float32 if dt is None else dt.dtype
+        return batch, T, H, N, P, sequences, x.dtype, gate_dtype, *how, G, is_bf16
 
     def specs(self, tensors: Sequence[Any], shape: SSDShape, dtypes: Sequence[torch.dtype], words: int) -> list:
         x, _, _, B, _, *rest = tensors

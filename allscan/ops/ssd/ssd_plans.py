@@ -331,24 +331,15 @@ def per_channel(D: Any) -> bool:
     return D is not None and len(D.shape) == 2
 
 
-def saved_parts(plan: SSDPlan, saved_buffer: Buffer) -> tuple[Buffer, IncomingStates]:
-    """Return (forward epoch, IncomingStates): see Shape.all_saved."""
-    own, parts, at = (plan.layout.num_segments, plan.layout.num_chunks), [], 0
-    for (shape, dtype), size in zip(plan.shape.all_saved(*own), plan.shape.saved_sizes(*own), strict=True):
-        parts.append(plan.view(saved_buffer, at, *shape, dtype=dtype))
-        at += size
-    return parts[0], IncomingStates(*parts[1:])
-
-
 def forward_plan(
     shape: SSDShape, options: Options, strides: Strides, layout: Layout, carrier: StateCarrier, *tensors: Tensor | None
 ) -> SSDPlan:
     """Return the plan of forward, whose output is y. ``tensors``: Inputs, initial or None, final or None,
     saved_buffer."""
     plan = SSDPlan(carrier, shape, options, strides, layout, False)
-    buffers: list[Any] = [None if x is None else plan.input(x) for x in tensors]
+    buffers = plan.inputs(tensors)
     x, (initial, final, saved_buffer) = Inputs(*buffers[:-3]), buffers[-3:]
-    fwd_epoch, incoming = saved_parts(plan, saved_buffer)
+    fwd_epoch, incoming, *_ = plan.saved_parts(saved_buffer)
     y = plan.output(*x.x.shape, dtype=x.x.dtype)
     factors, scores = plan.factors(x), plan.scores(x)
     sums = plan.local_states(x.B, x.x, factors, incoming.states)
@@ -367,11 +358,11 @@ def backward_plan(
 
     The kernel that makes the chunks' states again needs no remote gradient and overlaps with the carry."""
     plan = SSDPlan(carrier, shape, options, strides, layout, True)
-    buffers: list[Any] = [None if t is None else plan.input(t) for t in tensors]
+    buffers = plan.inputs(tensors)
     x, (dy, dfinal, dinitial, saved_buffer) = Inputs(*buffers[:-4]), buffers[-4:]
     grads = Inputs(*[t if t is None else plan.output(*t.shape, dtype=t.dtype) for t in x])
-    fwd_epoch, incoming = saved_parts(plan, saved_buffer)
-    back = IncomingStates(*(plan.scratch(*of) for of, _ in shape.incoming(layout.num_segments)))
+    fwd_epoch, incoming, *_ = plan.saved_parts(saved_buffer)
+    back = plan.incoming_states()
     factors, scores = plan.factors(x), plan.scores(x)
     if x.z is not None:
         dout, dy = dy, plan.scratch(*dy.shape, dtype=dy.dtype)
