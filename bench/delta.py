@@ -319,12 +319,12 @@ def passes(T: int, H: int, K: int = 128) -> dict[str, float]:
     from fla.ops.common.chunk_delta_h import chunk_gated_delta_rule_bwd_dhu, chunk_gated_delta_rule_fwd_h
 
     from allscan.base.tiling import multiprocessors
+    from allscan.ops.carrier import IncomingStates
     from allscan.ops.delta.delta_passes import StatePass, delta_segment_length
     from allscan.ops.delta.records import (
         BoundaryStates,
         ChunkOperands,
         DeltaShape,
-        IncomingStates,
         LocalGrads,
         SavedStates,
     )

@@ -48,6 +48,15 @@ class CarriedState(NamedTuple):
     stamp: int = 0  # of the call, see tags.stamp
 
 
+class IncomingStates(NamedTuple):
+    """Each segment's incoming state from this rank's tokens and, if the rank has an incoming state, the gates or the
+    transition from the rank's entry to each segment and that incoming state."""
+
+    states: Any  # [segments, H, K, V]
+    through: Any = None  # [segments, H, K] or [segments, H, K, K]
+    prev: Any = None  # [states, H, K, V]
+
+
 class StateCarrier(Protocol):
     """An exclusive scan over the ranks, as operators use it."""
 
@@ -120,13 +129,14 @@ class AllScanCarrier:
         *,
         first_call_only: bool = False,
     ) -> AllScan:
+        return get_or_create_scan(self.comm, shape, agree, deferred, first_call_only, self._variant(shape))
+
+    def _variant(self, shape: Sequence[int] | None) -> ScanVariant:
         if self._dense:
-            variant = ScanVariant(None if shape is None else transition_tile(shape[-2]))
-        else:
-            # A scan program blocks large programs of other kernels from its multiprocessor, so use half of max_ctas
-            algorithm = "chain" if shape is None else self.comm.topology.algorithm_for(4 * math.prod(shape))
-            variant = ScanVariant(None, max(1, self.comm.max_ctas // 2), algorithm)
-        return get_or_create_scan(self.comm, shape, agree, deferred, first_call_only, variant)
+            return ScanVariant(None if shape is None else transition_tile(shape[-2]))
+        # A scan program blocks large programs of other kernels from its multiprocessor, so use half of max_ctas
+        algorithm = "chain" if shape is None else self.comm.topology.algorithm_for(4 * math.prod(shape))
+        return ScanVariant(None, max(1, self.comm.max_ctas // 2), algorithm)
 
     def stream(self, priority: int = SCANS) -> AbstractContextManager[Callable[[], None]]:
         return self.comm.streams.side(priority)
@@ -197,16 +207,8 @@ class AllScanCarrier:
 class InOrderCarrier(AllScanCarrier):
     """Carrier of calls with ``invariant=``: a chain over all segments in sequence order, see GLAPlan.carry_in_order."""
 
-    def prepare(
-        self,
-        shape: Sequence[int] | None,
-        agree: tuple[Any, ...] | None = None,
-        deferred: DeferredError | None = None,
-        *,
-        first_call_only: bool = False,
-    ) -> AllScan:
-        tile = transition_tile(shape[-2]) if self._dense and shape is not None else None
-        return get_or_create_scan(self.comm, shape, agree, deferred, first_call_only, ScanVariant(tile))
+    def _variant(self, shape: Sequence[int] | None) -> ScanVariant:
+        return super()._variant(shape) if self._dense else ScanVariant()
 
     def record_halves(
         self,
@@ -248,12 +250,18 @@ def check_invariant(comm: Communicator, invariant: object, zigzag: int) -> int:
             f"invariant={invariant} does not support per_document=True: each document is cut into 2P chunks, which "
             f"would have to be multiples of it: no document could have less than {2 * comm.size * invariant} tokens"
         )
-    if invariant and comm.algorithm in ("rails", "recursive_doubling"):
-        raise ValueError(
-            f'invariant={invariant} requires a communicator with algorithm="auto" or "chain", got {comm.algorithm!r}: '
-            "others do not add in the order of the sequence"
-        )
+    if invariant:
+        check_in_order(comm, f"invariant={invariant}")
     return invariant
+
+
+def check_in_order(comm: Communicator, what: str) -> None:
+    """Raise ValueError if the communicator's algorithm does not add in the order of the sequence."""
+    if comm.algorithm in ("rails", "recursive_doubling"):
+        raise ValueError(
+            f'{what} requires a communicator with algorithm="auto" or "chain", got {comm.algorithm!r}: others do not '
+            "add in the order of the sequence"
+        )
 
 
 def check_cut(comm: Communicator, T: int, invariant: int, zigzag: int) -> None:

@@ -16,9 +16,9 @@ from allscan import device
 from allscan.base.tiling import default_tile, scan_num_warps, transition_blocks, transition_tile
 from allscan.bindings import nvshmem_device as nvshmem
 from allscan.bindings.versions import number, nvshmem_version
-from allscan.ops.carrier import AllScanCarrier
+from allscan.ops.carrier import AllScanCarrier, IncomingStates
 from allscan.ops.delta import delta_passes
-from allscan.ops.delta.records import BoundaryStates, ChunkOperands, DeltaShape, IncomingStates, LocalGrads
+from allscan.ops.delta.records import BoundaryStates, ChunkOperands, DeltaShape, LocalGrads
 from allscan.shmem_kernels import (
     blocks,
     delta_state,

@@ -22,8 +22,8 @@ from ...shmem_kernels.delta_state import (
 )
 from ...shmem_kernels.segments import delta_segments_kernel
 from ...tokens.packing import CHUNK_TOKENS, Layout
-from ..carrier import AllScanCarrier, CarriedState, InOrderCarrier
-from .records import BoundaryStates, ChunkOperands, DeltaShape, IncomingStates, LocalGrads, SavedStates
+from ..carrier import AllScanCarrier, CarriedState, IncomingStates, InOrderCarrier
+from .records import BoundaryStates, ChunkOperands, DeltaShape, LocalGrads, SavedStates
 
 PRECISION = {torch.bfloat16: "bf16", torch.float16: "tf32x3", torch.float32: "tf32x3"}  # see gla_plans
 

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from ...comm.communicator import Communicator
 from ...tokens.packing import CHUNK_TOKENS, Layout
+from ..carrier import IncomingStates
 from .delta_passes import StatePass
-from .records import BoundaryStates, ChunkOperands, DeltaShape, IncomingStates, Inputs, LocalGrads, SavedStates
+from .records import BoundaryStates, ChunkOperands, DeltaShape, Inputs, LocalGrads, SavedStates
 
 
 def of_heads(x: Tensor, HK: int) -> Tensor:
@@ -88,9 +89,7 @@ class KDA(FlaPass):
             q=q, k=k, v=v, v_new=v_new, g=sums, beta=beta, A=solved, **of_states, **self.options
         )
         of_chunks = dict(dAqk=d_scores, dAkk=d_solved, dq=dq, dk=dk, db=dbeta, dg=dg, safe_gate=self.safe)
-        dq, dk, dbeta, dg = chunk_kda_bwd_intra(
-            q=q, k=k, g=sums, beta=beta, **of_chunks, safe_gate=self.safe, **self.options
-        )
+        dq, dk, dbeta, dg = chunk_kda_bwd_intra(q=q, k=k, g=sums, beta=beta, **of_chunks, **self.options)
         return Inputs(dq, dk, dv, self.suffix_sums(dg), dbeta)
 
 

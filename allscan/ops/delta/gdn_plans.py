@@ -19,9 +19,10 @@ from ...shmem_kernels.gdn import (
     scalar_summary_kernel,
 )
 from ...tokens.packing import CHUNK_TOKENS, Layout
+from ..carrier import IncomingStates
 from .delta_passes import _words, planned
 from .kda_plans import ChunkPass
-from .records import BoundaryStates, DeltaShape, IncomingStates, Inputs, LocalGrads, SavedStates
+from .records import BoundaryStates, DeltaShape, Inputs, LocalGrads, SavedStates
 
 
 def scalar_blocks(BK: int, BV_max: int, dtype: torch.dtype) -> dict[str, dict[str, int]]:

@@ -12,8 +12,9 @@ from ...launch.plan import Buffer, Plan
 from ...shmem_kernels.kda_bwd import gradient_kernel, pairs_kernel
 from ...shmem_kernels.kda_fwd import anchors_kernel, operands_kernel, output_kernel
 from ...tokens.packing import CHUNK_TOKENS, Layout, chunk_weights
+from ..carrier import IncomingStates
 from .delta_passes import StatePass, _words, planned
-from .records import BoundaryStates, ChunkOperands, DeltaShape, IncomingStates, Inputs, LocalGrads, SavedStates
+from .records import BoundaryStates, ChunkOperands, DeltaShape, Inputs, LocalGrads, SavedStates
 
 
 def chunk_blocks(BK: int, BV_max: int, dtype: torch.dtype) -> dict[str, dict[str, int]]:

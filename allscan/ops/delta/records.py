@@ -53,15 +53,6 @@ class BoundaryStates(NamedTuple):
     outputs: Any
 
 
-class IncomingStates(NamedTuple):
-    """Each segment's incoming state from this rank's tokens and, if the rank has an incoming state, the transition from
-    the rank's entry to each segment and that incoming state."""
-
-    states: Any
-    through: Any = None
-    prev: Any = None
-
-
 class DeltaShape(NamedTuple):
     """Shape of a StatePass. It sends B states of H heads; with ``zigzag`` 2 * B, for the first and for the second half
     of the tokens of each batch entry or document. scalar: there is one gate per token and head, and k and q, of HK

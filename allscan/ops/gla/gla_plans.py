@@ -29,7 +29,7 @@ from ...shmem_kernels.gla_fwd import (
 from ...shmem_kernels.gla_strong import strong_decay_grad_kernel, strong_decay_kernel
 from ...shmem_kernels.segments import gated_segments_kernel
 from ...tokens.packing import CHUNK_TOKENS, Layout, carried_states, most_segments, segment_length
-from ..carrier import CarriedState, InOrderCarrier, StateCarrier
+from ..carrier import CarriedState, IncomingStates, InOrderCarrier, StateCarrier
 
 # Tokens of a sub-block (on a GPU its token pairs fill the registers) and of a step of keys_kernel. Larger on CPUs:
 # the interpreter's time grows with the number of operations.
@@ -155,14 +155,6 @@ class Chunks(NamedTuple):
     k_out: Buffer
     q_in: Buffer
     a: Buffer
-
-
-class IncomingStates(NamedTuple):
-    """Each segment's incoming state from this rank's tokens, the gates of each segment, this rank's incoming state."""
-
-    states: Buffer
-    gates: Buffer
-    prev: Buffer
 
 
 class CarryPlan(Plan):

@@ -22,8 +22,8 @@ from ...shmem_kernels.ssd_bwd import (
 )
 from ...shmem_kernels.ssd_fwd import ssd_output_kernel, ssd_scores_kernel, ssd_state_kernel, ssd_steps_kernel
 from ...tokens.packing import CHUNK_TOKENS, Layout
-from ..carrier import StateCarrier
-from ..gla.gla_plans import CarryPlan, IncomingStates, Shape
+from ..carrier import IncomingStates, StateCarrier
+from ..gla.gla_plans import CarryPlan, Shape
 
 SPLIT_HEADS = 32  # most heads whose contributions to dB and dC one program adds up
 LONGEST, SHORTEST = 4096, 512  # tokens of a segment on a GPU
@@ -98,14 +98,7 @@ class Inputs(NamedTuple):
     dt_bias: Any = None
 
 
-class Strides(NamedTuple):
-    """Elements from one token to the next, of the tensors that kernels read by their strides."""
-
-    x: int
-    dt: int
-    B: int
-    C: int
-    z: int
+STRIDED = "x", "dt", "B", "C", "z"  # Inputs that kernels read by their strides
 
 
 class SSDPlan(CarryPlan):
@@ -114,7 +107,7 @@ class SSDPlan(CarryPlan):
     shape: SSDShape
 
     def __init__(
-        self, carrier: StateCarrier, shape: SSDShape, options: Options, strides: Strides, layout: Layout, reverse: bool
+        self, carrier: StateCarrier, shape: SSDShape, options: Options, strides: Inputs, layout: Layout, reverse: bool
     ) -> None:
         super().__init__(carrier, shape, layout, reverse)
         self.options, self.strides = options, strides
@@ -332,7 +325,7 @@ def per_channel(D: Any) -> bool:
 
 
 def forward_plan(
-    shape: SSDShape, options: Options, strides: Strides, layout: Layout, carrier: StateCarrier, *tensors: Tensor | None
+    shape: SSDShape, options: Options, strides: Inputs, layout: Layout, carrier: StateCarrier, *tensors: Tensor | None
 ) -> SSDPlan:
     """Return the plan of forward, whose output is y. ``tensors``: Inputs, initial or None, final or None,
     saved_buffer."""
@@ -351,7 +344,7 @@ def forward_plan(
 
 
 def backward_plan(
-    shape: SSDShape, options: Options, strides: Strides, layout: Layout, carrier: StateCarrier, *tensors: Tensor | None
+    shape: SSDShape, options: Options, strides: Inputs, layout: Layout, carrier: StateCarrier, *tensors: Tensor | None
 ) -> SSDPlan:
     """Return the plan of backward, whose outputs are the gradients of the Inputs that are not None. ``tensors``:
     Inputs, dy, dfinal or None, dinitial or None, saved_buffer.
@@ -378,24 +371,24 @@ def backward_plan(
     return plan
 
 
-def strides_of(tensors: Sequence[Tensor | None]) -> tuple[list[Tensor | None], Strides]:
-    """Return Inputs as kernels take them, and their strides. A view of a tensor's columns is taken as it is; what is
-    not [tokens, a row] in memory is copied."""
+def strides_of(tensors: Sequence[Tensor | None]) -> tuple[list[Tensor | None], Inputs]:
+    """Return Inputs as kernels take them, and the elements from one token to the next of those in STRIDED. A view of a
+    tensor's columns is taken as it is; what is not [tokens, a row] in memory is copied."""
     taken: list[Tensor | None] = []
-    strides: dict[str, int] = {}
+    strides: dict[str, int] = dict.fromkeys(Inputs._fields, 0)
     for name, x in zip(Inputs._fields, tensors):
         if x is None:
             taken.append(None)
             continue
         x = x.resolve_neg() if x.is_neg() else x
-        if name in Strides._fields:
+        if name in STRIDED:
             stride = _token_stride(x)
             x = x.contiguous() if stride is None else x
             strides[name] = math.prod(x.shape[2:]) if stride is None else stride
         elif not x.is_contiguous():
             x = x.contiguous()
         taken.append(x)
-    return taken, Strides(**{name: strides.get(name, 0) for name in Strides._fields})
+    return taken, Inputs(**strides)
 
 
 def _token_stride(x: Tensor) -> int | None:
