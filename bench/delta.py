@@ -319,8 +319,15 @@ def passes(T: int, H: int, K: int = 128) -> dict[str, float]:
     from fla.ops.common.chunk_delta_h import chunk_gated_delta_rule_bwd_dhu, chunk_gated_delta_rule_fwd_h
 
     from allscan.base.tiling import multiprocessors
+    from allscan.ops.carrier import IncomingStates
     from allscan.ops.delta.delta_passes import StatePass, delta_segment_length
-    from allscan.ops.delta.records import BoundaryStates, ChunkOperands, DeltaShape, LocalGrads, SavedStates
+    from allscan.ops.delta.records import (
+        BoundaryStates,
+        ChunkOperands,
+        DeltaShape,
+        LocalGrads,
+        SavedStates,
+    )
     from allscan.tokens.partition import OwnTokens, find_layout
 
     with allscan.Communicator() as comm:
@@ -343,8 +350,8 @@ def passes(T: int, H: int, K: int = 128) -> dict[str, float]:
 
         def backward():
             between = ChunkOperands(k, w, u, sums, q)
-            _, _, incoming = ours.turn(between, LocalGrads(do, None, scores), None, saved_states, scale)
-            ours.backward(between, LocalGrads(do, dv), incoming, None, scale)
+            _, _, *incoming = ours.turn(between, LocalGrads(do, None, scores), None, saved_states, scale)
+            ours.backward(between, LocalGrads(do, dv), IncomingStates(*incoming), None, scale)
 
         def fla_forward():
             return chunk_gated_delta_rule_fwd_h(k=k, w=w, u=u, gk=sums)

@@ -21,6 +21,7 @@ from ..scan.agreement import ScanVariant, get_or_create_scan
 from ..scan.fwd_epochs import borrow_fwd_epoch, new_fwd_epochs
 from ..scan.segment_launches import Direction, Segments, SegmentScans, outer_products, row_sums
 from .allscan import JoinBackward
+from .carrier import check_in_order
 
 NAME = "allscan_segments()"
 
@@ -115,11 +116,7 @@ def _check(comm: Communicator, parts: list[Segments], initial_state: Any, both: 
     """Raise TypeError or ValueError for arguments that are wrong on this rank."""
     if both:
         raise ValueError('layout="zigzag" does not support reverse=True')
-    if comm.algorithm in ("rails", "recursive_doubling"):
-        raise ValueError(
-            f'{NAME} requires a communicator with algorithm="auto" or "chain", got {comm.algorithm!r}: others do not '
-            "add in the order of the sequence"
-        )
+    check_in_order(comm, NAME)
     shape: tuple[int, ...] | None = None
     for states, decays, transitions in parts:
         check_tensor("states", states, None, comm.device)

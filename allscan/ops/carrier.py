@@ -49,6 +49,15 @@ class CarriedState(NamedTuple):
     stamp: int = 0  # of the call, see tags.stamp
 
 
+class IncomingStates(NamedTuple):
+    """Each segment's incoming state from this rank's tokens and, if the rank has an incoming state, the gates or the
+    transition from the rank's entry to each segment and that incoming state."""
+
+    states: Any  # [segments, H, K, V]
+    through: Any = None  # [segments, H, K] or [segments, H, K, K]
+    prev: Any = None  # [states, H, K, V]
+
+
 class StateCarrier(Protocol):
     """An exclusive scan over the ranks, as operators use it."""
 
@@ -122,13 +131,14 @@ class AllScanCarrier:
         *,
         first_call_only: bool = False,
     ) -> AllScan:
+        return get_or_create_scan(self.comm, shape, agree, deferred, first_call_only, self._variant(shape))
+
+    def _variant(self, shape: Sequence[int] | None) -> ScanVariant:
         if self._dense:
-            variant = ScanVariant(None if shape is None else transition_tile(shape[-2]))
-        else:
-            # A scan program blocks large programs of other kernels from its multiprocessor, so use half of max_ctas
-            algorithm = "chain" if shape is None else self.comm.topology.algorithm_for(4 * math.prod(shape))
-            variant = ScanVariant(None, max(1, self.comm.max_ctas // 2), algorithm)
-        return get_or_create_scan(self.comm, shape, agree, deferred, first_call_only, variant)
+            return ScanVariant(None if shape is None else transition_tile(shape[-2]))
+        # A scan program blocks large programs of other kernels from its multiprocessor, so use half of max_ctas
+        algorithm = "chain" if shape is None else self.comm.topology.algorithm_for(4 * math.prod(shape))
+        return ScanVariant(None, max(1, self.comm.max_ctas // 2), algorithm)
 
     def stream(self, priority: int = SCANS) -> AbstractContextManager[Callable[[], None]]:
         return self.comm.streams.side(priority)
@@ -200,54 +210,37 @@ class AllScanCarrier:
 class InOrderCarrier(AllScanCarrier):
     """Carrier of calls with ``invariant=``: a chain over all segments in sequence order, see GLAPlan.carry_in_order."""
 
-    def prepare(
-        self,
-        shape: Sequence[int] | None,
-        agree: tuple[Any, ...] | None = None,
-        deferred: DeferredError | None = None,
-        *,
-        first_call_only: bool = False,
-    ) -> AllScan:
-        tile = transition_tile(shape[-2]) if self._dense and shape is not None else None
-        return get_or_create_scan(self.comm, shape, agree, deferred, first_call_only, ScanVariant(tile))
-
-    def record_segments(
-        self, plan: Plan, kernel: Any, buffers: Sequence[Buffer | None], use: ChannelUse, **fixed: Any
-    ) -> None:
-        """Record a scan by a kernel of shmem_kernels/segments.py. The last two buffers are the outgoing state and the
-        forward epoch."""
-        present = [x for x in buffers if x is not None]
-        scan = self.prepare(present[-2].shape)
-        launcher = scan.launcher
-        kernel = launcher.linked(kernel)
-        fixed |= {name: None for name, x in zip(kernel.arg_names, buffers) if x is None}
-        if self._dense:
-            fixed |= dense_blocks(scan.tile[0])
-        else:
-            fixed["num_warps"] = launcher.num_warps
-        launcher.record_launch(plan, Launch(kernel, (launcher.segment_programs,), **fixed), present, use)
+    def _variant(self, shape: Sequence[int] | None) -> ScanVariant:
+        return super()._variant(shape) if self._dense else ScanVariant()
 
     def record_halves(
         self,
         plan: Plan,
         kernel: Any,
         buffers: Sequence[Buffer | None],
-        back: Sequence[Buffer],
+        fwd_epoch: Buffer,
+        zigzag: bool,
         stamp: int,
         **fixed: Any,
     ) -> None:
-        """Record one scan over segments for each half of this rank's tokens (without the zigzag layout one for all
-        tokens), with REVERSE from the last half. ``buffers``: the first buffers of the kernel. ``back``: the outgoing
-        state of each half, and the forward epochs. On the last rank the outgoing state of the first scan is the
-        incoming state of the second."""
-        *outgoing, fwd_epoch = back
-        halves, reverse = len(outgoing), fixed["REVERSE"]
+        """Record one scan by a kernel of shmem_kernels/segments.py for each half of this rank's tokens (without the
+        zigzag layout one for all tokens), with REVERSE from the last half. ``buffers``: the first buffers of the
+        kernel. On the last rank the outgoing state of the first scan is the incoming state of the second."""
+        halves, reverse, last = 1 + zigzag, fixed["REVERSE"], self.comm.rank == self.comm.size - 1
+        outgoing = [plan.scratch(fixed["STATES"] * fixed["H"], fixed["K"], fixed["V"]) for _ in range(halves)]
+        scan = self.prepare(outgoing[0].shape)
+        launcher = scan.launcher
+        kernel = launcher.linked(kernel)
+        fixed |= dense_blocks(scan.tile[0]) if self._dense else dict(num_warps=launcher.num_warps)
         outgoing_state = None
         for i in range(halves):
-            half, against = halves - 1 - i if reverse else i, i == 1 if halves == 2 else reverse
-            segment_buffers = *buffers, outgoing_state, outgoing[half], plan.view(fwd_epoch, 2 * half, 1)
-            self.record_segments(plan, kernel, segment_buffers, ChannelUse(against, reverse, stamp), HALF=half, **fixed)
-            outgoing_state = outgoing[half] if self.comm.rank == self.comm.size - 1 else None
+            half, against = halves - 1 - i if reverse else i, i == 1 if zigzag else reverse
+            pointers = *buffers, outgoing_state, outgoing[half], plan.view(fwd_epoch, 2 * half, 1)
+            unused = {name: None for name, x in zip(kernel.arg_names, pointers) if x is None}
+            launch = Launch(kernel, (launcher.segment_programs,), HALF=half, **fixed, **unused)
+            present = [x for x in pointers if x is not None]
+            launcher.record_launch(plan, launch, present, ChannelUse(against, reverse, stamp))
+            outgoing_state = outgoing[half] if last else None
 
 
 def check_invariant(comm: Communicator, invariant: object, zigzag: int) -> int:
@@ -260,12 +253,18 @@ def check_invariant(comm: Communicator, invariant: object, zigzag: int) -> int:
             f"invariant={invariant} does not support per_document=True: each document is cut into 2P chunks, which "
             f"would have to be multiples of it: no document could have less than {2 * comm.size * invariant} tokens"
         )
-    if invariant and comm.algorithm in ("rails", "recursive_doubling"):
-        raise ValueError(
-            f'invariant={invariant} requires a communicator with algorithm="auto" or "chain", got {comm.algorithm!r}: '
-            "others do not add in the order of the sequence"
-        )
+    if invariant:
+        check_in_order(comm, f"invariant={invariant}")
     return invariant
+
+
+def check_in_order(comm: Communicator, what: str) -> None:
+    """Raise ValueError if the communicator's algorithm does not add in the order of the sequence."""
+    if comm.algorithm in ("rails", "recursive_doubling"):
+        raise ValueError(
+            f'{what} requires a communicator with algorithm="auto" or "chain", got {comm.algorithm!r}: others do not '
+            "add in the order of the sequence"
+        )
 
 
 def check_cut(comm: Communicator, T: int, invariant: int, zigzag: int) -> None:

@@ -154,7 +154,8 @@ def _traceable(
 
 def _eager_halo(x: Xs, comm: Communicator, options: Options) -> Any:
     with comm.call(options.reverse, "halo()", x):
-        return _halo(x, comm, options)
+        out = _halo(x if isinstance(x, tuple) else (x,), comm, options)
+        return out if isinstance(x, tuple) else out[0]
 
 
 _not_traced = dynamo_disabled(_eager_halo)
@@ -163,27 +164,24 @@ _not_traced = dynamo_disabled(_eager_halo)
 def halo_from_boundary_tokens(x: Xs, T: int, n: int, *, comm: Communicator, layout: str, **where: Any) -> Xs:
     """Run ``halo`` for this rank's ``T`` tokens; x has only their edges: the last n tokens, or all if fewer, of each
     half or of each document's pieces. where: cu_seqlens, first_token, per_document."""
-    with comm.call(False, "halo()", x):
-        return _halo(x, comm, Options(n, layout=layout, T=T, **where))
+    found: Xs = _eager_halo(x, comm, Options(n, layout=layout, T=T, **where))
+    return found
 
 
-def _halo(x: Xs, comm: Communicator, options: Options) -> Any:
-    xs: Any = x if isinstance(x, tuple) else (x,)
-    several = isinstance(x, tuple)
+def _halo(xs: tuple[Tensor, ...], comm: Communicator, options: Options) -> tuple[Tensor, ...]:
     n, reverse, cu_seqlens, first_token, layout, per_document, T = options
     cached = cu_seqlens is None and type(n) is int and type(layout) is str
     cached = cached and not (comm.debug or (wants_gradient(xs) and inference_tensors(xs)))
     where: tuple[object, ...] = (n, reverse, first_token is None, layout, per_document, T) if cached else ()
     signature = "halo", *signature_of(*xs), *where
-    found = comm.checked.get(signature) if cached else None
-    if found is None:
-        n, cu_seqlens, first_token, found = _check_halo(xs, comm, options)
+    stamp_of_call = comm.checked.get(signature) if cached else None
+    if stamp_of_call is None:
+        n, cu_seqlens, first_token, stamp_of_call = _check_halo(xs, comm, options)
         if cached:
-            comm.checked.remember(signature, found)
-    comm.order.stamp = found
+            comm.checked.remember(signature, stamp_of_call)
+    comm.order.stamp = stamp_of_call
     if per_document:
-        out = _of_documents(xs, n, comm, reverse, boundaries_on_host(cu_seqlens), first_token, T)
-        return out if several else out[0]
+        return _of_documents(xs, n, comm, reverse, boundaries_on_host(cu_seqlens), first_token, T)
     zigzag, tokens = layout == "zigzag", xs[0].shape[1]
     halves = 1 + zigzag
     edges, decay = _edges(xs, n, halves, reverse), _decay(tokens // halves, n, reverse)
@@ -196,8 +194,7 @@ def _halo(x: Xs, comm: Communicator, options: Options) -> Any:
         found = torch.cat(pair[::-1] if reverse else pair, 1)
     if inside is not None:
         found = torch.where(inside, found, 0.0)
-    out = _from_edges(found, xs, halves * n)
-    return out if several else out[0]
+    return _from_edges(found, xs, halves * n)
 
 
 def _check_halo(xs: Sequence[Tensor], comm: Communicator, options: Options) -> tuple[int, Any, int | None, int]:
@@ -372,14 +369,18 @@ def _inside(
         return None
     lengths, half = boundaries_on_host(cu_seqlens), T // (1 + zigzag)
     first = partition_start(comm, lengths, T, first_token, zigzag)
-    starts = [first, lengths[-1] - first - half][: 1 + zigzag]
-    key = ("halo", first, T, lengths, n, reverse, zigzag)
-    ranges = [(a, a + half) for a in starts]
 
     def make() -> Tables:
-        return Tables([_same_sequence(ranges, n, reverse, lengths)], comm.device)
+        table = []
+        for begin in [first, lengths[-1] - first - half][: 1 + zigzag]:
+            end = begin + half
+            here = end - 1 if reverse else begin  # the token next to the boundary; without tokens: the boundary
+            pairs = ((a, b) for a, b in zip(lengths, lengths[1:]) if (a <= here < b if half else a < begin < b))
+            a, b = next(pairs, (0, 0))
+            table += [[a <= t < b] for t in (range(end, end + n) if reverse else range(begin - n, begin))]
+        return Tables([torch.tensor(table, device="cpu")], comm.device)
 
-    return cached_table(comm, key, make).tensors[0]
+    return cached_table(comm, ("halo", first, T, lengths, n, reverse, zigzag), make).tensors[0]
 
 
 def _forward(
@@ -481,17 +482,3 @@ def _bits(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _shapes(xs: Sequence[Tensor]) -> str:
     return ", ".join(str(tuple(x.shape)) for x in xs)
-
-
-def _same_sequence(tokens: Any, n: int, reverse: bool, lengths: Sequence[int]) -> Tensor:
-    """Return [n, 1] for each (first, end) of this rank's token ranges: whether a token beyond the shard boundary
-    belongs to the sequence of this rank's token there. A rank without tokens uses the sequence that spans the
-    boundary."""
-    table = []
-    for first, end in tokens:
-        here = end - 1 if reverse else first  # the token next to the boundary
-        found = ((a, b) for a, b in zip(lengths, lengths[1:]) if (a <= here < b if first < end else a < first < b))
-        begin, finish = next(found, (0, 0))
-        places = range(end, end + n) if reverse else range(first - n, first)
-        table += [[begin <= t < finish] for t in places]
-    return torch.tensor(table, device="cpu")

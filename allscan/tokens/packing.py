@@ -153,7 +153,7 @@ class Layout(Tables):
 
     states: number of states sent, equally many of each of ``halves`` (2 in the zigzag layout). In the tables and in
     memory the states of the first half come first. fla: add the tables that fla's functions take for packed sequences,
-    see ``fla_chunks.Local``.
+    see ``fla_chunks.FlaPass``.
     """
 
     def __init__(

@@ -24,7 +24,7 @@ from ..ops.delta.delta_operator import DELTA
 from ..ops.delta.delta_passes import delta_segment_length
 from ..ops.delta.gdn_plans import ScalarChunkPass
 from ..ops.delta.kda_plans import ChunkPass
-from ..ops.delta.records import BoundaryStates, DeltaShape, Inputs, OutputGrads, Saved, SavedStates
+from ..ops.delta.records import BoundaryStates, DeltaShape, Inputs, LocalGrads, SavedStates
 from ..ops.gla.gla_operator import GLA
 from ..ops.gla.gla_plans import backward_plan, forward_plan, shape_of
 from ..ops.operator import Call
@@ -161,9 +161,9 @@ def delta_peak(layer: Recurrent, cut: Cut) -> Peak:
     x = Inputs(q, q, v, g[..., 0] if scalar else g, beta)
     transitions, incoming = _of_meta([segments, H, K], [K, V], torch.float32)
     saved_states = SavedStates(transitions, incoming, torch.empty(FWD_EPOCHS, dtype=torch.int64, device="meta"))
-    saved, outer = Saved(scores, scores), OutputGrads(v, None, None)
-    forward, _ = states.recorded(states.record_forward, x, BoundaryStates(None, None), saved_states, scale=1.0)
-    backward, _ = states.recorded(states.record_backward, x, saved, outer, saved_states, scale=1.0)
+    d, ends = LocalGrads(v, None, scores, scores), BoundaryStates(None, None)
+    forward, _ = states.recorded("whole_forward", x, ends, saved_states, 1.0)
+    backward, _ = states.recorded("whole_backward", x, d, ends, saved_states, 1.0)
     stays = sum(y.nbytes for y in (v, scores, scores, transitions, incoming))
     gradients = sum(y.numel() * y.element_size() for y in x)
     return Peak(stays + forward.bytes, stays + max(forward.bytes, gradients + backward.bytes), stays)

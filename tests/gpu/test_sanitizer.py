@@ -26,7 +26,7 @@ import torch  # noqa: E402
 
 import allscan  # noqa: E402
 from allscan.launch.streams import Streams  # noqa: E402
-from allscan.ops.carrier import AllScanCarrier  # noqa: E402
+from allscan.ops.carrier import AllScanCarrier, IncomingStates  # noqa: E402
 from allscan.ops.delta import delta_passes  # noqa: E402
 from allscan.ops.delta.records import BoundaryStates, ChunkOperands, DeltaShape, LocalGrads  # noqa: E402
 from allscan.reference import allscan_reference  # noqa: E402
@@ -107,8 +107,8 @@ def delta_kernels() -> None:
         h, v_new = states.forward(between._replace(q=None), BoundaryStates(None, None), saved_states)
         scores = torch.randn(1, T, H, 64, device="cuda", dtype=dtype)
         d = LocalGrads(do, dv) if scalar else LocalGrads(do, None, scores)
-        *_, incoming = states.turn(between, d, None, saved_states, 0.1)
-        dh, dv = states.backward(between, LocalGrads(do, dv), incoming, None, 0.1)
+        _, _, *incoming = states.turn(between, d, None, saved_states, 0.1)
+        dh, dv = states.backward(between, LocalGrads(do, dv), IncomingStates(*incoming), None, 0.1)
         if scalar:
             gradients = states.gradients(between, v_new, LocalGrads(do, dv), (h, dh), 0.1)
             assert all(x.isfinite().all() for x in gradients)

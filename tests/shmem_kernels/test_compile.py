@@ -16,7 +16,7 @@ from allscan import device
 from allscan.base.tiling import default_tile, scan_num_warps, transition_blocks, transition_tile
 from allscan.bindings import nvshmem_device as nvshmem
 from allscan.bindings.versions import number, version_of
-from allscan.ops.carrier import AllScanCarrier
+from allscan.ops.carrier import AllScanCarrier, IncomingStates
 from allscan.ops.delta import delta_passes
 from allscan.ops.delta.records import BoundaryStates, ChunkOperands, DeltaShape, LocalGrads
 from allscan.shmem_kernels import (
@@ -475,8 +475,8 @@ def launch_states(K, V, scalar, monkeypatch, capability):
         LocalGrads(wide, wide),
         torch.zeros(1, T, H, 64, dtype=dtype),
     )
-    _, _, incoming = states.turn(between, d if scalar else LocalGrads(wide, None, scores), outside, kept, 0.1)
-    states.backward(between, d, incoming, outside, 0.1)
+    _, _, *incoming = states.turn(between, d if scalar else LocalGrads(wide, None, scores), outside, kept, 0.1)
+    states.backward(between, d, IncomingStates(*incoming), outside, 0.1)
     if scalar:
         chunks = torch.zeros(layout.num_chunks, H, K, V, dtype=dtype)
         states.gradients(between, wide, d, (chunks, chunks), 0.1)

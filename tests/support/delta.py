@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 import allscan
 from allscan.base.tiling import multiprocessors
-from allscan.ops.carrier import AllScanCarrier
+from allscan.ops.carrier import AllScanCarrier, IncomingStates
 from allscan.ops.delta.delta_checks import shapes_of
 from allscan.ops.delta.delta_passes import delta_segment_length
 from allscan.ops.delta.delta_prepared import state_pass
@@ -251,11 +251,12 @@ def pass_case(group, case: DeltaCase):
         h, v_new = passes.forward(between._replace(q=None), BoundaryStates(whole.initial, found_final), saved_states)
         scale, turned = K**-0.5, []
         for d in (LocalGrads(do, dv), LocalGrads(do, None, scores)):
-            *again, incoming = passes.turn(between, d, whole.dfinal, saved_states, scale)
+            *again, incoming, through, prev = passes.turn(between, d, whole.dfinal, saved_states, scale)
             assert torch.equal(h, again[0]) and torch.equal(v_new, again[1])
-            turned.append(incoming[0])
+            turned.append(incoming)
         if dtype == F32:
             assert relative(turned[0], turned[1].double()) < 1e-5
+        incoming = IncomingStates(incoming, through, prev)
         dh, dv_new = passes.backward(between, LocalGrads(do, dv), incoming, found_dinitial, scale)
         comm.barrier()
         first, last = owners(tokens, lengths, 1)

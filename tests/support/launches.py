@@ -14,10 +14,10 @@ from allscan.bindings.triton_compat import OPTIONS
 from allscan.launch.streams import Streams
 from allscan.ops import operator
 from allscan.ops.delta import delta_passes, gdn_plans, kda_plans
-from allscan.ops.delta.records import BoundaryStates, DeltaShape, Inputs, OutputGrads, Saved
+from allscan.ops.delta.records import BoundaryStates, DeltaShape, Inputs, LocalGrads
 from allscan.ops.gla import GLA, gla_operator, gla_plans
 from allscan.ops.operator import Call
-from allscan.ops.ssd import ssd_operator, ssd_plans
+from allscan.ops.ssd import ssd_plans
 from allscan.ops.ssd.ssd_operator import SSD
 from allscan.shmem_kernels.gla_strong import strong_decay_grad_kernel, strong_decay_kernel
 from allscan.shmem_kernels.ssd_bwd import ssd_gradients_kernel, ssd_sums_kernel
@@ -179,12 +179,12 @@ def launch_ssd(H, G, P, N, dtype, monkeypatch, z=False, channels=False, T=130):
             if name.endswith("_kernel") and not isinstance(kernel, Launches):
                 monkeypatch.setattr(module, name, Launches(kernel))
     layout = Layout([TokenRange(0, T, flags=flags_of(True, True))], 1, 1024, "cpu")
-    find = ssd_operator._shape
+    find = SSD.shape
 
     def on_gpu(*arguments):
         return dataclasses.replace(find(*arguments), device="cuda", num_sms=H100_MULTIPROCESSORS)
 
-    monkeypatch.setattr(ssd_operator, "_shape", on_gpu)
+    monkeypatch.setattr(SSD, "shape", on_gpu)
     monkeypatch.setattr(operator, "carrier_of", lambda *_: NoCarrier())
     monkeypatch.setattr(operator, "check_first", lambda *_: None)
     monkeypatch.setattr(operator, "find_layout", lambda *_, **__: layout)
@@ -249,5 +249,6 @@ def launch_chunks(K, V, dtype, scalar, monkeypatch, capability=90):
     beta = torch.zeros(1, T, H)
     kept = saved_states_for(states)
     inputs = Inputs(x, x, v, beta if scalar else torch.zeros(1, T, H, K), beta)
-    _, *saved = states.whole_forward(inputs, BoundaryStates(outside, outside), kept, 0.1)
-    states.whole_backward(inputs, Saved(*saved), OutputGrads(v, outside, outside), kept, 0.1)
+    ends = BoundaryStates(outside, outside)
+    _, _, *solved = states.whole_forward(inputs, ends, kept, 0.1)
+    states.whole_backward(inputs, LocalGrads(v, None, *solved), ends, kept, 0.1)

@@ -11,22 +11,34 @@ from torch import Tensor
 from ...base.tiling import multiprocessors
 from ...bindings.versions import rejection
 from ...comm.communicator import Communicator
-from ...tokens.packing import carried_states
 from ..operator import Call, check_dtypes
 from .delta_passes import delta_segment_length
-from .fla_chunks import KDA, GatedDeltaNet
-from .kda_plans import OwnChunks
-from .records import InputTransforms
+from .fla_chunks import KDA, GatedDeltaNet, SafeKDA
+from .gdn_plans import ScalarChunkPass
+from .kda_plans import ChunkPass
 
-RULES: dict[str, KDA | GatedDeltaNet | OwnChunks] = {
-    "kda": KDA(),
-    "safe_kda": KDA(safe_gate=True),
-    "gated_delta_rule": GatedDeltaNet(),
-    "own_kda": OwnChunks(scalar=False),
-    "own_gated_delta_rule": OwnChunks(scalar=True),
+Pass = type[KDA] | type[GatedDeltaNet] | type[ChunkPass]
+RULES: dict[str, Pass] = {
+    "kda": KDA,
+    "safe_kda": SafeKDA,
+    "gated_delta_rule": GatedDeltaNet,
+    "own_kda": ChunkPass,
+    "own_gated_delta_rule": ScalarChunkPass,
 }
 TITLES = {rule: "zeco_" + rule.removeprefix("own_") for rule in RULES}  # public names
 CHUNKS = "fla", "allscan"  # values of chunk=
+
+
+class InputTransforms(NamedTuple):
+    """Options that prepare raw arguments, and of the implementation: see ``zeco_kda``."""
+
+    use_qk_l2norm_in_kernel: bool
+    use_gate_in_kernel: bool
+    use_beta_sigmoid_in_kernel: bool
+    allow_neg_eigval: bool
+    lower_bound: float | None
+    state_v_first: bool
+    chunk: str
 
 
 def check_options(rule: str, tensors: Sequence[Any], raw: InputTransforms, invariant: int) -> None:
@@ -45,7 +57,7 @@ def check_options(rule: str, tensors: Sequence[Any], raw: InputTransforms, invar
         raise ValueError("allow_neg_eigval requires use_beta_sigmoid_in_kernel=True")
     if raw.use_gate_in_kernel:
         _check_gate(rule, raw.lower_bound, (q, v, g, A_log, dt_bias))
-    if isinstance(RULES[rule], OwnChunks):
+    if RULES[rule].own:
         return
     if invariant:
         raise ValueError(f'with invariant={invariant} chunk must be "allscan", got {raw.chunk!r}')
@@ -89,8 +101,7 @@ def _check_gate(rule: str, lower_bound: Any, tensors: Sequence[Any]) -> None:
 def check_tensors(comm: Communicator, tensors: Sequence[Any], call: Call) -> None:
     """Raise TypeError or ValueError for inputs that are wrong on this rank."""
     q, k, v, g, beta, _ = tensors
-    own, scalar = isinstance(RULES[call.rule], OwnChunks), RULES[call.rule].scalar
-    if q.dtype == torch.bfloat16 and q.device.type == "cpu" and not own:
+    if q.dtype == torch.bfloat16 and q.device.type == "cpu" and not RULES[call.rule].own:
         raise TypeError(
             "q, k and v must be float32 or float16 on CPUs: Triton's interpreter, in which fla's kernels run there, "
             "miscomputes products of bfloat16"
@@ -106,7 +117,7 @@ def check_tensors(comm: Communicator, tensors: Sequence[Any], call: Call) -> Non
         raise ValueError(f"v must have a multiple of the {H} heads of q, got {HV}")
     if K > 256:
         raise ValueError(f"K must be at most 256, got {K}")
-    expected = dict(g=(B, T, HV) if scalar else (B, T, HV, K), beta=(B, T, HV))
+    expected = dict(g=(B, T, HV) if RULES[call.rule].scalar else (B, T, HV, K), beta=(B, T, HV))
     for name, x in dict(g=g, beta=beta).items():
         if x.shape != expected[name]:
             raise ValueError(f"{name} must be {list(expected[name])}, got {list(x.shape)}")
@@ -140,10 +151,6 @@ class Shapes(NamedTuple):
     @property
     def sequences(self) -> int:
         return self.boundaries - 1 if self.boundaries else self.B
-
-    def carried(self, zigzag: int) -> tuple[int, int, int]:
-        """Return the shape of the states that a rank sends."""
-        return carried_states(self.B, self.sequences, zigzag) * self.HV, self.K, self.V
 
     def segment_length(self) -> int:
         return self.invariant or delta_segment_length(self.B * self.T, self.HV, multiprocessors(self.device))

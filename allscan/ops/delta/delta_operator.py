@@ -13,11 +13,9 @@ from ...comm.communicator import Communicator
 from ...tokens.packing import CHUNK_TOKENS
 from ..carrier import StateCarrier
 from ..operator import Asked, Call, SequenceOperator
-from .delta_checks import RULES, TITLES, check_options, check_tensors, shapes_of
+from .delta_checks import RULES, TITLES, InputTransforms, check_options, check_tensors, shapes_of
 from .delta_prepared import PreparedDelta, saved_specs, state_specs, sums_and_chunks
-from .kda_plans import OwnChunks
-from .raw_inputs import Gate, gate, normalized
-from .records import InputTransforms
+from .raw_inputs import gate, normalized
 
 BETAS = torch.float32, torch.bfloat16, torch.float16  # dtypes of beta that fla's kernels support
 
@@ -182,7 +180,7 @@ class _Delta(SequenceOperator):
     outputs = "sums", "scores", "solved", "transitions", "incoming", "fwd_epoch"
     kept = "q", "k", "v", "beta", *outputs
     # sums: our own kernels save the gates in their place
-    kept_at = {rule: (0, 1, 2, 4, 3 if isinstance(of, OwnChunks) else 5, *range(6, 11)) for rule, of in RULES.items()}
+    kept_at = {rule: (0, 1, 2, 4, 3 if of.own else 5, *range(6, 11)) for rule, of in RULES.items()}
     dense = True
 
     def check_options(self, rule: str, tensors: Sequence[Any], asked: Asked, invariant: int) -> None:
@@ -204,9 +202,9 @@ class _Delta(SequenceOperator):
             q, k = normalized(q, k, handle)
         if raw.use_gate_in_kernel:
             A_log, dt_bias = plain_or_traced(A_log, dt_bias)
-            g = gate(g, Gate(A_log, dt_bias, raw.lower_bound), handle)
+            g = gate(g, handle, A_log, dt_bias, raw.lower_bound)
         if raw.use_beta_sigmoid_in_kernel:
-            beta = gate(beta, Gate(bound=2.0 if raw.allow_neg_eigval else 1.0), handle)
+            beta = gate(beta, handle, bound=2.0 if raw.allow_neg_eigval else 1.0)
         elif beta.dtype not in BETAS:
             beta = beta.float()
         return q, k, v, g, beta, initial_state
@@ -215,7 +213,7 @@ class _Delta(SequenceOperator):
         check_tensors(comm, tensors, call)
 
     def summed_gates(self, rule: str) -> int | None:
-        return None if isinstance(RULES[rule], OwnChunks) else CHUNK_TOKENS  # our kernels also support gates of -inf
+        return None if RULES[rule].own else CHUNK_TOKENS  # our kernels also support gates of -inf
 
     def make(
         self,
@@ -227,8 +225,7 @@ class _Delta(SequenceOperator):
         traced: bool,
     ) -> PreparedDelta:
         q, _, v, g, beta, _ = tensors
-        own = isinstance(RULES[call.rule], OwnChunks)  # our kernels save the gates, not their sums
-        dtypes = beta.dtype, g.dtype if own else torch.float32
+        dtypes = beta.dtype, g.dtype if RULES[call.rule].own else torch.float32  # own kernels save gates, not sums
         shapes = shapes_of(q, v, cu_seqlens, call.invariant)
         return PreparedDelta(carrier, shapes, cu_seqlens, first_token, call, dtypes, traced)
 
@@ -238,7 +235,7 @@ class _Delta(SequenceOperator):
         (q, *_, incoming, _), do, cu_seqlens, first_token, call = rest
         gate_dtype, beta_dtype = dtypes
         shapes = shapes_of(q, do, cu_seqlens, call.invariant)
-        of_saved = beta_dtype, gate_dtype if isinstance(RULES[call.rule], OwnChunks) else torch.float32
+        of_saved = beta_dtype, gate_dtype if RULES[call.rule].own else torch.float32
         specs = state_specs(shapes, call.zigzag)
         packed = cu_seqlens is not None and incoming.shape != specs[1][1]  # saved by an eager call
         segments = incoming.shape[0] if packed and incoming.ndim else None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,8 +22,8 @@ from ...shmem_kernels.delta_state import (
 )
 from ...shmem_kernels.segments import delta_segments_kernel
 from ...tokens.packing import CHUNK_TOKENS, Layout
-from ..carrier import AllScanCarrier, CarriedState, InOrderCarrier
-from .records import BoundaryStates, ChunkOperands, DeltaShape, IncomingStates, LocalGrads, SavedStates, Scratch
+from ..carrier import AllScanCarrier, CarriedState, IncomingStates, InOrderCarrier
+from .records import BoundaryStates, ChunkOperands, DeltaShape, LocalGrads, SavedStates
 
 PRECISION = {torch.bfloat16: "bf16", torch.float16: "tf32x3", torch.float32: "tf32x3"}  # see gla_plans
 
@@ -77,6 +78,26 @@ def blocks_of_cpus(BK: int, BV_max: int) -> dict[str, dict[str, int]]:
     )
 
 
+def planned(record: Callable[..., Sequence[Buffer | None]]) -> Callable[..., list[Any]]:
+    """A method of a StatePass that runs the plan which ``record(self, plan, *buffers)`` records at the first call with
+    such arguments, and returns the tensors of the buffers that ``record`` returns, None for None.
+
+    Arguments are tensors, None, numbers, or tuples of these; the layout and the first tensor determine all sizes."""
+
+    @functools.wraps(record)
+    def run(states: StatePass, *arguments: Any) -> list[Any]:
+        flat = [x for group in arguments for x in (group if isinstance(group, tuple) else (group,))]
+        key = record, flat[0].shape, *[getattr(x, "dtype", x) for x in flat]
+        found = states.plans.get(key)
+        if found is None:
+            found = states.plans.remember(key, with_places(*states.recorded(record.__name__, *arguments)))
+        plan, order = found
+        outputs = plan.run(states.carrier, *[x for x in flat if isinstance(x, Tensor)])
+        return [i if i is None else outputs[i] for i in order]
+
+    return run
+
+
 class StatePass:
     """Forward and backward passes over the states of this rank's chunks. Each plan is recorded once and serves all
     calls that differ in their tensors only.
@@ -99,7 +120,7 @@ class StatePass:
         batch = 1 if zigzag else B  # shape of chunks in fla, also for packed sequences
         self.of_chunks = batch, layout.num_chunks // batch, H, K, V
         self.of_states, self.of_transitions = ((layout.num_segments, H, K, width) for width in (V, K))
-        self._plans = Recent()
+        self.plans = Recent()  # by the arguments of ``planned`` methods
 
     def _fitted(self, of_hopper: Callable[..., Any], of_cpus: Callable[..., Any]) -> dict[str, dict[str, int]]:
         """Return the block sizes of kernels on this device, from those on Hopper and on CPUs."""
@@ -113,25 +134,56 @@ class StatePass:
                     sizes[name] = sizes[name] | smaller  # some names share one dict
         return sizes
 
-    def forward(self, x: ChunkOperands, ends: BoundaryStates, saved_states: SavedStates) -> list[Tensor]:
+    @planned
+    def forward(
+        self, plan: Plan, x: ChunkOperands, ends: BoundaryStates, saved_states: SavedStates
+    ) -> tuple[Buffer, Buffer]:
         """Run forward; return (h, the incoming state of each chunk [B, chunks of each, H, K, V] in k's dtype; v_new,
         like u). Fills ``saved_states``, and ``ends`` for the sequences that end on this rank."""
-        return self._run(self._forward, x, ends, saved_states)
+        outputs = self._chunks(plan, x.k, x.u)
+        saved_states = _words(plan, saved_states)
+        local = plan.scratch(*self.of_states)
+        if self.summarizes:
+            self._summaries(plan, x, saved_states.transitions, local)
+        incoming = self._carry(plan, saved_states, local, ends.inputs)
+        self._states(plan, x, incoming, ends.outputs, outputs)
+        return outputs
 
+    @planned
     def turn(
-        self, x: ChunkOperands, d: LocalGrads, dfinal: Tensor | None, saved_states: SavedStates, scale: float
-    ) -> tuple[Any, ...]:
-        """Recompute h and v_new of forward, overlapped with the scan of the gradient; return (h, v_new,
-        ``IncomingStates`` of gradients for ``backward``). dfinal: [N, H, K, V] or None."""
-        h, v_new, *incoming = self._run(self._turn, x, d, (dfinal,), saved_states, scale=scale)
-        return h, v_new, IncomingStates(*incoming)
+        self,
+        plan: Plan,
+        x: ChunkOperands,
+        d: LocalGrads,
+        dfinal: Buffer | None,
+        saved_states: SavedStates,
+        scale: float,
+    ) -> tuple[Buffer | None, ...]:
+        """Recompute h and v_new of forward, overlapped with the scan of the gradient; return (h, v_new, and the fields
+        of IncomingStates of gradients for ``backward``). dfinal: [N, H, K, V] or None."""
+        outputs = self._chunks(plan, x.k, x.u)
+        saved_states = _words(plan, saved_states)
+        local = self._local_gradients(plan, x, d, dfinal, scale)
+        incoming = self._carry_back(plan, saved_states, local, dfinal, plan.output)
+        self._states(plan, x, IncomingStates(saved_states.incoming), None, outputs)
+        plan.join()
+        return *outputs, *incoming
 
+    @planned
     def backward(
-        self, x: ChunkOperands, d: LocalGrads, incoming: IncomingStates, dinitial: Tensor | None, scale: float
-    ) -> list[Tensor]:
+        self,
+        plan: Plan,
+        x: ChunkOperands,
+        d: LocalGrads,
+        incoming: IncomingStates,
+        dinitial: Buffer | None,
+        scale: float,
+    ) -> tuple[Buffer, Buffer]:
         """Run backward; return (dh, the gradient of each chunk's outgoing state, like h; dv', like dv). Fills dinitial
         for the sequences that begin on this rank."""
-        return self._run(self._backward, x._replace(u=None), d, incoming, (dinitial,), scale=scale)
+        outputs = self._chunks(plan, x.k, d.dv)
+        self._adjoint(plan, x, d, incoming, (*outputs, dinitial), scale)
+        return outputs
 
     def forward_of_none(self, ends: BoundaryStates, saved_states: SavedStates) -> None:
         """Run ``forward`` on a rank without tokens: it forwards the incoming state."""
@@ -142,8 +194,8 @@ class StatePass:
         """Run ``turn`` and ``backward`` on a rank without tokens."""
         k, v, g = self._nothing()
         x, d = ChunkOperands(k, k, v, g, k), LocalGrads(v, v)
-        *_, incoming = self.turn(x, d, ends.inputs, saved_states, 1.0)
-        self.backward(x, d, incoming, ends.outputs, 1.0)
+        _, _, *incoming = self.turn(x, d, ends.inputs, saved_states, 1.0)
+        self.backward(x, d, IncomingStates(*incoming), ends.outputs, 1.0)
 
     def _nothing(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return keys, values and gates of one token. Kernels read at most one gate of them and do not use it."""
@@ -151,120 +203,70 @@ class StatePass:
         k, v = (make(1, 1, self.H, width, dtype=self.dtype) for width in (self.K, self.V))
         return k, v, make(k.shape[: 3 if self.chunked["SCALAR"] else 4], dtype=torch.float32)
 
+    @planned
     def gradients(
-        self, x: ChunkOperands, v_new: Tensor, d: LocalGrads, states: Sequence[Tensor], scale: float
-    ) -> list[Tensor]:
+        self,
+        plan: Plan,
+        x: ChunkOperands,
+        v_new: Buffer,
+        d: LocalGrads,
+        states: tuple[Buffer, Buffer],
+        scale: float,
+    ) -> list[Buffer]:
         """Return (dq, dk, dw like w, dg like g) of a rule with one gate per head: see scalar_gradient_kernel. states:
         (h, dh). d: with dv'."""
-        return self._run(self._gradients, x._replace(u=None), (v_new,), d, tuple(states), scale=scale)
-
-    def total(self, x: ChunkOperands) -> list[Tensor]:
-        """Return (this rank's local state [B * H, K, V], its transition [B * H, K, K]). The layout's sequences must
-        neither begin nor end on this rank."""
-        return self._run(self._total, x)
-
-    def total_back(self, x: ChunkOperands, d: LocalGrads, scale: float) -> list[Tensor]:
-        """Return the local state and transition of the gradient's scan, which runs from the last token to the first."""
-        return self._run(self._total_back, x, d, scale=scale)
-
-    def _run(self, record: Callable[..., Sequence[Buffer | None]], *groups: tuple[Any, ...], **fixed: Any) -> list[Any]:
-        """Run the plan that ``record(plan, *buffers, **fixed)`` recorded at the first call with such tensors;
-        ``groups`` are tuples of tensors, whose sizes the layout and the first tensor determine. Returns the tensors of
-        the buffers that ``record`` returned, None for None."""
-        tensors = [x for group in groups for x in group]
-        key = record.__name__, tensors[0].shape, *fixed.values(), *[x if x is None else x.dtype for x in tensors]
-        found = self._plans.get(key)
-        if found is None:
-            found = self._plans.remember(key, with_places(*self.recorded(record, *groups, **fixed)))
-        plan, order = found
-        outputs = plan.run(self.carrier, *[x for x in tensors if x is not None])
-        return [i if i is None else outputs[i] for i in order]
-
-    def recorded(
-        self, record: Callable[..., Sequence[Buffer | None]], *groups: tuple[Any, ...], **fixed: Any
-    ) -> tuple[Plan, Sequence[Buffer | None]]:
-        """Record a plan; return (the plan, the result of ``record``). See _run."""
-        plan = Plan(self.comm.graphs)
-        inputs = [[x if x is None else plan.input(x) for x in group] for group in groups]
-        return plan, record(plan, *map(_like, groups, inputs), **fixed)
-
-    def _forward(self, plan: Plan, x: ChunkOperands, ends: BoundaryStates, saved_states: SavedStates) -> tuple:
-        outputs = self._chunks(plan, x.k, x.u)
-        saved_states = _words(plan, saved_states)
-        local = plan.scratch(*self.of_states)
-        if self.summarizes:
-            self._summaries(plan, x, saved_states.transitions, local)
-        scratch = self._scratch(plan.scratch, plan.scratch, False)
-        self._carry(plan, saved_states, local, ends.inputs, False, scratch)
-        return self._states(plan, x, scratch.incoming(saved_states.incoming), ends.outputs, outputs)
-
-    def _turn(
-        self, plan: Plan, x: ChunkOperands, d: LocalGrads, ends: tuple, saved_states: SavedStates, scale: float
-    ) -> tuple:
-        outputs, (dfinal,) = self._chunks(plan, x.k, x.u), ends
-        saved_states = _words(plan, saved_states)
-        incoming, scratch = plan.output(*self.of_states), self._scratch(plan.scratch, plan.output, True)
-        local = self._local_gradients(plan, x, d, dfinal, scale)
-        with plan.side_stream(lambda carrier: carrier.stream()):
-            self._carry(plan, saved_states._replace(incoming=incoming), local, dfinal, True, scratch)
-        self._states(plan, x, IncomingStates(saved_states.incoming), None, outputs)
-        plan.join()
-        return *outputs, *scratch.incoming(incoming)
-
-    def _backward(
-        self, plan: Plan, x: ChunkOperands, d: LocalGrads, incoming: IncomingStates, ends: tuple, scale: float
-    ) -> tuple:
-        (dinitial,) = ends
-        outputs = self._chunks(plan, x.k, d.dv)
-        self._adjoint(plan, x, d, incoming, (*outputs, dinitial), scale)
-        return outputs
-
-    def _gradients(
-        self, plan: Plan, x: ChunkOperands, of: tuple, d: LocalGrads, states: tuple, scale: float
-    ) -> list[Buffer]:
         outputs = [plan.output_like(like) for like in (x.w, x.w, x.w, x.g)]
         chunked = {name: value for name, value in self.chunked.items() if name not in ("SCALAR", "TOTALS")}
         grid, table = (self.layout.num_chunks, self.H), plan.constant(self.layout.chunks)
-        tensors = x.q, x.k, *of, x.g, d.do, d.dv, *states, table, *outputs
+        tensors = x.q, x.k, v_new, x.g, d.do, d.dv, *states, table, *outputs
         self._launch(plan, "gradients", scalar_gradient_kernel, grid, *tensors, scale=scale, **chunked)
         return outputs
 
-    def _total(self, plan: Plan, x: ChunkOperands) -> tuple:
-        scratch, saved_states = self._scratch(plan.output, plan.scratch, False), self._scratch_states(plan)
-        local = plan.scratch(*self.of_states)
+    @planned
+    def total(self, plan: Plan, x: ChunkOperands) -> tuple[Buffer | None, ...]:
+        """Return (this rank's local state [B * H, K, V], its transition [B * H, K, K]). The layout's sequences must
+        neither begin nor end on this rank."""
+        saved_states, local = self._scratch_states(plan), plan.scratch(*self.of_states)
         self._summaries(plan, x, saved_states.transitions, local)
-        self._through(plan, saved_states, local, None, False, scratch)
-        return scratch.own, scratch.dense
+        own, _, dense = self._through(plan, saved_states, local, None, False, rank=plan.output)
+        return own, dense
 
-    def _total_back(self, plan: Plan, x: ChunkOperands, d: LocalGrads, scale: float) -> tuple:
-        scratch, saved_states = self._scratch(plan.output, plan.scratch, True), self._scratch_states(plan)
+    @planned
+    def total_back(self, plan: Plan, x: ChunkOperands, d: LocalGrads, scale: float) -> tuple[Buffer | None, ...]:
+        """Return the local state and transition of the gradient's scan, which runs from the last token to the first."""
+        saved_states = self._scratch_states(plan)
         self._summaries(plan, x._replace(u=d.do), saved_states.transitions, plan.scratch(*self.of_states))
         local = self._local_gradients(plan, x, d, None, scale)
-        self._through(plan, saved_states, local, None, True, scratch)
-        return scratch.own, scratch.dense
+        own, _, dense = self._through(plan, saved_states, local, None, True, rank=plan.output)
+        return own, dense
+
+    def recorded(self, name: str, *arguments: Any) -> tuple[Plan, Sequence[Buffer | None]]:
+        """Record the plan of the ``planned`` method ``name``; return (the plan, the buffers of the results)."""
+        plan = Plan(self.comm.graphs)
+
+        def placed(x: Any) -> Any:
+            if isinstance(x, tuple):
+                return getattr(type(x), "_make", tuple)(map(placed, x))
+            return plan.input(x) if isinstance(x, Tensor) else x
+
+        return plan, getattr(type(self), name).__wrapped__(self, plan, *map(placed, arguments))
 
     def _scratch_states(self, plan: Plan) -> SavedStates:
         """Return SavedStates in scratch memory, for a run without a scan."""
         return SavedStates(plan.scratch(*self.of_transitions), plan.scratch(*self.of_states), None)
 
-    def _chunks(self, plan: Plan, k: Buffer, u: Buffer) -> tuple:
+    def _chunks(self, plan: Plan, k: Buffer, u: Buffer) -> tuple[Buffer, Buffer]:
         """Allocate outputs (states of the chunks in k's dtype, values like u)."""
         return plan.output(*self.of_chunks, dtype=k.dtype), plan.output_like(u)
 
-    def _scratch(self, rank: Callable[..., Buffer], segments: Callable[..., Buffer], reverse: bool) -> Scratch:
-        """Allocate the Scratch. ``rank`` allocates its first and last field, ``segments`` the other two."""
-        if self.in_order:
-            return Scratch(None, None, None, None)
-        states = self.num_states * self.H
-        own, prev = rank(states, self.K, self.V), None if self.alone else segments(states, self.K, self.V)
-        if self.alone or not (self.layout.left if reverse else self.layout.entered):
-            return Scratch(own, None, prev, None)
-        return Scratch(own, segments(*self.of_transitions), prev, rank(states, self.K, self.K))
-
     def _summaries(self, plan: Plan, x: ChunkOperands, transitions: Buffer, local: Buffer) -> None:
+        tensors = x.k, x.w, x.u, x.g, self._segments(plan), transitions, local
+        self._summarize(plan, summary_kernel, *tensors, **self.chunked)
+
+    def _summarize(self, plan: Plan, kernel: Any, *tensors: Buffer, **fixed: Any) -> None:
+        """Record the kernel of each segment's transition and local state."""
         rows, columns = cdiv(self.K, self.blocks["summary"]["BR"]), cdiv(self.V, self.blocks["summary"]["BV"])
-        grid, tensors = (rows * columns, self.layout.num_segments, self.H), (x.k, x.w, x.u, x.g, self._segments(plan))
-        self._launch(plan, "summary", summary_kernel, grid, *tensors, transitions, local, **self.chunked)
+        self._launch(plan, "summary", kernel, (rows * columns, self.layout.num_segments, self.H), *tensors, **fixed)
 
     def _through(
         self,
@@ -273,28 +275,24 @@ class StatePass:
         local: Buffer,
         outside: Buffer | None,
         reverse: bool,
-        scratch: Scratch,
-    ) -> None:
+        segments: Callable[..., Buffer] | None = None,
+        rank: Callable[..., Buffer] | None = None,
+    ) -> tuple[Buffer, Buffer | None, Buffer | None]:
         """Fill ``saved_states.incoming`` with each segment's incoming state from this rank's tokens, computed from the
-        segments' local states; and all of ``scratch`` except the rank's incoming state."""
-        block = self.blocks["carry"]["BC"]
-        columns = cdiv(self.V, block) + (0 if scratch.through is None else cdiv(self.K, block))
-        self._launch(
-            plan,
-            "carry",
-            delta_carry_kernel,
-            (columns, self.num_states * self.H),
-            saved_states.transitions,
-            local,
-            self._segments(plan),
-            plan.constant(self.layout.segments_of_states),
-            outside,
-            saved_states.incoming,
-            scratch.through,
-            scratch.own,
-            scratch.dense,
-            REVERSE=reverse,
-        )
+        segments' local states. Return (the rank's local state; transition from the rank's entry to each segment;
+        transition of the whole rank). ``segments`` allocates the second, ``rank`` the other two, by default as scratch.
+        """
+        segments, rank = segments or plan.scratch, rank or plan.scratch
+        states, through, dense = self.num_states * self.H, None, None
+        own, block = rank(states, self.K, self.V), self.blocks["carry"]["BC"]
+        programs = cdiv(self.V, block)
+        if not self.alone and (self.layout.left if reverse else self.layout.entered):
+            through, dense = segments(*self.of_transitions), rank(states, self.K, self.K)
+            programs += cdiv(self.K, block)
+        tables = self._segments(plan), plan.constant(self.layout.segments_of_states)
+        tensors = saved_states.transitions, local, *tables, outside, saved_states.incoming, through, own, dense
+        self._launch(plan, "carry", delta_carry_kernel, (programs, states), *tensors, REVERSE=reverse)
+        return own, through, dense
 
     def _carry(
         self,
@@ -302,48 +300,67 @@ class StatePass:
         saved_states: SavedStates,
         local: Buffer,
         outside: Buffer | None,
-        reverse: bool,
-        scratch: Scratch,
-    ) -> None:
-        """Record ``_through`` and the scan over the ranks."""
+        reverse: bool = False,
+        allocate: Callable[..., Buffer] | None = None,
+    ) -> IncomingStates:
+        """Record the scan over this rank's segments and the scan over the ranks. Return the segments' incoming states,
+        which ``allocate`` allocates, by default as scratch."""
         if self.in_order:
             self._carry_in_order(plan, saved_states, local, outside, reverse)
-            return
-        self._through(plan, saved_states, local, outside, reverse, scratch)
-        own, _, prev, dense = scratch
-        if prev is None:
-            return
+            return IncomingStates(saved_states.incoming)
+        own, through, dense = self._through(plan, saved_states, local, outside, reverse, allocate)
+        if self.alone:
+            return IncomingStates(saved_states.incoming)
+        prev = (allocate or plan.scratch)(*own.shape)
         # without a sequence that spans the whole rank, the incoming state does not contribute to the outgoing state
         passes = 0 in self.layout.passing, int(self.zigzag) in self.layout.passing
         lead = 1 + self.zigzag, self.B, self.H
-        own, prev, dense = (x if x is None else plan.view(x, 0, *lead, *x.shape[1:]) for x in (own, prev, dense))
+        state, out, transition = (x if x is None else plan.view(x, 0, *lead, *x.shape[1:]) for x in (own, prev, dense))
         carried = CarriedState(
-            own, prev, saved_states.fwd_epoch, transition=dense, passes=passes, stamp=self.layout.stamp
+            state, out, saved_states.fwd_epoch, transition=transition, passes=passes, stamp=self.layout.stamp
         )
         self.carrier.record(plan, carried, reverse, self.zigzag)
+        return IncomingStates(saved_states.incoming, through, prev)
+
+    def _carry_back(
+        self,
+        plan: Plan,
+        saved_states: SavedStates,
+        local: Buffer,
+        dfinal: Buffer | None,
+        allocate: Callable[..., Buffer] | None = None,
+    ) -> IncomingStates:
+        """Record ``_carry`` of the gradients on a side stream, which the caller joins."""
+        gradients = saved_states._replace(incoming=(allocate or plan.scratch)(*self.of_states))
+        with plan.side_stream(lambda carrier: carrier.stream()):
+            return self._carry(plan, gradients, local, dfinal, True, allocate)
 
     def _carry_in_order(
         self, plan: Plan, saved_states: SavedStates, local: Buffer, outside: Buffer | None, reverse: bool
     ) -> None:
         """Record both scans of ``_carry`` as one kernel. ``saved_states.incoming`` is then each segment's full incoming
         state, including the contribution of other ranks."""
-        halves, carrier = 1 + self.zigzag, self.carrier
-        assert isinstance(carrier, InOrderCarrier)
-        outgoing = [plan.scratch(self.B * self.H, self.K, self.V) for _ in range(halves)]
+        transitions, incoming, fwd_epoch = saved_states
         tables = self._segments(plan), plan.constant(self.layout.segments_of_states)
-        buffers = saved_states.transitions, local, *tables, outside, saved_states.incoming
+        buffers = transitions, local, *tables, outside, incoming
         fixed = dict(H=self.H, K=self.K, V=self.V, STATES=self.B, REVERSE=reverse)
-        carrier.record_halves(
-            plan, delta_segments_kernel, buffers, (*outgoing, saved_states.fwd_epoch), self.layout.stamp, **fixed
+        assert isinstance(self.carrier, InOrderCarrier)
+        self.carrier.record_halves(
+            plan, delta_segments_kernel, buffers, fwd_epoch, self.zigzag, self.layout.stamp, **fixed
         )
 
     def _states(
-        self, plan: Plan, x: ChunkOperands, incoming: IncomingStates, final: Buffer | None, outputs: tuple
-    ) -> tuple:
-        h, v_new = outputs
-        tensors = x.k, x.w, x.u, x.g, self._segments(plan), *incoming, h, v_new, final
-        self._by_segments(plan, "states", delta_states_kernel, *tensors)
-        return outputs
+        self,
+        plan: Plan,
+        x: ChunkOperands,
+        incoming: IncomingStates,
+        final: Buffer | None,
+        outputs: tuple[Buffer, Buffer],
+    ) -> None:
+        """Fill (h, v_new), ``outputs``, and ``final`` for sequences that end on this rank, from each segment's incoming
+        state."""
+        tensors = x.k, x.w, x.u, x.g, self._segments(plan), *incoming, *outputs, final
+        self._by_segments(plan, "states", delta_states_kernel, *tensors, **self.chunked)
 
     def _local_gradients(
         self, plan: Plan, x: ChunkOperands, d: LocalGrads, dfinal: Buffer | None, scale: float
@@ -366,23 +383,19 @@ class StatePass:
     ) -> None:
         scores = d.scores if d.dv is None else None
         tensors = x.q, x.k, x.w, x.g, d.do, d.dv, scores, d.solved, self._segments(plan), *pointers
-        self._by_segments(plan, name, adjoint_kernel, *tensors, scale=scale)
+        self._by_segments(plan, name, adjoint_kernel, *tensors, scale=scale, **self.chunked)
 
     def _segments(self, plan: Plan) -> Any:
         return plan.constant(self.layout.segments)
 
     def _by_segments(self, plan: Plan, name: str, kernel: Any, *buffers: Buffer | None, **fixed: Any) -> None:
+        """Record a launch of one program for each block of columns, segment and head."""
         grid = cdiv(self.V, self.blocks[name]["BV"]), self.layout.num_segments, self.H
-        self._launch(plan, name, kernel, grid, *buffers, **self.chunked, **fixed)
+        self._launch(plan, name, kernel, grid, *buffers, **fixed)
 
     def _launch(self, plan: Plan, name: str, kernel: Any, grid: tuple, *buffers: Buffer | None, **fixed: Any) -> None:
         """Record a launch with the block sizes of ``name``. ``fixed``: the other parameters."""
         plan.launch(kernel, grid, *buffers, **self.common, **self.blocks[name], **fixed)
-
-
-def _like(record: tuple[Any, ...], values: Iterable[Any]) -> tuple[Any, ...]:
-    """Return ``values`` as a tuple of ``record``'s type."""
-    return type(record)(*values) if hasattr(record, "_fields") else tuple(values)
 
 
 def _words(plan: Plan, saved_states: SavedStates) -> SavedStates:

@@ -16,12 +16,9 @@ from ...tokens.packing import CHUNK_TOKENS, Layout, carried_states, most_segment
 from ...tokens.partition import OwnTokens, find_layout
 from ..carrier import StateCarrier
 from ..operator import Call, PreparedCall
-from .delta_checks import RULES, TITLES, Shapes
-from .delta_passes import StatePass
-from .fla_chunks import KDA, ChunkCall, GatedDeltaNet, local
-from .gdn_plans import ScalarChunkPass
-from .kda_plans import ChunkPass, OwnChunks
-from .records import BoundaryStates, DeltaShape, Inputs, OutputGrads, Saved, SavedStates
+from .delta_checks import RULES, TITLES, Pass, Shapes
+from .fla_chunks import of_heads
+from .records import BoundaryStates, DeltaShape, Inputs, LocalGrads, SavedStates
 
 # Dtypes of saved buffers that kernels fill only in part. They are integers, so that a saved_tensors_hook that reads
 # values, such as a quantizer, does not treat unwritten memory as floats
@@ -45,19 +42,17 @@ class PreparedDelta(PreparedCall):
         super().__init__(carrier, call, first_token, states, carried_states(x.B, x.sequences, call.zigzag))
         self.rule, self.name, zigzag = RULES[call.rule], TITLES[call.rule], call.zigzag
         # fla's kernels process the halves of the zigzag layout as packed sequences, of a batch of one
-        fla = not isinstance(self.rule, OwnChunks)
-        self.in_one = bool(zigzag) and fla
-        of_fla = fla and (bool(zigzag) or cu_seqlens is not None)
+        self.in_one = bool(zigzag) and not self.rule.own
+        of_fla = not self.rule.own and (bool(zigzag) or cu_seqlens is not None)
         own = OwnTokens(x.B, x.T, cu_seqlens, first_token, zigzag)
         self.layout = find_layout(self.comm, own, x.segment_length(), of_fla, bool(x.invariant))
-        self.passes = state_pass(self.comm, self.layout, x, call)
-        self.chunks = ChunkCall(self.passes, call.scale, local(self.layout))
+        self.passes: Any = state_pass(self.comm, self.layout, x, call)
         segments = None if traced or cu_seqlens is None else max(1, self.layout.num_segments)
         self._state_specs = state_specs(x, zigzag, segments)
         self.saved_specs = saved_specs(x, dtypes, call.rule, zigzag, segments)
 
     def forward(self, *inputs: Any) -> tuple[Any, ...]:
-        """See PreparedCall; returns sums of gates, the fields of Saved and of SavedStates behind the results."""
+        """See PreparedCall; returns sums of gates, scores, solved and the fields of SavedStates behind the results."""
         *tensors, initial_state, _, final = inputs
         x = Inputs(*tensors)
         ends = BoundaryStates(initial_state, x.q.new_zeros(self.states, dtype=torch.float32) if final else None)
@@ -66,17 +61,18 @@ class PreparedDelta(PreparedCall):
         v_shape = x.v.shape
         if not v_shape[1]:
             self.passes.forward_of_none(ends, saved_states)
-            o, *chunks = torch.empty_like(x.v), *sums_and_chunks(self.rule, x.k, x.v, x.g)
+            o, chunks = torch.empty_like(x.v), sums_and_chunks(self.rule, x.k, x.v, x.g)
         else:
             if self.in_one:
                 x = Inputs(*_in_one(*x))
-            o, sums, (scores, solved) = self.rule.forward(self.chunks, x, ends, saved_states)
+            o, *found = self.passes.whole_forward(x, ends, saved_states, self.call.scale)
             if self.in_one:
                 o = unsafe_view(o, v_shape)  # not a view for autograd: a caller may write to o in place
-                solved = solved.view(v_shape[0], -1, *solved.shape[2:])
-                sums = sums.view(v_shape[0], -1, *sums.shape[2:]) if sums.numel() else sums
-                scores = scores.view(solved.shape) if scores.numel() else scores
-            chunks = [sums, scores.view(WORDS[scores.dtype]), solved]
+                found = [y if y is None else y.view(*v_shape[:2], *y.shape[2:]) for y in found]
+            sums, scores, solved = found
+            scores = solved.new_empty(0) if scores is None else scores
+            sums = x.g.new_empty(0, dtype=torch.float32) if sums is None else sums
+            chunks = sums, scores.view(WORDS[scores.dtype]), solved
         if self.comm.debug:
             self.comm._look_for_nan(self.name, o=o, final_state=ends.outputs)
         return o, ends.outputs, *chunks, *saved_states
@@ -84,38 +80,34 @@ class PreparedDelta(PreparedCall):
     def backward(self, do: Tensor, dfinal: Tensor | None, kept: Sequence[Tensor], initial: bool) -> Sequence[Any]:
         q, k, v, beta, sums, scores, solved, *states = kept
         dinitial = q.new_zeros(self.states, dtype=torch.float32) if initial else None
-        x, saved, outer = Inputs(q, k, v, sums, beta), Saved(scores, solved), OutputGrads(do, dfinal, dinitial)
-        saved_states = SavedStates(*states)
+        x, ends, saved_states = Inputs(q, k, v, sums, beta), BoundaryStates(dfinal, dinitial), SavedStates(*states)
         self.layout.use(self.comm)
-        if not x.q.shape[1]:
-            self.passes.backward_of_none(BoundaryStates(outer.dfinal, outer.dinitial), saved_states)
+        if not q.shape[1]:
+            self.passes.backward_of_none(ends, saved_states)
             grads: Any = [torch.empty_like(y) for y in x]
         else:
-            saved, like = saved._replace(scores=saved.scores.view(saved.solved.dtype)), x
+            like, d = x, LocalGrads(do, None, scores.view(solved.dtype) if scores.numel() else None, solved)
             if self.in_one:
-                x, scores = Inputs(*_in_one(*x)), saved.scores
-                saved = Saved(*_in_one(scores if scores.numel() else None, saved.solved))
-                outer = outer._replace(do=outer.do.flatten(0, 1)[None])
-            grads = self.rule.backward(self.chunks, x, saved, outer, saved_states)
-            grads = [d.to(y.dtype).contiguous() for d, y in zip(grads, like, strict=True)]
+                x, d = Inputs(*_in_one(*x)), LocalGrads(*_in_one(*d))
+            dq, dk, *others = self.passes.whole_backward(x, d, ends, saved_states, self.call.scale)
+            grads = of_heads(dq, q.shape[2]), of_heads(dk, q.shape[2]), *others
+            grads = [dy.to(y.dtype).contiguous() for dy, y in zip(grads, like, strict=True)]
             if self.in_one:
-                grads = [d.view(y.shape) for d, y in zip(grads, like, strict=True)]
+                grads = [dy.view(y.shape) for dy, y in zip(grads, like, strict=True)]
         if self.comm.debug:
             named = dict(zip(("dq", "dk", "dv", "dg", "dbeta"), grads), dinitial_state=dinitial)
             self.comm._look_for_nan(f"{self.name}'s backward", **named)
         return *grads, dinitial
 
 
-def state_pass(comm: Communicator, layout: Layout, x: Shapes, call: Call) -> StatePass:
-    """Return the StatePass of a call; calls with equal layout and shape share it."""
+def state_pass(comm: Communicator, layout: Layout, x: Shapes, call: Call) -> Any:
+    """Return the pass of a call, of the class in RULES; calls with equal layout and shape share it."""
     rule, zigzag = RULES[call.rule], call.zigzag
-    own = isinstance(rule, OwnChunks)
-    cls = StatePass if not own else ScalarChunkPass if rule.scalar else ChunkPass
-    heads = x.H if rule.scalar or own else x.HV
+    heads = x.H if rule.scalar or rule.own else x.HV
     B = carried_states(x.B, x.sequences, zigzag)
     shape = DeltaShape(B, x.HV, heads, x.K, x.V, x.dtype, rule.scalar, bool(zigzag), bool(x.invariant))
     alike = call.rule, x.B, x.H, call.scale, call.more, call.lower_bound, call.of_all
-    return layout.derived((cls, shape, alike), lambda: cls(comm, layout.for_calls(*alike, str(x.dtype)), shape))
+    return layout.derived((shape, alike), lambda: rule(comm, layout.for_calls(*alike, str(x.dtype)), shape))
 
 
 def _in_one(*tensors: Tensor | None) -> Iterator[Any]:
@@ -132,13 +124,11 @@ def state_specs(x: Shapes, zigzag: int, segments: int | None = None) -> tuple[tu
     return *states, (torch.int64, (FWD_EPOCHS,))
 
 
-def sums_and_chunks(
-    rule: GatedDeltaNet | KDA | OwnChunks, k: Tensor, v: Tensor, g: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+def sums_and_chunks(rule: Pass, k: Tensor, v: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return uninitialized sums of gates, scores and solved."""
-    solved, own = k.new_empty(*v.shape[:3], CHUNK_TOKENS), isinstance(rule, OwnChunks)
-    scores = k.new_empty(0 if rule.scalar and not own else solved.shape, dtype=WORDS[k.dtype])
-    return g.new_empty(0 if own else g.shape, dtype=torch.float32), scores, solved
+    solved = k.new_empty(*v.shape[:3], CHUNK_TOKENS)
+    scores = k.new_empty(0 if rule.scalar and not rule.own else solved.shape, dtype=WORDS[k.dtype])
+    return g.new_empty(0 if rule.own else g.shape, dtype=torch.float32), scores, solved
 
 
 @functools.lru_cache(1024)
@@ -150,7 +140,7 @@ def saved_specs(
     beta_dtype, gate_dtype = dtypes
     keys, of_v, dtype, scalar = (x.B, x.T, x.H, x.K), (x.B, x.T, x.HV), x.dtype, RULES[rule].scalar
     values, chunk = (*of_v, x.V), (*of_v, CHUNK_TOKENS)
-    without = scalar and not isinstance(RULES[rule], OwnChunks)
+    without = scalar and not RULES[rule].own
     specs = [(dtype, keys), (dtype, keys), (dtype, values), (beta_dtype, of_v)]
     specs += (gate_dtype, of_v if scalar else (*of_v, x.K)), (WORDS[dtype], (0,) if without else chunk)
     specs += (dtype, chunk), *state_specs(x, zigzag, segments), (dtype, values)

@@ -5,145 +5,133 @@ All imports from fla for delta rules are in this file.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
+from ...comm.communicator import Communicator
 from ...tokens.packing import CHUNK_TOKENS, Layout
-from .records import BoundaryStates, ChunkOperands, Inputs, LocalGrads, OutputGrads, Saved, SavedStates
+from ..carrier import IncomingStates
+from .delta_passes import StatePass
+from .records import BoundaryStates, ChunkOperands, DeltaShape, Inputs, LocalGrads, SavedStates
 
 
-class Local(NamedTuple):
-    """Arguments that describe this rank's packed sequences to fla's functions; None if sequences are not packed."""
-
-    cu_seqlens: Tensor | None
-    chunk_indices: Tensor | None
-
-    def options(self) -> dict[str, Any]:
-        return dict(cu_seqlens=self.cu_seqlens, chunk_indices=self.chunk_indices, chunk_size=CHUNK_TOKENS)
-
-
-def local(layout: Layout) -> Local:
-    """Return the Local of a layout, which must have been made with ``fla`` if sequences are packed."""
-    return Local(*layout.fla) if layout.fla else Local(None, None)
-
-
-def log2_sums(g: Tensor, tables: Local) -> Tensor:
-    """Return the cumulative sums of the gates from each chunk's first token, times log2(e), in float32."""
-    from fla.ops.utils import chunk_local_cumsum
-    from fla.ops.utils.constant import RCP_LN2
-
-    return chunk_local_cumsum(g=g, scale=RCP_LN2, **tables.options())
-
-
-def _suffix_sums(dg: Tensor, tables: Local) -> Tensor:
-    from fla.ops.utils import chunk_local_cumsum
-
-    return chunk_local_cumsum(g=dg, reverse=True, **tables.options())
-
-
-def _of_heads(x: Tensor, HK: int) -> Tensor:
+def of_heads(x: Tensor, HK: int) -> Tensor:
     """Return the sum over the value heads of each key head."""
     return x if x.shape[2] == HK else x.unflatten(2, (HK, -1)).sum(3)
 
 
-class ChunkCall(NamedTuple):
-    """Arguments of the functions inside the chunks, except tensors of the call."""
+class FlaPass(StatePass):
+    """A rule whose chunks fla's kernels compute. The layout must have been made with ``fla`` if sequences are packed;
+    packed, options: arguments of fla's functions that describe the sequences."""
 
-    states: Any  # a StatePass, of own chunks a ChunkPass
-    scale: float
-    tables: Local
+    own = False
+
+    def __init__(self, comm: Communicator, layout: Layout, shape: DeltaShape) -> None:
+        super().__init__(comm, layout, shape)
+        self.packed = dict(zip(("cu_seqlens", "chunk_indices"), layout.fla or (None, None)))
+        self.options: dict[str, Any] = dict(**self.packed, chunk_size=CHUNK_TOKENS)
+
+    def log2_sums(self, g: Tensor) -> Tensor:
+        """Return the cumulative sums of the gates from each chunk's first token, times log2(e), in float32."""
+        from fla.ops.utils import chunk_local_cumsum
+        from fla.ops.utils.constant import RCP_LN2
+
+        sums: Tensor = chunk_local_cumsum(g=g, scale=RCP_LN2, **self.options)
+        return sums
+
+    def suffix_sums(self, dg: Tensor) -> Tensor:
+        from fla.ops.utils import chunk_local_cumsum
+
+        sums: Tensor = chunk_local_cumsum(g=dg, reverse=True, **self.options)
+        return sums
 
 
-class KDA:
-    """Kimi delta attention: one gate per channel of the keys. safe_gate: no gate is below -5."""
+class KDA(FlaPass):
+    """Kimi delta attention: one gate per channel of the keys."""
 
-    scalar = False
+    scalar, safe = False, False
 
-    def __init__(self, safe_gate: bool = False) -> None:
-        self.safe = dict(safe_gate=safe_gate)
-
-    def forward(
-        self, call: ChunkCall, x: Inputs, ends: BoundaryStates, saved_states: SavedStates
-    ) -> tuple[Tensor, Tensor, Saved]:
-        """Run forward; return (o, sums of the gates, the tensors saved for backward)."""
+    def whole_forward(
+        self, x: Inputs, ends: BoundaryStates, saved_states: SavedStates, scale: float
+    ) -> tuple[Tensor, ...]:
+        """Run forward; return (o, sums of the gates, Aqk, T). Fills ``ends`` and ``saved_states``."""
         from fla.ops.gla.chunk import chunk_gla_fwd_o_gk
         from fla.ops.kda.chunk_intra import chunk_kda_fwd_intra
 
-        (states, scale, tables), (q, k, v, g, beta) = call, x
-        options = tables.options()
-        sums = log2_sums(g, tables)
+        q, k, v, g, beta = x
+        sums = self.log2_sums(g)
         w, u, _, kg, scores, solved = chunk_kda_fwd_intra(
-            q=q, k=k, v=v, gk=sums, beta=beta, scale=scale, **self.safe, **options
+            q=q, k=k, v=v, gk=sums, beta=beta, scale=scale, safe_gate=self.safe, **self.options
         )
-        h, v_new = states.forward(ChunkOperands(kg, w, u, sums), ends, saved_states)
-        o = chunk_gla_fwd_o_gk(q=q, v=v_new, g=sums, A=scores, h=h, scale=scale, **options)
-        return o, sums, Saved(scores, solved)
+        h, v_new = self.forward(ChunkOperands(kg, w, u, sums), ends, saved_states)
+        o = chunk_gla_fwd_o_gk(q=q, v=v_new, g=sums, A=scores, h=h, scale=scale, **self.options)
+        return o, sums, scores, solved
 
-    def backward(
-        self, call: ChunkCall, x: Inputs, saved: Saved, outer: OutputGrads, saved_states: SavedStates
+    def whole_backward(
+        self, x: Inputs, d: LocalGrads, ends: BoundaryStates, saved_states: SavedStates, scale: float
     ) -> Inputs:
-        """Run backward; return the gradients of the inputs. Fills ``outer``."""
+        """Run backward; return the gradients of the inputs, of q and k for each head of v. Fills ``ends``. d: do, and
+        Aqk and T in scores and solved."""
         from fla.ops.kda.chunk_bwd import chunk_kda_bwd_dAv, chunk_kda_bwd_wy_dqkg_fused
         from fla.ops.kda.chunk_intra import chunk_kda_bwd_intra
         from fla.ops.kda.wy_fast import recompute_w_u_fwd
 
-        (states, scale, tables), (q, k, v, sums, beta), (scores, solved) = call, x, saved
-        do, dfinal, dinitial = outer
-        options = tables.options()
-        indices = dict(cu_seqlens=tables.cu_seqlens, chunk_indices=tables.chunk_indices)
-        w, u, qg, kg = recompute_w_u_fwd(q=q, k=k, v=v, beta=beta, A=solved, gk=sums, **indices)
+        (q, k, v, sums, beta), (do, _, scores, solved) = x, d
+        w, u, qg, kg = recompute_w_u_fwd(q=q, k=k, v=v, beta=beta, A=solved, gk=sums, **self.packed)
         between = ChunkOperands(kg, w, u, sums, qg)
-        h, v_new, incoming = states.turn(between, LocalGrads(do, None, scores), dfinal, saved_states, scale)
-        d_scores, dv = chunk_kda_bwd_dAv(q=q, k=k, v=v_new, do=do, A=scores, scale=scale, **options)
-        dh, dv = states.backward(between, LocalGrads(do, dv), incoming, dinitial, scale)
+        h, v_new, *incoming = self.turn(between, LocalGrads(do, None, scores), ends.inputs, saved_states, scale)
+        d_scores, dv = chunk_kda_bwd_dAv(q=q, k=k, v=v_new, do=do, A=scores, scale=scale, **self.options)
+        dh, dv = self.backward(between, LocalGrads(do, dv), IncomingStates(*incoming), ends.outputs, scale)
         del w, u, qg, kg, between
         of_states = dict(h=h, do=do, dh=dh, dv=dv, scale=scale)
         dq, dk, dv, dbeta, dg, d_solved = chunk_kda_bwd_wy_dqkg_fused(
-            q=q, k=k, v=v, v_new=v_new, g=sums, beta=beta, A=solved, **of_states, **options
+            q=q, k=k, v=v, v_new=v_new, g=sums, beta=beta, A=solved, **of_states, **self.options
         )
-        of_chunks = dict(dAqk=d_scores, dAkk=d_solved, dq=dq, dk=dk, db=dbeta, dg=dg)
-        dq, dk, dbeta, dg = chunk_kda_bwd_intra(q=q, k=k, g=sums, beta=beta, **of_chunks, **self.safe, **options)
-        heads = q.shape[2]
-        return Inputs(_of_heads(dq, heads), _of_heads(dk, heads), dv, _suffix_sums(dg, tables), dbeta)
+        of_chunks = dict(dAqk=d_scores, dAkk=d_solved, dq=dq, dk=dk, db=dbeta, dg=dg, safe_gate=self.safe)
+        dq, dk, dbeta, dg = chunk_kda_bwd_intra(q=q, k=k, g=sums, beta=beta, **of_chunks, **self.options)
+        return Inputs(dq, dk, dv, self.suffix_sums(dg), dbeta)
 
 
-class GatedDeltaNet:
+class SafeKDA(KDA):
+    """KDA whose caller guarantees that no gate is below -5."""
+
+    safe = True
+
+
+class GatedDeltaNet(FlaPass):
     """The gated delta rule: one gate per head."""
 
     scalar = True
 
-    def forward(
-        self, call: ChunkCall, x: Inputs, ends: BoundaryStates, saved_states: SavedStates
-    ) -> tuple[Tensor, Tensor, Saved]:
+    def whole_forward(
+        self, x: Inputs, ends: BoundaryStates, saved_states: SavedStates, scale: float
+    ) -> tuple[Tensor | None, ...]:
+        """Run forward; return (o, sums of the gates, None, T)."""
         from fla.ops.common.chunk_o import chunk_fwd_o
         from fla.ops.gated_delta_rule.chunk_fwd import chunk_gated_delta_rule_fwd_intra
 
-        (states, scale, tables), (q, k, v, g, beta) = call, x
-        options = tables.options()
-        sums = log2_sums(g, tables)
-        w, u, solved = chunk_gated_delta_rule_fwd_intra(k=k, v=v, g=sums, beta=beta, **options)
-        h, v_new = states.forward(ChunkOperands(k, w, u, sums), ends, saved_states)
-        o = chunk_fwd_o(q=q, k=k, v=v_new, h=h, g=sums, scale=scale, **options)
-        return o, sums, Saved(solved.new_empty(0), solved)
+        q, k, v, g, beta = x
+        sums = self.log2_sums(g)
+        w, u, solved = chunk_gated_delta_rule_fwd_intra(k=k, v=v, g=sums, beta=beta, **self.options)
+        h, v_new = self.forward(ChunkOperands(k, w, u, sums), ends, saved_states)
+        o = chunk_fwd_o(q=q, k=k, v=v_new, h=h, g=sums, scale=scale, **self.options)
+        return o, sums, None, solved
 
-    def backward(
-        self, call: ChunkCall, x: Inputs, saved: Saved, outer: OutputGrads, saved_states: SavedStates
+    def whole_backward(
+        self, x: Inputs, d: LocalGrads, ends: BoundaryStates, saved_states: SavedStates, scale: float
     ) -> Inputs:
         from fla.ops.common.chunk_o import chunk_bwd_dv_local
         from fla.ops.gated_delta_rule.wy_fast import prepare_wy_repr_bwd, recompute_w_u_fwd
 
-        (states, scale, tables), (q, k, v, sums, beta), (_, solved) = call, x, saved
-        do, dfinal, dinitial = outer
-        options = tables.options()
-        indices = dict(cu_seqlens=tables.cu_seqlens, chunk_indices=tables.chunk_indices)
-        w, u = recompute_w_u_fwd(k=k, v=v, beta=beta, A=solved, g=sums, **indices)
-        dv = chunk_bwd_dv_local(q=q, k=k, g=sums, do=do, scale=scale, **options)
+        (q, k, v, sums, beta), (do, _, _, solved) = x, d
+        w, u = recompute_w_u_fwd(k=k, v=v, beta=beta, A=solved, g=sums, **self.packed)
+        dv = chunk_bwd_dv_local(q=q, k=k, g=sums, do=do, scale=scale, **self.options)
         between = ChunkOperands(k, w, u, sums, q)
-        h, v_new, incoming = states.turn(between, LocalGrads(do, dv), dfinal, saved_states, scale)
-        dh, dv = states.backward(between, LocalGrads(do, dv), incoming, dinitial, scale)
+        h, v_new, *incoming = self.turn(between, LocalGrads(do, dv), ends.inputs, saved_states, scale)
+        dh, dv = self.backward(between, LocalGrads(do, dv), IncomingStates(*incoming), ends.outputs, scale)
         # fla rejects its own kernel for this on Hopper before Triton 3.7.1
-        dq, dk, dw, dg = states.gradients(between, v_new, LocalGrads(do, dv), (h, dh), scale)
-        dk2, dv, dbeta, dg2 = prepare_wy_repr_bwd(k=k, v=v, beta=beta, g=sums, A=solved, dw=dw, du=dv, **indices)
-        dq, dk, dk2 = (_of_heads(x, q.shape[2]) for x in (dq, dk, dk2))
-        return Inputs(dq, dk + dk2, dv, _suffix_sums(dg + dg2, tables), dbeta)
+        dq, dk, dw, dg = self.gradients(between, v_new, LocalGrads(do, dv), (h, dh), scale)
+        dk2, dv, dbeta, dg2 = prepare_wy_repr_bwd(k=k, v=v, beta=beta, g=sums, A=solved, dw=dw, du=dv, **self.packed)
+        dq, dk, dk2 = (of_heads(x, q.shape[2]) for x in (dq, dk, dk2))
+        return Inputs(dq, dk + dk2, dv, self.suffix_sums(dg + dg2), dbeta)

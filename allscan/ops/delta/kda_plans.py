@@ -6,27 +6,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from ...base.tiling import cdiv
 from ...comm.communicator import Communicator
 from ...launch.plan import Buffer, Plan
 from ...shmem_kernels.kda_bwd import gradient_kernel, pairs_kernel
 from ...shmem_kernels.kda_fwd import anchors_kernel, operands_kernel, output_kernel
 from ...tokens.packing import CHUNK_TOKENS, Layout, chunk_weights
-from .delta_passes import StatePass, _words
-from .fla_chunks import ChunkCall
-from .records import (
-    BoundaryStates,
-    ChunkOperands,
-    DeltaShape,
-    IncomingStates,
-    Inputs,
-    LocalGrads,
-    OutputGrads,
-    Saved,
-    SavedStates,
-)
+from ..carrier import IncomingStates
+from .delta_passes import StatePass, _words, planned
+from .records import BoundaryStates, ChunkOperands, DeltaShape, Inputs, LocalGrads, SavedStates
 
 
 def chunk_blocks(BK: int, BV_max: int, dtype: torch.dtype) -> dict[str, dict[str, int]]:
@@ -56,7 +44,9 @@ def chunk_blocks_of_cpus(BK: int, BV_max: int) -> dict[str, dict[str, int]]:
 
 
 class ChunkPass(StatePass):
-    """A StatePass that also computes inside the chunks: forward and backward are one plan each."""
+    """A StatePass that also computes inside the chunks: forward and backward are one plan each. KDA."""
+
+    own, scalar = True, False
 
     def __init__(self, comm: Communicator, layout: Layout, shape: DeltaShape) -> None:
         super().__init__(comm, layout, shape._replace(HK=shape.H, scalar=False))
@@ -66,87 +56,65 @@ class ChunkPass(StatePass):
         self.weights = chunk_weights(CHUNK_TOKENS, layout.weights.device)
         self.fine = torch.bfloat16 if self.dtype == torch.bfloat16 else torch.float32
 
-    def whole_forward(self, x: Inputs, ends: BoundaryStates, saved_states: SavedStates, scale: float) -> list[Any]:
-        """Run the whole forward pass; return (o, Aqk, T - 1). Fills ``saved_states`` and ``ends`` like ``forward``."""
-        return self._run(self.record_forward, x, ends, saved_states, scale=scale)
-
-    def whole_backward(
-        self, x: Inputs, saved: Saved, outer: OutputGrads, saved_states: SavedStates, scale: float
-    ) -> list[Any]:
-        """Run the whole backward pass; return (dq, dk for each head of v, dv, dg, dbeta). Fills ``outer``."""
-        return self._run(self.record_backward, x, saved, outer, saved_states, scale=scale)
-
-    def record_forward(
+    @planned
+    def whole_forward(
         self, plan: Plan, x: Inputs, ends: BoundaryStates, saved_states: SavedStates, scale: float
-    ) -> tuple[Buffer, ...]:
-        """Record whole_forward in a plan."""
+    ) -> tuple[Buffer | None, ...]:
+        """Run the whole forward pass; return (o, None, Aqk, T - 1). Fills ``saved_states`` and ``ends`` like
+        ``forward``."""
         v, saved_states = x.v, _words(plan, saved_states)
         o = plan.output_like(v)
-        scores, solved = (plan.output(*v.shape[:3], CHUNK_TOKENS, dtype=v.dtype) for _ in "as")
+        solved = tuple(plan.output(*v.shape[:3], CHUNK_TOKENS, dtype=v.dtype) for _ in ("Aqk", "T - 1"))
         strong = plan.scratch(self.layout.num_chunks, self.H, dtype=torch.int32)
         qg, kg, w, u, sums = operands = self._operands_memory(plan, v)
-        fixed: dict[str, Any] = dict(scale=scale, SOLVED=False)
-        self._operands(plan, x, strong, Saved(scores, solved), operands, **fixed, STRONG=False)
+        self._operands(plan, "operands", x, strong, solved, operands, scale)
         self._anchors(plan, x.g, strong, ALL=False)
-        self._operands(plan, x, strong, Saved(scores, solved), operands, **fixed, STRONG=True)
+        self._operands(plan, "strong", x, strong, solved, operands, scale)
         local = plan.scratch(*self.of_states)
         if self.summarizes:
             self._summaries(plan, ChunkOperands(kg, w, u, sums), saved_states.transitions, local)
-        scratch = self._scratch(plan.scratch, plan.scratch, False)
-        self._carry(plan, saved_states, local, ends.inputs, False, scratch)
-        self._launch(
-            plan,
-            "output",
-            output_kernel,
-            (cdiv(self.V, self.blocks["output"]["BV"]), self.layout.num_segments, self.H),
-            qg,
-            kg,
-            w,
-            u,
-            scores,
-            sums,
-            self._segments(plan),
-            *scratch.incoming(saved_states.incoming),
-            o,
-            ends.outputs,
-            scale=scale,
-            BT=CHUNK_TOKENS,
-            PRECISION=self.chunked["PRECISION"],
-        )
-        return o, scores, solved
+        incoming = self._carry(plan, saved_states, local, ends.inputs)
+        tensors = qg, kg, w, u, solved[0], sums, self._segments(plan), *incoming, o, ends.outputs
+        fixed = dict(BT=CHUNK_TOKENS, PRECISION=self.chunked["PRECISION"])
+        self._by_segments(plan, "output", output_kernel, *tensors, scale=scale, **fixed)
+        return o, None, *solved
 
-    def record_backward(
-        self, plan: Plan, x: Inputs, saved: Saved, outer: OutputGrads, saved_states: SavedStates, scale: float
+    @planned
+    def whole_backward(
+        self, plan: Plan, x: Inputs, d: LocalGrads, ends: BoundaryStates, saved_states: SavedStates, scale: float
     ) -> tuple[Buffer, ...]:
-        """Record whole_backward in a plan."""
-        (q, k, v, g, beta), (scores, solved), (do, dfinal, dinitial) = x, saved, outer
+        """Run the whole backward pass; return (dq, dk for each head of v, dv, dg, dbeta). Fills ``ends``. d: do, and
+        Aqk and T - 1 in scores and solved."""
+        q, k, v, g, beta = x
         saved_states, (dq, dk, dv, dg, dbeta) = _words(plan, saved_states), self._gradients_memory(plan, x)
         strong = plan.scratch(self.layout.num_chunks, self.H, dtype=torch.int32)
         qg, kg, w, u, sums = operands = self._operands_memory(plan, v)
-        self._operands(plan, x, strong, saved, operands, scale=scale, SOLVED=True, STRONG=False)
-        between, d = ChunkOperands(kg, w, u, sums, qg), LocalGrads(do, None, scores, solved)
-        incoming, scratch = plan.scratch(*self.of_states), self._scratch(plan.scratch, plan.scratch, True)
-        local = self._local_gradients(plan, between, d, dfinal, scale)
-        with plan.side_stream(lambda carrier: carrier.stream()):
-            self._carry(plan, saved_states._replace(incoming=incoming), local, dfinal, True, scratch)
-        h, dh = (plan.scratch(*self.of_chunks, dtype=self.fine) for _ in "hd")  # large states overflow float16
-        v_new, r = (plan.scratch(*v.shape, dtype=self.fine) for _ in "vr")
+        self._operands(plan, "solved", x, strong, (d.scores, d.solved), operands, scale)
+        between = ChunkOperands(kg, w, u, sums, qg)
+        local = self._local_gradients(plan, between, d, ends.inputs, scale)
+        back = self._carry_back(plan, saved_states, local, ends.inputs)
+        h, dh, v_new, r = self._states_memory(plan, v)
         self._states(plan, between, IncomingStates(saved_states.incoming), None, (h, v_new))
         plan.join()
-        self._adjoint(plan, between, d, scratch.incoming(incoming), (dh, r, dinitial), scale)
+        self._adjoint(plan, between, d, back, (dh, r, ends.outputs), scale)
         self._anchors(plan, g, strong, ALL=True)
         chunks, strong, weights = self._tables(plan, strong)
         programs = self.layout.num_chunks * self.H
         pairs = plan.scratch(programs, 2, CHUNK_TOKENS, CHUNK_TOKENS, dtype=self.fine)
         parts = plan.scratch(programs, 3, CHUNK_TOKENS)
-        inputs: tuple[Any, ...] = v, beta, chunks, v_new, do, r
+        inputs: tuple[Any, ...] = v, beta, chunks, v_new, d.do, r
         outputs: tuple[Buffer, ...] = dv, pairs, parts
         self._launch_chunks(plan, "pairs", pairs_kernel, *inputs, *outputs, scale=scale)
-        inputs = q, k, g, beta, chunks, strong, weights, h, dh, v_new, do, r, pairs, parts
+        inputs = q, k, g, beta, chunks, strong, weights, h, dh, v_new, d.do, r, pairs, parts
         outputs = dq, dk, dg, dbeta
         for name, REST in ("gradient", False), ("rest", True):
             self._launch_chunks(plan, name, gradient_kernel, *inputs, *outputs, scale=scale, REST=REST)
         return dq, dk, dv, dg, dbeta
+
+    def _states_memory(self, plan: Plan, v: Buffer) -> list[Buffer]:
+        """Allocate h, dh, v_new and r. Large states overflow float16."""
+        shapes = self.of_chunks, self.of_chunks, v.shape, v.shape
+        return [plan.scratch(*shape, dtype=self.fine) for shape in shapes]
 
     def _gradients_memory(self, plan: Plan, x: Inputs) -> tuple[Buffer, ...]:
         """Allocate dq and dk for each head of v, dv, dg and dbeta."""
@@ -160,11 +128,15 @@ class ChunkPass(StatePass):
         sums = plan.scratch(self.layout.num_chunks + 1, self.H, self.K)
         return qg, kg, w, plan.scratch(*v.shape, dtype=v.dtype), sums
 
-    def _operands(self, plan: Plan, x: Inputs, strong: Buffer, saved: Saved, operands: tuple, **fixed: Any) -> None:
+    def _operands(
+        self, plan: Plan, name: str, x: Inputs, strong: Buffer, solved: tuple, operands: tuple, scale: float
+    ) -> None:
+        """Record operands_kernel. name: "operands", "strong" for chunks of strong decay, or "solved" in backward."""
         qg, kg, w, u, sums = operands
-        tensors = *x, *self._tables(plan, strong), saved.scores, saved.solved, w, u, kg, qg, sums
-        name = "solved" if fixed["SOLVED"] else "strong" if fixed["STRONG"] else "operands"
-        self._launch_chunks(plan, name, operands_kernel, *tensors, **fixed)
+        tensors, fixed = (*x, *self._tables(plan, strong), *solved, w, u, kg, qg, sums), dict(scale=scale)
+        self._launch_chunks(
+            plan, name, operands_kernel, *tensors, **fixed, SOLVED=name == "solved", STRONG=name == "strong"
+        )
 
     def _anchors(self, plan: Plan, g: Buffer, strong: Buffer, ALL: bool) -> None:
         """Record the kernel that overwrites the flags of strong chunks, or of all, by their anchors."""
@@ -181,28 +153,3 @@ class ChunkPass(StatePass):
         precision = self.chunked["PRECISION"]
         grid = (self.layout.num_chunks * self.H,)
         plan.launch(kernel, grid, *buffers, **sizes, PRECISION=precision, **self.blocks[name], **fixed)
-
-
-class OwnChunks:
-    """A rule whose chunks our own kernels compute. scalar: one gate per head."""
-
-    own = True
-
-    def __init__(self, scalar: bool) -> None:
-        self.scalar = scalar
-
-    def forward(
-        self, call: ChunkCall, x: Inputs, ends: BoundaryStates, saved_states: SavedStates
-    ) -> tuple[Tensor, Tensor, Saved]:
-        """Run forward; return (o, no sums of gates, the tensors saved for backward)."""
-        o, *saved = call.states.whole_forward(x, ends, saved_states, call.scale)
-        return o, x.g.new_empty(0, dtype=torch.float32), Saved(*saved)
-
-    def backward(
-        self, call: ChunkCall, x: Inputs, saved: Saved, outer: OutputGrads, saved_states: SavedStates
-    ) -> Inputs:
-        """Run backward; return the gradients of the inputs. Fills ``outer``."""
-        dq, dk, *others = call.states.whole_backward(x, saved, outer, saved_states, call.scale)
-        if (heads := x.q.shape[2]) != x.v.shape[2]:
-            dq, dk = (d.unflatten(2, (heads, -1)).sum(3) for d in (dq, dk))
-        return Inputs(dq, dk, *others)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -28,33 +28,33 @@ from ...shmem_kernels.gates import (
 BLOCK = 2048  # elements that a program processes at a time
 PROGRAMS = 1024  # about the number of programs that are resident on a GPU
 MOST_KEYS = 256  # channels of q and k
+# What an error says about saved tensors, and their names
+SAVED = dict(
+    normalize=("use_qk_l2norm_in_kernel", "q k factors_of_q factors_of_k"),
+    gate=("a gate of a delta rule", "x A_log dt_bias"),
+)
 FLOATS = torch.float16, torch.bfloat16, torch.float32, torch.float64
-
-
-class Gate(NamedTuple):
-    """Parameters of the function of raw gates: see ``zeco_kda``. Raw beta is a gate with the bound 1 or 2."""
-
-    A_log: Tensor | None = None  # [HV]
-    dt_bias: Tensor | None = None  # [HV] or [HV, K], in whatever shape
-    bound: float | None = None
 
 
 def normalized(q: Tensor, k: Tensor, handle: int) -> Sequence[Tensor]:
     """Return q and k, each divided by sqrt(sum of squares + 1e-6) along the last dimension. ``handle``: the
     communicator's."""
     if _by_kernels(q, k, handle=handle) and q.shape == k.shape and 0 < q.shape[-1] <= MOST_KEYS:
-        found: Sequence[Tensor] = _Normalized.apply(handle, q, k)
+        found: Sequence[Tensor] = _Prepared.apply((handle, "normalize", {}), q, k)
         return found
     return [(x * (x.float().square().sum(-1, keepdim=True) + 1e-6).rsqrt()).to(x.dtype) for x in (q, k)]
 
 
-def gate(x: Tensor, by: Gate, handle: int) -> Tensor:
+def gate(
+    x: Tensor, handle: int, A_log: Tensor | None = None, dt_bias: Tensor | None = None, bound: float | None = None
+) -> Tensor:
     """Return the float32 gates of raw gates x [B, T, HV, ...]: -exp(A_log) softplus(x + dt_bias) for each head, or with
-    a bound: bound * sigmoid(exp(A_log) (x + dt_bias))."""
-    A_log, dt_bias, bound = by
+    a bound: bound * sigmoid(exp(A_log) (x + dt_bias)). Raw beta is a gate with the bound 1 or 2.
+
+    A_log: [HV]. dt_bias: [HV] or [HV, K], in whatever shape."""
     if _by_kernels(x, A_log, dt_bias, handle=handle) and x.ndim in (3, 4):
-        found: Tensor = _Gated.apply((handle, bound), x, A_log, dt_bias)
-        return found
+        (found,) = _Prepared.apply((handle, "gate", dict(bound=bound)), x, A_log, dt_bias)
+        return found  # type: ignore[no-any-return]
     x = x.float()
     if dt_bias is not None:
         x = x + dt_bias.float().view(x.shape[2:])
@@ -74,51 +74,33 @@ def _by_kernels(*tensors: Tensor | None, handle: int) -> bool:
     return all(x is None or x.device == device and x.dtype in FLOATS and x.numel() for x in tensors)
 
 
-class _Normalized(Function):
+class _Prepared(Function):
+    """Runs a plan of RECORDS; backward runs the plan of the same name with "_back" on the saved tensors and gradients.
+    how: (the communicator's handle, the plan's name, its options)."""
+
     @staticmethod
-    def forward(ctx: Any, handle: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        q, k, *factors = RawInputs.of(handle).run("normalize", *map(plain, tensors))
-        _save(ctx, handle, q, k, *factors)
-        return q, k
+    def forward(ctx: Any, how: tuple[int, str, dict[str, Any]], *tensors: Tensor | None) -> tuple[Tensor, ...]:
+        handle, name, fixed = ctx.how = how
+        tensors = tuple(x if x is None else plain(x) for x in tensors)
+        outputs = RawInputs.of(handle).run(name, *tensors, **fixed)
+        saved = outputs if name == "normalize" else tensors
+        ctx.save_for_backward(*[x for x in saved if x is not None])
+        ctx.specs = [x if x is None else described(x) for x in saved]
+        return tuple(outputs[:2])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        saved = _restored(ctx, "use_qk_l2norm_in_kernel", "q k factors_of_q factors_of_k".split())
-        return None, *RawInputs.of(ctx.handle).run("normalize_back", *saved, *map(plain, grads))
-
-
-class _Gated(Function):
-    @staticmethod
-    def forward(ctx: Any, rest: tuple[int, float | None], *tensors: Tensor | None) -> Tensor:
-        handle, ctx.bound = rest
-        tensors = tuple(x if x is None else plain(x) for x in tensors)
-        ctx.there = [x is not None for x in tensors]
-        _save(ctx, handle, *(x for x in tensors if x is not None))
-        [found] = RawInputs.of(handle).run("gate", *tensors, bound=ctx.bound)
-        return found
-
-    @staticmethod
-    def backward(ctx: Any, dg: Tensor) -> tuple[Tensor | None, ...]:
-        names = [name for name, there in zip(("x", "A_log", "dt_bias"), ctx.there, strict=True) if there]
-        saved = iter(_restored(ctx, "a gate of a delta rule", names))
-        tensors = [next(saved) if there else None for there in ctx.there]
-        return None, *RawInputs.of(ctx.handle).run("gate_back", *tensors, plain(dg), bound=ctx.bound)
-
-
-def _save(ctx: Any, handle: int, *tensors: Tensor) -> None:
-    ctx.save_for_backward(*tensors)
-    ctx.handle, ctx.specs = handle, [described(x) for x in tensors]
-
-
-def _restored(ctx: Any, what: str, names: Sequence[str]) -> Sequence[Tensor]:
-    """Return the tensors that autograd saved. An error also reaches the ranks that wait for this rank's next call."""
-    comm = communicator_of(ctx.handle)
-    saved = saved_tensors(ctx, lambda: comm, True)
-    try:
-        return restored(what, names, saved, ctx.specs)
-    except RuntimeError:
-        with comm.call(True):
-            raise
+        handle, name, fixed = ctx.how
+        comm, (what, names) = communicator_of(handle), SAVED[name]
+        saved = saved_tensors(ctx, lambda: comm, True)
+        given = [(name, spec) for name, spec in zip(names.split(), ctx.specs, strict=True) if spec is not None]
+        try:
+            found = iter(restored(what, [name for name, _ in given], saved, [spec for _, spec in given]))
+        except RuntimeError:
+            with comm.call(True):  # the error also reaches the ranks that wait for this rank's next call
+                raise
+        tensors = [spec if spec is None else next(found) for spec in ctx.specs]
+        return None, *RawInputs.of(handle).run(f"{name}_back", *tensors, *map(plain, grads), **fixed)
 
 
 class RawInputs:

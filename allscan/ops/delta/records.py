@@ -6,20 +6,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...launch.plan import Buffer
-
-
-class InputTransforms(NamedTuple):
-    """Options that prepare raw arguments, and of the implementation: see ``zeco_kda``."""
-
-    use_qk_l2norm_in_kernel: bool
-    use_gate_in_kernel: bool
-    use_beta_sigmoid_in_kernel: bool
-    allow_neg_eigval: bool
-    lower_bound: float | None
-    state_v_first: bool
-    chunk: str
-
 
 class Inputs(NamedTuple):
     """Inputs of a rule [B, T, heads, ...], or their gradients. In backward of fla's rules g has sums of the gates."""
@@ -29,22 +15,6 @@ class Inputs(NamedTuple):
     v: Any
     g: Any
     beta: Any
-
-
-class Saved(NamedTuple):
-    """Intermediates of the chunks that are saved for backward, in a dtype of the size of q's."""
-
-    scores: Any  # Aqk [B, T, heads of v, 64], or empty
-    solved: Any  # T - 1 of our own kernels, T of fla's, of the same shape
-
-
-class OutputGrads(NamedTuple):
-    """Inputs of a backward pass, the gradients of o and of the final states ([N, H, K, V] or None), and an output: the
-    gradients of the initial states, filled unless None."""
-
-    do: Any
-    dfinal: Any
-    dinitial: Any
 
 
 class SavedStates(NamedTuple):
@@ -66,7 +36,8 @@ class ChunkOperands(NamedTuple):
 
 
 class LocalGrads(NamedTuple):
-    """Gradients inside the chunks: of the output, and of v_new through it, or the scores Aqk to compute the latter."""
+    """Gradients inside the chunks: of the output, and of v_new through it, or the scores Aqk to compute the latter. The
+    scores [B, T, heads of v, 64] and solved, which forward saves, are in a dtype of the size of q's."""
 
     do: Any
     dv: Any
@@ -80,28 +51,6 @@ class BoundaryStates(NamedTuple):
 
     inputs: Any
     outputs: Any
-
-
-class IncomingStates(NamedTuple):
-    """Each segment's incoming state from this rank's tokens and, if the rank has an incoming state, the transition from
-    the rank's entry to each segment and that incoming state."""
-
-    states: Any
-    through: Any = None
-    prev: Any = None
-
-
-class Scratch(NamedTuple):
-    """Scratch of a rank: local state; transition from the rank's entry to each segment; incoming state; transition of
-    the whole rank. A field is None if it does not exist."""
-
-    own: Buffer | None
-    through: Buffer | None
-    prev: Buffer | None
-    dense: Buffer | None
-
-    def incoming(self, states: Buffer) -> IncomingStates:
-        return IncomingStates(states, self.through, self.prev)
 
 
 class DeltaShape(NamedTuple):

@@ -114,22 +114,40 @@ def zeco_gla(
     return GLA.run(comm, "zeco_gla", (q, k, v, g, initial_state), asked)
 
 
-class PreparedGLA(PreparedCall):
-    """Calls of one signature: shape, token layout and launch plans. words: of the saved buffer."""
+class BufferedCall(PreparedCall):
+    """Calls of one signature that save one buffer: shape, token layout and launch plans. words: of the buffer."""
 
     def __init__(
         self,
         carrier: StateCarrier,
-        shape: Shape,
+        shape: Any,
         layout: Layout,
         call: Call,
         first_token: int | None,
         words: int,
+        saved_specs: list[tuple[Any, ...]],
     ) -> None:
         super().__init__(carrier, call, first_token, (shape.sequences, shape.H, shape.K, shape.V), shape.carried)
-        self.shape, self.layout, self.words = shape, layout, words
-        self.saved_specs = saved_specs(shape, self.comm.device, words)
-        self._plans: dict[tuple, Plan] = {}  # by variant of the pass, see _record
+        self.shape, self.layout, self.words, self.saved_specs = shape, layout, words, saved_specs
+        self._plans: dict[tuple, Plan] = {}  # by variant of the pass
+
+    def _record(self, variant: tuple, make: Callable[[Layout], Plan], *alike: object) -> Plan:
+        """Return the plan of a pass, which ``make(layout)`` records. ``variant``: what else determines it; ``alike``:
+        what else is equal on all ranks."""
+        self.layout.use(self.comm)
+        rule, scale, *_ = self.call
+        key = type(self.carrier), self.carrier.handle, self.shape, self.call, *variant
+        of_all_ranks = rule, self.shape.B, str(self.shape.dtype), scale, self.call.of_all, *alike
+        return self.layout.derived(key, lambda: make(self.layout.for_calls(*of_all_ranks)))
+
+
+def aligned(saved_buffer: Tensor) -> Tensor:
+    """The saved buffer at 16 bytes, as kernels need it: a caller's hook may return other memory."""
+    return saved_buffer.clone() if saved_buffer.data_ptr() % 16 else saved_buffer
+
+
+class PreparedGLA(BufferedCall):
+    """Calls of zeco_gla."""
 
     def forward(self, *inputs: Any) -> tuple[Any, ...]:
         q, k, v, g, initial_state, _, final = inputs
@@ -137,7 +155,7 @@ class PreparedGLA(PreparedCall):
         saved_buffer = q.new_empty(self.words, dtype=SAVED_DTYPE)
         tensors = q, k, v, g, initial_state, final_state, saved_buffer
         variant = forward_plan, initial_state is None, final_state is None
-        plan = self._plans.get(variant) or self._record(variant, tensors)
+        plan = self._plans.get(variant) or self._of_tensors(variant, tensors)
         self.layout.use(self.comm)
         (o,) = plan.run(self.carrier, *[x for x in tensors if x is not None])
         if self.comm.debug:
@@ -145,13 +163,11 @@ class PreparedGLA(PreparedCall):
         return o, final_state, saved_buffer
 
     def backward(self, do: Tensor, dfinal: Tensor | None, kept: Sequence[Tensor], initial: bool) -> Sequence[Any]:
-        q, k, v, g, saved_buffer = kept
-        if saved_buffer.data_ptr() % 16:  # kernels need 16-byte alignment; a caller's hook may return other memory
-            saved_buffer = saved_buffer.clone()
-        dinitial = q.new_zeros(self.states, dtype=torch.float32) if initial else None
-        tensors = q, k, v, g, do, dfinal, dinitial, saved_buffer
+        *inputs, saved_buffer = kept
+        dinitial = do.new_zeros(self.states, dtype=torch.float32) if initial else None
+        tensors = *inputs, do, dfinal, dinitial, aligned(saved_buffer)
         variant = backward_plan, dfinal is None, dinitial is None
-        plan = self._plans.get(variant) or self._record(variant, tensors)
+        plan = self._plans.get(variant) or self._of_tensors(variant, tensors)
         self.layout.use(self.comm)
         dv, dq, dk, dg = plan.run(self.carrier, *[x for x in tensors if x is not None])
         if self.comm.debug:
@@ -159,32 +175,81 @@ class PreparedGLA(PreparedCall):
             self.comm._look_for_nan("zeco_gla's backward", **named)
         return dq, dk, dv, dg, dinitial
 
-    def _record(self, variant: tuple, tensors: Sequence[Tensor | None]) -> Plan:
+    def _of_tensors(self, variant: tuple, tensors: Sequence[Tensor | None]) -> Plan:
         """Return the plan of a pass. ``variant``: the function that makes the plan; which optional tensors are None."""
-        self.layout.use(self.comm)
-        (make, *_), shape, layout, (_, scale, *_) = variant, self.shape, self.layout, self.call
-        key = type(self.carrier), self.carrier.handle, shape, scale, self.call.of_all, *variant
-        alike = "zeco_gla", shape.B, str(shape.dtype), scale, self.call.of_all
-        plan = layout.derived(key, lambda: make(shape, scale, layout.for_calls(*alike), self.carrier, *tensors))
+        make, shape, scale = variant[0], self.shape, self.call.scale
+        plan = self._record(variant, lambda layout: make(shape, scale, layout, self.carrier, *tensors))
         self._plans[variant] = plan
         return plan
 
 
-def saved_specs(shape: Shape, device: torch.device, words: int) -> list:
-    """Return (dtype, shape, device) of the tensors that autograd saves (q, k, v, g, the saved buffer) and of do."""
-    keys, values = ((shape.B, shape.T, shape.H, width) for width in (shape.K, shape.V))
-    specs: list[tuple[torch.dtype, tuple[int, ...]]] = [(shape.dtype, x) for x in (keys, keys, values)]
-    specs += [(shape.gate_dtype, keys), (SAVED_DTYPE, (words,)), (shape.dtype, values)]
-    return [(dtype, torch.Size(x), device) for dtype, x in specs]
+class BufferedOperator(SequenceOperator):
+    """An operator that saves its inputs and one buffer of integers for backward."""
 
-
-class _GLA(SequenceOperator):
-    name = "zeco_gla"
-    titles = {name: name}
-    inputs = "q", "k", "v", "g"
     outputs = ("saved_buffer",)
-    kept = "q", "k", "v", "g", "saved_buffer"
-    kept_at = {name: range(5)}
+    prepared: type[BufferedCall]
+    shape_of: Any  # lru_cache of the class of Shapes
+
+    def __init__(self) -> None:
+        self.kept = *self.inputs, *self.outputs
+        self.kept_at = {self.name: range(len(self.kept))}
+        self.titles = {self.name: self.name}
+        super().__init__()
+
+    def sizes(self, tensors: Sequence[Any], cu_seqlens: Tensor | None, call: Call, dtypes: Any) -> tuple[Any, ...]:
+        """Arguments of ``shape_of`` for a call. dtypes: those at ``dtypes_at``."""
+        raise NotImplementedError
+
+    def shape(self, *of: Any) -> Any:
+        """The Shape of a call with ``sizes(*of)``."""
+        return self.shape_of(*self.sizes(*of))
+
+    def specs(self, tensors: Sequence[Any], shape: Any, dtypes: Sequence[torch.dtype], words: int) -> list:
+        """(dtype, shape, device) of the tensors that autograd saves (inputs that are not None, the buffer), and of do.
+        ``tensors``: inputs, or what was restored in their place."""
+        raise NotImplementedError
+
+    def make(
+        self,
+        carrier: StateCarrier,
+        tensors: Sequence[Any],
+        cu_seqlens: Tensor | None,
+        first_token: int | None,
+        call: Call,
+        traced: bool,
+    ) -> BufferedCall:
+        tensors = tensors[: len(self.inputs)]
+        dtypes = [tensors[i].dtype for i in self.dtypes_at]
+        shape = self.shape(tensors, cu_seqlens, call, dtypes)
+        layout = layout_of(carrier.comm, tensors[self.v_at], cu_seqlens, first_token, call, shape.segment)
+        every_cut = traced or cu_seqlens is None
+        words = shape.saved_words if every_cut else sum(shape.saved_sizes(layout.num_segments, layout.num_chunks))
+        specs = self.specs(tensors, shape, dtypes, words)
+        return self.prepared(carrier, shape, layout, call, first_token, words, specs)
+
+    def make_again(
+        self, carrier: StateCarrier, rest: Sequence[Any], check: Callable[..., Any], dtypes: Sequence[torch.dtype]
+    ) -> BufferedCall:
+        (*tensors, saved_buffer), do, cu_seqlens, first_token, call = rest
+        tensors[self.v_at] = do  # of v's shape and dtype, and not restored
+        shape = self.shape(tensors, cu_seqlens, call, dtypes)
+        packed = cu_seqlens is not None and saved_buffer.shape != (shape.saved_words,)  # saved by an eager call
+        check(self.specs(tensors, shape, dtypes, saved_buffer.numel() if packed else shape.saved_words))
+        return self.make(carrier, tensors, cu_seqlens, first_token, call, not packed)
+
+    def fake_outputs(self, inputs: Sequence[Tensor], cu_seqlens: Tensor | None, call: Call) -> Sequence[Tensor]:
+        dtypes = [inputs[i].dtype for i in self.dtypes_at]
+        shape = self.shape_of.__wrapped__(*self.sizes(inputs, cu_seqlens, call, dtypes))  # sizes may be symbols
+        return [inputs[self.v_at].new_empty(shape.saved_words, dtype=SAVED_DTYPE)]
+
+    def gradients_like(self, kept: Sequence[Any]) -> Sequence[Any]:
+        return kept[:-1]
+
+
+class _GLA(BufferedOperator):
+    name = "zeco_gla"
+    inputs = "q", "k", "v", "g"
+    prepared, shape_of = PreparedGLA, staticmethod(shape_of)
 
     def check_tensors(self, comm: Communicator, tensors: Sequence[Any], call: Call) -> None:
         q, k, v, g, _ = tensors
@@ -204,51 +269,17 @@ class _GLA(SequenceOperator):
         if q.shape[-1] > 512:
             raise ValueError(f"K must be at most 512, got {q.shape[-1]}")
 
-    def make(
-        self,
-        carrier: StateCarrier,
-        tensors: Sequence[Any],
-        cu_seqlens: Tensor | None,
-        first_token: int | None,
-        call: Call,
-        traced: bool,
-    ) -> PreparedGLA:
-        q, _, v, g, _ = tensors
-        shape = _shape(q, v, g.dtype, cu_seqlens, call)
-        layout = layout_of(carrier.comm, q, cu_seqlens, first_token, call, shape.segment)
-        every_cut = traced or cu_seqlens is None
-        words = shape.saved_words if every_cut else sum(shape.saved_sizes(layout.num_segments, layout.num_chunks))
-        return PreparedGLA(carrier, shape, layout, call, first_token, words)
+    def sizes(self, tensors: Sequence[Any], cu_seqlens: Tensor | None, call: Call, dtypes: Any) -> tuple[Any, ...]:
+        q, _, v, _ = tensors
+        (B, T, H, K), n, device = q.shape, q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1, v.device
+        of_gpu = device.type, call.zigzag, multiprocessors(device)
+        return B, T, H, K, v.shape[3], n, v.dtype, dtypes[0], *of_gpu, call.saves, call.invariant
 
-    def make_again(
-        self, carrier: StateCarrier, rest: Sequence[Any], check: Callable[..., Any], dtypes: Sequence[torch.dtype]
-    ) -> PreparedGLA:
-        (q, _, _, g, saved_buffer), do, cu_seqlens, first_token, call = rest
-        shape = _shape(q, do, dtypes[0], cu_seqlens, call)
-        packed = cu_seqlens is not None and saved_buffer.shape != (shape.saved_words,)  # saved by an eager call
-        check(saved_specs(shape, carrier.comm.device, saved_buffer.numel() if packed else shape.saved_words))
-        return self.make(carrier, (q, None, do, g, None), cu_seqlens, first_token, call, not packed)
-
-    def fake_outputs(self, inputs: Sequence[Tensor], cu_seqlens: Tensor | None, call: Call) -> Sequence[Tensor]:
-        q, _, v, g = inputs
-        return [q.new_empty(_shape(q, v, g.dtype, cu_seqlens, call, Shape).saved_words, dtype=SAVED_DTYPE)]
-
-    def gradients_like(self, kept: Sequence[Tensor]) -> Sequence[Tensor]:
-        return kept[:4]
-
-
-def _shape(
-    q: Tensor,
-    v: Tensor,
-    gate_dtype: torch.dtype,
-    cu_seqlens: Tensor | None,
-    call: Call,
-    make: Callable[..., Shape] = shape_of,
-) -> Shape:
-    """Return the Shape of a call."""
-    (B, T, H, K), n, device = q.shape, q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1, v.device
-    of_gpu = device.type, call.zigzag, multiprocessors(device)
-    return make(B, T, H, K, v.shape[3], n, v.dtype, gate_dtype, *of_gpu, call.saves, call.invariant)
+    def specs(self, tensors: Sequence[Any], shape: Shape, dtypes: Sequence[torch.dtype], words: int) -> list:
+        keys, values = ((shape.B, shape.T, shape.H, width) for width in (shape.K, shape.V))
+        specs: list[tuple[torch.dtype, tuple[int, ...]]] = [(shape.dtype, x) for x in (keys, keys, values)]
+        specs += [(shape.gate_dtype, keys), (SAVED_DTYPE, (words,)), (shape.dtype, values)]
+        return [(dtype, torch.Size(x), tensors[self.v_at].device) for dtype, x in specs]
 
 
 GLA = _GLA()

@@ -29,7 +29,7 @@ from ...shmem_kernels.gla_fwd import (
 from ...shmem_kernels.gla_strong import strong_decay_grad_kernel, strong_decay_kernel
 from ...shmem_kernels.segments import gated_segments_kernel
 from ...tokens.packing import CHUNK_TOKENS, Layout, carried_states, most_segments, segment_length
-from ..carrier import CarriedState, InOrderCarrier, StateCarrier
+from ..carrier import CarriedState, IncomingStates, InOrderCarrier, StateCarrier
 
 # Tokens of a sub-block (on a GPU its token pairs fill the registers) and of a step of keys_kernel. Larger on CPUs:
 # the interpreter's time grows with the number of operations.
@@ -157,14 +157,6 @@ class Chunks(NamedTuple):
     a: Buffer
 
 
-class IncomingStates(NamedTuple):
-    """Each segment's incoming state from this rank's tokens, the gates of each segment, this rank's incoming state."""
-
-    states: Buffer
-    gates: Buffer
-    prev: Buffer
-
-
 class CarryPlan(Plan):
     """A pass whose states are scanned over this rank's segments and over the ranks.
 
@@ -183,6 +175,21 @@ class CarryPlan(Plan):
         self._has_incoming = False  # this rank receives a state, which final_kernel adds to its final states
         self._joins_last = False  # no kernel of this rank needs the scan's result: ``end`` joins, not ``join_carry``
         self._of_final_kernel: tuple[tuple[Buffer | None, ...], tuple[int, ...], dict[str, int]] = (None,), (), {}
+
+    def inputs(self, tensors: Sequence[Tensor | None]) -> list[Any]:
+        """Declare the inputs of a run; None for None."""
+        return [None if x is None else self.input(x) for x in tensors]
+
+    def saved_parts(self, saved_buffer: Buffer) -> list[Any]:
+        """Return [forward epoch, IncomingStates, further parts]: see Shape.all_saved."""
+        own = self.layout.num_segments, self.layout.num_chunks
+        stored, places = self.shape.all_saved(*own), itertools.accumulate(self.shape.saved_sizes(*own), initial=0)
+        parts = [self.view(saved_buffer, at, *shape, dtype=dtype) for at, (shape, dtype) in zip(places, stored)]
+        return [parts[0], IncomingStates(*parts[1:4]), *parts[4:]]
+
+    def incoming_states(self) -> IncomingStates:
+        """Allocate IncomingStates of gradients."""
+        return IncomingStates(*(self.scratch(*of) for of, _ in self.shape.incoming(self.layout.num_segments)))
 
     def carry(
         self,
@@ -226,22 +233,7 @@ class CarryPlan(Plan):
         out = own if first else self.view(prev, 0, *halves, V)
 
         def segments() -> None:
-            self.launch(
-                carry_kernel,
-                grid,
-                states,
-                sums,
-                gates,
-                *tables,
-                outside,
-                own,
-                decay,
-                final,
-                **blocks,
-            )
-
-        def zero_incoming_state() -> None:
-            self.zero(prev)
+            self.launch(carry_kernel, grid, states, sums, gates, *tables, outside, own, decay, final, **blocks)
 
         if first:
             segments()
@@ -256,11 +248,11 @@ class CarryPlan(Plan):
                 carried = CarriedState(own, out, fwd_epoch, decay, stamp=self.stamp)
                 carrier.record(self, carried, reverse, zigzag)
             else:
-                zero_incoming_state()
+                self.zero(prev)
             if long:
                 self.join()
         if first:
-            zero_incoming_state()  # overlapped with the scan, because all other ranks wait for that
+            self.zero(prev)  # overlapped with the scan, because all other ranks wait for that
         if last:
             segments()
         return outputs
@@ -276,16 +268,14 @@ class CarryPlan(Plan):
     ) -> Any:
         """Record both scans of ``carry`` as one kernel (gated_segments_kernel). ``states`` then holds each segment's
         full incoming state, including the contribution of other ranks; later kernels add nothing to it."""
-        (states, gates, _), (outside, final), halves = incoming, ends, 1 + bool(self.shape.zigzag)
-        outgoing = [self.scratch(self.shape.carried * self.H, self.K, self.V) for _ in range(halves)]
+        (states, gates, _), zigzag, outputs = incoming, bool(self.shape.zigzag), None
         fixed: dict[str, int] = dict(H=self.H, K=self.K, V=self.V, STATES=self.shape.carried, REVERSE=self.reverse)
-        outputs = None
         with self.side_stream(lambda carrier: carrier.stream()):
             if long:
                 with self.side_stream(lambda carrier: carrier.stream(LONG)):
                     outputs = long()
-            buffers = states, sums, gates, self.segments, self.segments_of_states, outside, final
-            carrier.record_halves(self, gated_segments_kernel, buffers, (*outgoing, fwd_epoch), self.stamp, **fixed)
+            buffers = states, sums, gates, self.segments, self.segments_of_states, *ends
+            carrier.record_halves(self, gated_segments_kernel, buffers, fwd_epoch, zigzag, self.stamp, **fixed)
             if long:
                 self.join()
         return outputs
@@ -336,6 +326,15 @@ class GLAPlan(CarryPlan):
     def of_chunks(self, dtype: torch.dtype, **options: Any) -> Buffer:
         """Allocate scratch for a state per chunk [NC, H, K, V]."""
         return self.scratch(*self.by_chunks, self.K, self.V, dtype=dtype, **options)
+
+    def intermediates(self, saved: Sequence[Buffer], grads: Sequence[Buffer] = ()) -> Chunks:
+        """Return those that forward ``saved``, or scratch. Scratch except gate and strong, which backward uses to the
+        end, shares the memory of ``grads`` if it fits: backward writes ``grads`` last."""
+        shapes = () if saved else self.shape.intermediates(self.num_chunks, self.reverse)
+        scratch = [
+            self.scratch(*shape, dtype=dtype, before=grads if i > 1 else ()) for i, (shape, dtype) in enumerate(shapes)
+        ]
+        return Chunks(*saved, *scratch)
 
     def keys_apart(self, carrier: StateCarrier) -> bool:
         """Return whether forward runs a separate keys_kernel and computes q_in and A overlapped with the scan. True if
@@ -416,34 +415,15 @@ class GLAPlan(CarryPlan):
 
         Returns the sums of gates [NS, H, K]."""
         sums = self.scratch(self.layout.num_segments, self.H, self.K)
-        self._with_state(
-            state_kernel,
-            min(128, self.BK),
-            {},
-            x,
-            y,
-            gate,
-            self.segments,
-            states,
-            None,
-            sums,
-            *[None] * 5,
-            REVERSE=self.reverse,
-        )
+        pointers = x, y, gate, self.segments, states, None, sums, *[None] * 5
+        self._with_state(state_kernel, min(128, self.BK), {}, *pointers, REVERSE=self.reverse)
         return sums
 
     def outputs(self, v: Buffer, intermediates: Chunks, incoming: IncomingStates, o: Buffer) -> None:
         """Record output_kernel. Forward does not use the parameters after o."""
-        self._with_state(
-            output_kernel,
-            self.BK,
-            OUTPUTS,
-            *(intermediates.k_out, v, intermediates.q_in, intermediates.a, intermediates.gate, self.segments),
-            *incoming,
-            o,
-            *[None] * 4,
-            REVERSE=False,
-        )
+        gate, _, k_out, q_in, a = intermediates
+        pointers = k_out, v, q_in, a, gate, self.segments, *incoming, o, *[None] * 4
+        self._with_state(output_kernel, self.BK, OUTPUTS, *pointers, REVERSE=False)
 
     def value_gradients(
         self,
@@ -457,56 +437,22 @@ class GLAPlan(CarryPlan):
 
         Returns (D, the gates' gradient through the states, one sum for each block of V): see output_kernel."""
         (gate, _, k_out, q_in, a), (states, low) = intermediates, of_chunks
+        pointers: tuple[Buffer | None, ...]
         whole = self.BK <= 128
         BK, chosen = (self.BK, OUTPUTS_REVERSE) if whole else (128, OF_CHUNKS_REVERSE)
         dstates = self.of_chunks(self.dtype)
         passed = self.scratch(*self.by_chunks, cdiv(self.V, self.blocks(BK, chosen)[0]), self.K)
         if whole:
-            self._with_state(
-                output_kernel,
-                BK,
-                chosen,
-                q_in,
-                do,
-                k_out,
-                a,
-                gate,
-                self.segments,
-                *incoming,
-                dv,
-                states,
-                low,
-                dstates,
-                passed,
-                REVERSE=True,
-            )
+            pointers = q_in, do, k_out, a, gate, self.segments, *incoming, dv, states, low, dstates, passed
+            self._with_state(output_kernel, BK, chosen, *pointers, REVERSE=True)
         else:
-            self._with_state(
-                state_kernel,
-                BK,
-                chosen,
-                q_in,
-                do,
-                gate,
-                self.segments,
-                dstates,
-                low,
-                None,
-                *incoming,
-                states,
-                passed,
-                REVERSE=True,
-            )
+            pointers = q_in, do, gate, self.segments, dstates, low, None, *incoming, states, passed
+            self._with_state(state_kernel, BK, chosen, *pointers, REVERSE=True)
             BV = min(128 if self.is_bf16 else 64, self.BV_max)
             self.launch(
                 value_grad_kernel,
                 (cdiv(self.V, BV), *self.by_chunks),
-                do,
-                k_out,
-                a,
-                self.chunks,
-                dstates,
-                dv,
+                *(do, k_out, a, self.chunks, dstates, dv),
                 **self.widths,
                 **self.precision,
                 V=self.V,
@@ -526,22 +472,8 @@ class GLAPlan(CarryPlan):
         share their memory."""
         states = self.of_chunks(self.dtype)
         low = self.of_chunks(torch.int8, before=grads) if self.is_bf16 else None
-        self._with_state(
-            state_kernel,
-            min(128, self.BK),
-            OF_CHUNKS,
-            x,
-            y,
-            gate,
-            self.segments,
-            states,
-            low,
-            None,
-            *incoming,
-            None,
-            None,
-            REVERSE=False,
-        )
+        pointers = x, y, gate, self.segments, states, low, None, *incoming, None, None
+        self._with_state(state_kernel, min(128, self.BK), OF_CHUNKS, *pointers, REVERSE=False)
         return states, low
 
     def score_gradients(self, v: Buffer, do: Buffer) -> tuple:
@@ -551,11 +483,7 @@ class GLAPlan(CarryPlan):
         self.launch(
             da_kernel,
             self.by_chunks,
-            v,
-            do,
-            self.chunks,
-            da,
-            diagonal,
+            *(v, do, self.chunks, da, diagonal),
             scale=self.scale,
             H=self.H,
             V=self.V,
@@ -585,9 +513,7 @@ class GLAPlan(CarryPlan):
             grad_kernel,
             (cdiv(self.K, BK), *self.by_chunks),
             *(*x, do, self.chunks, self.weights, intermediates.gate, intermediates.strong),
-            *of_scores,
-            *of_states,
-            *grads,
+            *(*of_scores, *of_states, *grads),
             **common,
             BK=BK,
             num_warps=4,
@@ -596,35 +522,20 @@ class GLAPlan(CarryPlan):
         self.launch(
             strong_decay_grad_kernel,
             self.lookers,
-            *(*x, do, self.chunks, intermediates.strong),
-            *of_scores,
-            *of_states,
-            *grads,
+            *(*x, do, self.chunks, intermediates.strong, *of_scores, *of_states, *grads),
             **common,
             **self.of_strong,
         )
-
-    def saved_parts(self, saved_buffer: Buffer, grads: Sequence[Buffer] = ()) -> tuple[Buffer, IncomingStates, Chunks]:
-        """Return (forward epoch, IncomingStates, Chunks): see Shape.all_saved. Intermediates that are not saved are
-        scratch. Those except gate and strong, which backward uses to the end, share the memory of ``grads`` if they
-        fit: backward writes ``grads`` last."""
-        own = self.layout.num_segments, self.num_chunks
-        stored, places = self.shape.all_saved(*own), itertools.accumulate(self.shape.saved_sizes(*own), initial=0)
-        parts = [self.view(saved_buffer, at, *shape, dtype=dtype) for at, (shape, dtype) in zip(places, stored)]
-        intermediates = parts[4:] or [
-            self.scratch(*shape, dtype=dtype, before=grads if i > 1 else ())
-            for i, (shape, dtype) in enumerate(self.shape.intermediates(self.num_chunks, self.reverse))
-        ]
-        return parts[0], IncomingStates(*parts[1:4]), Chunks(*intermediates)
 
 
 def forward_plan(shape: Shape, scale: float, layout: Layout, carrier: StateCarrier, *tensors: Tensor | None) -> GLAPlan:
     """Return the plan of forward, whose output is o. ``tensors``: q, k, v, g, initial or None, final or None,
     saved_buffer."""
     plan = GLAPlan(carrier, shape, scale, layout, False)
-    buffers: list[Any] = [None if x is None else plan.input(x) for x in tensors]
+    buffers = plan.inputs(tensors)
     x, (initial, final, saved_buffer) = Inputs(*buffers[:4]), buffers[4:]
-    fwd_epoch, incoming, intermediates = plan.saved_parts(saved_buffer)
+    fwd_epoch, incoming, *saved = plan.saved_parts(saved_buffer)
+    intermediates = plan.intermediates(saved)
     o = plan.output_like(x.v)
     if apart := plan.keys_apart(carrier):
         plan.keys(x, intermediates)
@@ -654,11 +565,12 @@ def backward_plan(
     programs start later and run together with da_kernel's; without da_kernel they would be an extra wave.
     """
     plan = GLAPlan(carrier, shape, scale, layout, True)
-    buffers: list[Any] = [None if t is None else plan.input(t) for t in tensors]
+    buffers = plan.inputs(tensors)
     x, (do, dfinal, dinitial, saved_buffer) = Inputs(*buffers[:4]), buffers[4:]
     dv, *grads = (plan.output_like(t) for t in (x.v, x.q, x.k, x.g))
-    fwd_epoch, incoming, intermediates = plan.saved_parts(saved_buffer, grads)
-    back = IncomingStates(*(plan.scratch(*of) for of, _ in shape.incoming(layout.num_segments)))
+    fwd_epoch, incoming, *saved = plan.saved_parts(saved_buffer)
+    intermediates = plan.intermediates(saved, grads)
+    back = plan.incoming_states()
     if not shape.saves:
         plan.operands(True, x, intermediates)
         plan.strong_operands(x, intermediates)

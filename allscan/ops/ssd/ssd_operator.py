@@ -10,16 +10,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...base.checks import check_restored, integer, plain, plain_or_traced
+from ...base.checks import check_restored, integer, plain
 from ...base.tiling import multiprocessors
 from ...comm.communicator import Communicator
 from ...launch.plan import Plan
 from ...tokens.packing import Layout
-from ..carrier import StateCarrier
-from ..operator import FLOATS, Asked, Call, PreparedCall, SequenceOperator, check_dtypes, layout_of
+from ..gla.gla_operator import SAVED_DTYPE, BufferedCall, BufferedOperator, aligned
+from ..operator import FLOATS, Asked, Call, check_dtypes
 from .ssd_plans import Inputs, Options, SSDShape, backward_plan, forward_plan, shape_of, strides_of
 
-SAVED_DTYPE = torch.int32  # of the saved buffer: integers, so that a saved_tensors_hook does not treat it as floats
 MOST_ROWS = 256  # of a state: N of zeco_ssd, K of zeco_simple_gla
 
 
@@ -161,45 +160,25 @@ def zeco_simple_gla(
     return o, final_state.mT if state_v_first and final_state is not None else final_state
 
 
-class PreparedSSD(PreparedCall):
-    """Calls of one signature. words: of the saved buffer. shape_of_states: of initial and final ones."""
-
-    def __init__(
-        self,
-        carrier: StateCarrier,
-        shape: SSDShape,
-        layout: Layout,
-        call: Call,
-        first_token: int | None,
-        words: int,
-        shape_of_states: tuple[int, int, int, int],
-    ) -> None:
-        super().__init__(carrier, call, first_token, (shape.sequences, shape.H, shape.K, shape.V), shape.carried)
-        self.shape, self.layout, self.words = shape, layout, words
-        self.turned = call.rule == "zeco_ssd"  # its states are [P, N], the kernels' [N, P]
-        self.options = options_of(call.scale, call.more)
-        self._states = shape_of_states
-        self._plans: dict[tuple, Plan] = {}
+class PreparedSSD(BufferedCall):
+    """Calls of zeco_ssd, whose states are [P, N] where the kernels' are [N, P], or of zeco_simple_gla."""
 
     def forward(self, *inputs: Any) -> tuple[Any, ...]:
         *tensors, initial, _, final = inputs
         x = tensors[0]
-        final_states = x.new_zeros(self._states, dtype=torch.float32) if final else None
+        final_states = x.new_zeros(self.states, dtype=torch.float32) if final else None
         saved_buffer = x.new_empty(self.words, dtype=SAVED_DTYPE)
-        ends = self._turn(initial), self._turn(final_states)
-        (y,) = self._run(forward_plan, tensors, (*ends, saved_buffer))
-        final_states = self._turn(ends[1])
+        (y,) = self._run(forward_plan, tensors, (self._turn(initial), final_states, saved_buffer))
+        final_states = self._turn(final_states)
         if self.comm.debug:
             self.comm._look_for_nan(self.call.rule, y=y, final_states=final_states)
         return y, final_states, saved_buffer
 
     def backward(self, do: Tensor, dfinal: Tensor | None, kept: Sequence[Any], initial: bool) -> Sequence[Any]:
         *tensors, saved_buffer = kept
-        (saved_buffer,) = plain_or_traced(saved_buffer)
-        if saved_buffer.data_ptr() % 16:  # kernels need 16-byte alignment; a caller's hook may return other memory
-            saved_buffer = saved_buffer.clone()
-        dinitial = self._turn(do.new_zeros(self._states, dtype=torch.float32)) if initial else None
-        found = iter(self._run(backward_plan, tensors, (do, self._turn(dfinal), dinitial, saved_buffer)))
+        dinitial = do.new_zeros(self.states, dtype=torch.float32) if initial else None
+        rest = do, self._turn(dfinal), dinitial, aligned(plain(saved_buffer))
+        found = iter(self._run(backward_plan, tensors, rest))
         grads = [None if x is None else next(found) for x in tensors]
         dinitial = self._turn(dinitial)
         if self.comm.debug:
@@ -209,7 +188,7 @@ class PreparedSSD(PreparedCall):
 
     def _turn(self, states: Tensor | None) -> Any:
         """States of the caller as those of the kernels, or the other way."""
-        return states if states is None else plain(states.mT if self.turned else states)
+        return states if states is None else plain(states.mT if self.call.rule == "zeco_ssd" else states)
 
     def _run(self, make: Callable[..., Plan], tensors: Sequence[Any], rest: tuple[Tensor | None, ...]) -> list[Tensor]:
         """Run the plan of a pass, which ``make`` makes."""
@@ -218,17 +197,13 @@ class PreparedSSD(PreparedCall):
         variant = make, strides, tuple(x is None for x in rest)
         plan = self._plans.get(variant)
         if plan is None:
-            shape, layout, (rule, *_), of_all = self.shape, self.layout, self.call, self.call.of_all
+            options = options_of(self.call.scale, self.call.more)
             kinds = tuple(None if x is None else (x.shape, x.dtype) for x in tensors)
-            key = type(self.carrier), self.carrier.handle, shape, self.options, of_all, kinds, *variant
-            alike = rule, shape.B, shape.G, str(shape.dtype), self.options, of_all
 
-            def new() -> Plan:
-                same = layout.for_calls(*alike)
-                return make(shape, self.options, strides, same, self.carrier, *taken, *rest)
+            def new(layout: Layout) -> Plan:
+                return make(self.shape, options, strides, layout, self.carrier, *taken, *rest)
 
-            plan = layout.derived(key, new)
-            self._plans[variant] = plan
+            plan = self._plans[variant] = self._record((*variant, kinds), new, self.shape.G, options)
         return plan.run(self.carrier, *[x for x in (*taken, *rest) if x is not None])
 
 
@@ -241,57 +216,34 @@ def restored_views(
     return tensors
 
 
-class _ScalarDecay(SequenceOperator):
+class _ScalarDecay(BufferedOperator):
     """Inputs of calls: those of ``Inputs``, or the first of them."""
 
     restored = staticmethod(restored_views)
-    outputs = ("saved_buffer",)
     q_at, v_at = 3, 0
     dtypes_at = 3, 0
-
-    def __init__(self) -> None:
-        self.kept = *self.inputs, "saved_buffer"
-        self.kept_at = {self.name: range(len(self.kept))}
-        self.titles = {self.name: self.name}
-        super().__init__()
+    prepared, shape_of = PreparedSSD, staticmethod(shape_of)
 
     def prepared_inputs(self, tensors: Sequence[Any], more: Any, handle: int) -> Sequence[Any]:
         return tensors  # kernels read them by their strides
 
-    def make(
-        self,
-        carrier: StateCarrier,
-        tensors: Sequence[Any],
-        cu_seqlens: Tensor | None,
-        first_token: int | None,
-        call: Call,
-        traced: bool,
-    ) -> PreparedSSD:
-        q, v = tensors[self.q_at], tensors[self.v_at]
-        shape = _shape(tensors, cu_seqlens, call)
-        layout = layout_of(carrier.comm, v, cu_seqlens, first_token, call, shape.segment)
-        every_cut = traced or cu_seqlens is None
-        words = shape.saved_words if every_cut else sum(shape.saved_sizes(layout.num_segments, layout.num_chunks))
-        states = self.state_shape(shape.sequences, q, v)
-        prepared = PreparedSSD(carrier, shape, layout, call, first_token, words, states)
-        prepared.saved_specs = _saved_specs(tensors[: len(self.inputs)], (v.dtype, q.dtype), words)
-        return prepared
+    def sizes(self, tensors: Sequence[Any], cu_seqlens: Tensor | None, call: Call, dtypes: Any) -> tuple[Any, ...]:
+        x, dt, _, B, C, *_ = tensors
+        (batch, T, H, P), (G, N) = x.shape, B.shape[2:]
+        sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        is_bf16 = x.dtype == B.dtype == C.dtype == torch.bfloat16
+        how = x.device.type, call.zigzag, multiprocessors(x.device), False, call.invariant
+        gate_dtype = torch.float32 if dt is None else dt.dtype
+        return batch, T, H, N, P, sequences, x.dtype, gate_dtype, *how, G, is_bf16
 
-    def make_again(
-        self, carrier: StateCarrier, rest: Sequence[Any], check: Callable[..., Any], dtypes: Sequence[torch.dtype]
-    ) -> PreparedSSD:
-        (*tensors, saved_buffer), _, cu_seqlens, first_token, call = rest
-        shape = _shape(tensors, cu_seqlens, call)
-        packed = cu_seqlens is not None and saved_buffer.shape != (shape.saved_words,)  # saved by an eager call
-        words = saved_buffer.numel() if packed else shape.saved_words
-        check(_saved_specs(tensors, dtypes[::-1], words))
-        return self.make(carrier, (*tensors, None), cu_seqlens, first_token, call, not packed)
-
-    def fake_outputs(self, inputs: Sequence[Tensor], cu_seqlens: Tensor | None, call: Call) -> Sequence[Tensor]:
-        return [inputs[0].new_empty(_shape(inputs, cu_seqlens, call, SSDShape).saved_words, dtype=SAVED_DTYPE)]
-
-    def gradients_like(self, kept: Sequence[Any]) -> Sequence[Any]:
-        return kept[:-1]
+    def specs(self, tensors: Sequence[Any], shape: SSDShape, dtypes: Sequence[torch.dtype], words: int) -> list:
+        x, _, _, B, _, *rest = tensors
+        device, of_x, of_B = x.device, x.shape, B.shape
+        shapes = Inputs(of_x, of_x[:3], of_x[2:3], of_B, of_B, rest[0].shape if rest and rest[0] is not None else None)
+        shapes = shapes._replace(z=of_x, dt_bias=of_x[2:3])
+        known = dict(zip(self.dtypes_at, dtypes))
+        specs = [(known.get(i, t.dtype), of, device) for i, (t, of) in enumerate(zip(tensors, shapes)) if t is not None]
+        return [*specs, (SAVED_DTYPE, torch.Size((words,)), device), (x.dtype, of_x, device)]
 
     def _save(self, ctx: Any, inputs: tuple[Any, ...], rule: str, output: Sequence[Any]) -> None:
         super()._save(ctx, inputs, rule, output)
@@ -398,32 +350,6 @@ def options_of(scale: float, more: str) -> Options:
     softplus, limit = (field.partition("=")[2] for field in more.split(","))
     least, most = map(float, limit.split(" to "))
     return Options(scale, softplus == "True", least, most)
-
-
-def _saved_specs(tensors: Sequence[Any], dtypes: Sequence[torch.dtype], words: int) -> list[tuple[Any, ...]]:
-    """Return (dtype, shape, device) of what autograd saves (Inputs, those that are not None; the saved buffer), and of
-    do. dtypes: of x and B."""
-    x, _, _, B, _, *rest = tensors
-    device, of_x, of_B = x.device, x.shape, B.shape
-    shapes = Inputs(of_x, of_x[:3], of_x[2:3], of_B, of_B, rest[0].shape if rest and rest[0] is not None else None)
-    shapes = shapes._replace(z=of_x, dt_bias=of_x[2:3])
-    known = {0: dtypes[0], 3: dtypes[1]}
-    specs = [
-        (known.get(i, t.dtype), shape, device) for i, (t, shape) in enumerate(zip(tensors, shapes)) if t is not None
-    ]
-    return [*specs, (SAVED_DTYPE, torch.Size((words,)), device), (dtypes[0], of_x, device)]
-
-
-def _shape(
-    tensors: Sequence[Any], cu_seqlens: Tensor | None, call: Call, make: Callable[..., SSDShape] = shape_of
-) -> SSDShape:
-    """Return the SSDShape of a call."""
-    x, dt, _, B, C, *_ = tensors
-    (batch, T, H, P), (G, N) = x.shape, B.shape[2:]
-    sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    is_bf16 = x.dtype == B.dtype == C.dtype == torch.bfloat16
-    how = x.device.type, call.zigzag, multiprocessors(x.device), False, call.invariant
-    return make(batch, T, H, N, P, sequences, x.dtype, torch.float32 if dt is None else dt.dtype, *how, G, is_bf16)
 
 
 SSD, SIMPLE_GLA = _SSD(), _SimpleGLA()

@@ -22,8 +22,8 @@ from ...shmem_kernels.ssd_bwd import (
 )
 from ...shmem_kernels.ssd_fwd import ssd_output_kernel, ssd_scores_kernel, ssd_state_kernel, ssd_steps_kernel
 from ...tokens.packing import CHUNK_TOKENS, Layout
-from ..carrier import StateCarrier
-from ..gla.gla_plans import CarryPlan, IncomingStates, Shape
+from ..carrier import IncomingStates, StateCarrier
+from ..gla.gla_plans import CarryPlan, Shape
 
 SPLIT_HEADS = 32  # most heads whose contributions to dB and dC one program adds up
 LONGEST, SHORTEST = 4096, 512  # tokens of a segment on a GPU
@@ -98,14 +98,7 @@ class Inputs(NamedTuple):
     dt_bias: Any = None
 
 
-class Strides(NamedTuple):
-    """Elements from one token to the next, of the tensors that kernels read by their strides."""
-
-    x: int
-    dt: int
-    B: int
-    C: int
-    z: int
+STRIDED = "x", "dt", "B", "C", "z"  # Inputs that kernels read by their strides
 
 
 class SSDPlan(CarryPlan):
@@ -114,19 +107,21 @@ class SSDPlan(CarryPlan):
     shape: SSDShape
 
     def __init__(
-        self, carrier: StateCarrier, shape: SSDShape, options: Options, strides: Strides, layout: Layout, reverse: bool
+        self, carrier: StateCarrier, shape: SSDShape, options: Options, strides: Inputs, layout: Layout, reverse: bool
     ) -> None:
         super().__init__(carrier, shape, layout, reverse)
-        self.options, self.strides = options, strides
+        self.scale, self.strides = options.scale, strides._asdict() | dict(dy=shape.H * shape.V)
         self.N, self.P, self.G = shape.K, shape.V, shape.G
         self.cuda = shape.device == "cuda"
         self.chunks = self.constant(layout.chunks)
         self.dtype = torch.bfloat16 if shape.is_bf16 else torch.float32  # of stored states
         self.common: dict[str, Any] = dict(H=self.H, G=self.G, N=self.N, P=self.P, BT=CHUNK_TOKENS)
         self.common["PRECISION"] = "bf16" if shape.is_bf16 else "tf32x3"
-        self.dy_stride = self.H * self.P
-        self.of_heads = dict(H=self.H, BT=CHUNK_TOKENS, BH=min(16 if self.cuda else 1024, next_power_of_2(self.H)))
-        self.by_heads = layout.num_chunks * cdiv(self.H, self.of_heads["BH"])
+        BH = min(16 if self.cuda else 1024, next_power_of_2(self.H))
+        self.by_heads = layout.num_chunks * cdiv(self.H, BH)
+        _, softplus, least, most = options  # of the kernels of d_t
+        self.steps: dict[str, Any] = dict(least=least, most=most, STRIDE=strides.dt, SOFTPLUS=softplus)
+        self.steps |= dict(H=self.H, BT=CHUNK_TOKENS, BH=BH, num_warps=4)
 
     def walk(self, kernel: Any, name: str, *tensors: Buffer | None, **fixed: Any) -> None:
         """Record a kernel that goes from chunk to chunk."""
@@ -147,21 +142,15 @@ class SSDPlan(CarryPlan):
             num_stages=stages,
         )
 
+    def strided(self, *names: str) -> dict[str, int]:
+        """A kernel's parameters for the elements from one token to the next of these tensors."""
+        return {f"{name.upper()}_STRIDE": self.strides[name] for name in names}
+
     def factors(self, x: Inputs) -> Buffer:
         """Record ssd_steps_kernel; return the factors, of one chunk more: kernels may load those of the first chunk of
         an empty segment."""
         factors = self.scratch(self.layout.num_chunks + 1, self.H, 3, CHUNK_TOKENS)
-        self.launch(
-            ssd_steps_kernel,
-            (self.by_heads,),
-            *(x.dt, x.A, x.dt_bias, self.chunks, factors),
-            least=self.options.least,
-            most=self.options.most,
-            STRIDE=self.strides.dt,
-            SOFTPLUS=self.options.softplus,
-            **self.of_heads,
-            num_warps=4,
-        )
+        self.launch(ssd_steps_kernel, (self.by_heads,), x.dt, x.A, x.dt_bias, self.chunks, factors, **self.steps)
         return factors
 
     def scores(self, x: Inputs) -> Buffer:
@@ -172,9 +161,8 @@ class SSDPlan(CarryPlan):
             ssd_scores_kernel,
             (self.layout.num_chunks * self.G,),
             *(x.C, x.B, self.chunks, scores),
-            scale=self.options.scale,
-            C_STRIDE=self.strides.C,
-            B_STRIDE=self.strides.B,
+            scale=self.scale,
+            **self.strided("C", "B"),
             BK=min(self.shape.blocks[0], 64),
             **sizes,
             num_warps=4,
@@ -186,7 +174,7 @@ class SSDPlan(CarryPlan):
         """Record the kernel that writes each segment's local state to ``states``; return the sums of gates
         [NS, H, N]. b, x: B and x; in backward C and dy."""
         sums = self.scratch(self.layout.num_segments, self.H, self.N)
-        strides = (self.strides.C, self.dy_stride) if self.reverse else (self.strides.B, self.strides.x)
+        strides = ("C", "dy") if self.reverse else ("B", "x")
         self._state_kernel(strides, b, x, factors, self.segments, *[None] * 4, states, sums, REVERSE=self.reverse)
         return sums
 
@@ -194,15 +182,15 @@ class SSDPlan(CarryPlan):
         """Record the kernel that writes each chunk's incoming state [NC, H, N, P]."""
         states = self.of_chunks()
         tensors = x.B, x.x, factors, self.segments, *incoming, states, None, None
-        self._state_kernel((self.strides.B, self.strides.x), *tensors, REVERSE=False)
+        self._state_kernel(("B", "x"), *tensors, REVERSE=False)
         return states
 
     def of_chunks(self) -> Buffer:
         return self.scratch(self.layout.num_chunks, self.H, self.N, self.P, dtype=self.dtype)
 
-    def _state_kernel(self, strides: tuple[int, int], *tensors: Buffer | None, **fixed: Any) -> None:
-        B, X = strides
-        self.walk(ssd_state_kernel, "state", *tensors, scale=self.options.scale, B_STRIDE=B, X_STRIDE=X, **fixed)
+    def _state_kernel(self, strides: tuple[str, str], *tensors: Buffer | None, **fixed: Any) -> None:
+        B, X = (self.strides[name] for name in strides)
+        self.walk(ssd_state_kernel, "state", *tensors, scale=self.scale, B_STRIDE=B, X_STRIDE=X, **fixed)
 
     def outputs(
         self,
@@ -219,12 +207,8 @@ class SSDPlan(CarryPlan):
             ssd_output_kernel,
             "output",
             *(x.C, x.B, x.x, scores, factors, self.segments, *incoming, x.D, x.z, dy, y, dz),
-            scale=self.options.scale,
-            C_STRIDE=self.strides.C,
-            B_STRIDE=self.strides.B,
-            X_STRIDE=self.strides.x,
-            Z_STRIDE=self.strides.z,
-            DY_STRIDE=self.dy_stride,
+            scale=self.scale,
+            **self.strided("C", "B", "x", "z", "dy"),
             PER_CHANNEL=per_channel(x.D),
         )
 
@@ -237,10 +221,8 @@ class SSDPlan(CarryPlan):
             ssd_adjoint_kernel,
             "adjoint",
             *(x.C, x.B, dy, scores, factors, self.segments, *back, x.D, dstates, dx),
-            scale=self.options.scale,
-            C_STRIDE=self.strides.C,
-            B_STRIDE=self.strides.B,
-            DY_STRIDE=self.dy_stride,
+            scale=self.scale,
+            **self.strided("C", "B", "dy"),
             PER_CHANNEL=per_channel(x.D),
         )
         return dstates
@@ -266,16 +248,13 @@ class SSDPlan(CarryPlan):
         dc, db = grads.C, grads.B
         if split > 1:
             dc, db = (self.scratch(split, tokens, self.G, self.N) for _ in "cb")
-        strides = dict(X_STRIDE=self.strides.x, DY_STRIDE=self.dy_stride)
         self.launch(
             ssd_gradients_kernel,
             (NC * self.G * split * NJ,),
             *(x.C, x.B, x.x, dy, factors, self.chunks, *of_states, dc, db, parts, through),
             tokens=tokens,
-            scale=self.options.scale,
-            C_STRIDE=self.strides.C,
-            B_STRIDE=self.strides.B,
-            **strides,
+            scale=self.scale,
+            **self.strided("C", "B", "x", "dy"),
             **self.common,
             BJ=BJ,
             BV=BV,
@@ -287,7 +266,7 @@ class SSDPlan(CarryPlan):
             ssd_pairs_kernel,
             (NC * self.H,),
             *(x.x, dy, scores, factors, self.chunks, parts, through, scalars, of_D),
-            **strides,
+            **self.strided("x", "dy"),
             **{name: value for name, value in self.common.items() if name != "N"},
             BV=BV,
             NJ=NJ,
@@ -299,25 +278,14 @@ class SSDPlan(CarryPlan):
             for part, whole in ((dc, grads.C), (db, grads.B)):
                 self._sum(part, whole, split)
         of_A, of_bias = (None if t is None else self.scratch(NC, self.H) for t in (x.A, x.dt_bias))
-        self.launch(
-            ssd_step_grad_kernel,
-            (self.by_heads,),
-            *(x.dt, x.A, x.dt_bias, factors, self.chunks, scalars, grads.dt, of_A, of_bias),
-            least=self.options.least,
-            most=self.options.most,
-            STRIDE=self.strides.dt,
-            SOFTPLUS=self.options.softplus,
-            **self.of_heads,
-            num_warps=4,
-        )
+        pointers = x.dt, x.A, x.dt_bias, factors, self.chunks, scalars, grads.dt, of_A, of_bias
+        self.launch(ssd_step_grad_kernel, (self.by_heads,), *pointers, **self.steps)
         for part, whole in ((of_A, grads.A), (of_bias, grads.dt_bias), (of_D, grads.D)):
             if part is not None:
                 self._sum(part, whole, NC)
 
     def _sum(self, parts: Buffer, whole: Buffer, number: int) -> None:
-        width = 1
-        for n in whole.shape:
-            width *= n
+        width = math.prod(whole.shape)
         few = number <= 64
         BN, BW = (min(64, next_power_of_2(number)), 1024) if few else (128, 16)
         if not self.cuda:
@@ -331,24 +299,15 @@ def per_channel(D: Any) -> bool:
     return D is not None and len(D.shape) == 2
 
 
-def saved_parts(plan: SSDPlan, saved_buffer: Buffer) -> tuple[Buffer, IncomingStates]:
-    """Return (forward epoch, IncomingStates): see Shape.all_saved."""
-    own, parts, at = (plan.layout.num_segments, plan.layout.num_chunks), [], 0
-    for (shape, dtype), size in zip(plan.shape.all_saved(*own), plan.shape.saved_sizes(*own), strict=True):
-        parts.append(plan.view(saved_buffer, at, *shape, dtype=dtype))
-        at += size
-    return parts[0], IncomingStates(*parts[1:])
-
-
 def forward_plan(
-    shape: SSDShape, options: Options, strides: Strides, layout: Layout, carrier: StateCarrier, *tensors: Tensor | None
+    shape: SSDShape, options: Options, strides: Inputs, layout: Layout, carrier: StateCarrier, *tensors: Tensor | None
 ) -> SSDPlan:
     """Return the plan of forward, whose output is y. ``tensors``: Inputs, initial or None, final or None,
     saved_buffer."""
     plan = SSDPlan(carrier, shape, options, strides, layout, False)
-    buffers: list[Any] = [None if x is None else plan.input(x) for x in tensors]
+    buffers = plan.inputs(tensors)
     x, (initial, final, saved_buffer) = Inputs(*buffers[:-3]), buffers[-3:]
-    fwd_epoch, incoming = saved_parts(plan, saved_buffer)
+    fwd_epoch, incoming, *_ = plan.saved_parts(saved_buffer)
     y = plan.output(*x.x.shape, dtype=x.x.dtype)
     factors, scores = plan.factors(x), plan.scores(x)
     sums = plan.local_states(x.B, x.x, factors, incoming.states)
@@ -360,18 +319,18 @@ def forward_plan(
 
 
 def backward_plan(
-    shape: SSDShape, options: Options, strides: Strides, layout: Layout, carrier: StateCarrier, *tensors: Tensor | None
+    shape: SSDShape, options: Options, strides: Inputs, layout: Layout, carrier: StateCarrier, *tensors: Tensor | None
 ) -> SSDPlan:
     """Return the plan of backward, whose outputs are the gradients of the Inputs that are not None. ``tensors``:
     Inputs, dy, dfinal or None, dinitial or None, saved_buffer.
 
     The kernel that makes the chunks' states again needs no remote gradient and overlaps with the carry."""
     plan = SSDPlan(carrier, shape, options, strides, layout, True)
-    buffers: list[Any] = [None if t is None else plan.input(t) for t in tensors]
+    buffers = plan.inputs(tensors)
     x, (dy, dfinal, dinitial, saved_buffer) = Inputs(*buffers[:-4]), buffers[-4:]
     grads = Inputs(*[t if t is None else plan.output(*t.shape, dtype=t.dtype) for t in x])
-    fwd_epoch, incoming = saved_parts(plan, saved_buffer)
-    back = IncomingStates(*(plan.scratch(*of) for of, _ in shape.incoming(layout.num_segments)))
+    fwd_epoch, incoming, *_ = plan.saved_parts(saved_buffer)
+    back = plan.incoming_states()
     factors, scores = plan.factors(x), plan.scores(x)
     if x.z is not None:
         dout, dy = dy, plan.scratch(*dy.shape, dtype=dy.dtype)
@@ -387,24 +346,24 @@ def backward_plan(
     return plan
 
 
-def strides_of(tensors: Sequence[Tensor | None]) -> tuple[list[Tensor | None], Strides]:
-    """Return Inputs as kernels take them, and their strides. A view of a tensor's columns is taken as it is; what is
-    not [tokens, a row] in memory is copied."""
+def strides_of(tensors: Sequence[Tensor | None]) -> tuple[list[Tensor | None], Inputs]:
+    """Return Inputs as kernels take them, and the elements from one token to the next of those in STRIDED. A view of a
+    tensor's columns is taken as it is; what is not [tokens, a row] in memory is copied."""
     taken: list[Tensor | None] = []
-    strides: dict[str, int] = {}
+    strides: dict[str, int] = dict.fromkeys(Inputs._fields, 0)
     for name, x in zip(Inputs._fields, tensors):
         if x is None:
             taken.append(None)
             continue
         x = x.resolve_neg() if x.is_neg() else x
-        if name in Strides._fields:
+        if name in STRIDED:
             stride = _token_stride(x)
             x = x.contiguous() if stride is None else x
             strides[name] = math.prod(x.shape[2:]) if stride is None else stride
         elif not x.is_contiguous():
             x = x.contiguous()
         taken.append(x)
-    return taken, Strides(**{name: strides.get(name, 0) for name in Strides._fields})
+    return taken, Inputs(**strides)
 
 
 def _token_stride(x: Tensor) -> int | None:

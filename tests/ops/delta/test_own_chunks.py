@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from unittest import mock
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 import allscan
-from allscan.ops.delta import gdn_plans, kda_plans
+from allscan.ops.delta import delta_passes, gdn_plans, kda_plans
 from allscan.reference import delta_reference
 from allscan.shmem_kernels.gdn import scalar_operands_kernel
 from bench import harness, local_delta
@@ -267,9 +268,13 @@ def test_widths_of_gated_delta_rule(run, K, V, H, HV):
 
 def small_blocks_case(group, case, BV_max):
     """own_case with blocks of 16 columns of K; of V, and of K where T is multiplied, ``BV_max``."""
-    several = mock.patch.multiple(kda_plans, chunk_blocks_of_cpus=small(kda_plans.chunk_blocks_of_cpus, BV_max))
-    blocks = small(gdn_plans.scalar_blocks_of_cpus, BV_max)
-    with several, mock.patch.object(gdn_plans, "scalar_blocks_of_cpus", blocks):
+    with contextlib.ExitStack() as patches:
+        for module, name in (
+            (delta_passes, "blocks_of_cpus"),
+            (kda_plans, "chunk_blocks_of_cpus"),
+            (gdn_plans, "scalar_blocks_of_cpus"),
+        ):
+            patches.enter_context(mock.patch.object(module, name, small(getattr(module, name), BV_max)))
         return own_case(group, case)
 
 

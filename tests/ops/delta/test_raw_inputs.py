@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 import allscan
-from allscan.ops.delta.raw_inputs import Gate, gate, normalized
+from allscan.ops.delta.raw_inputs import gate, normalized
 from support.gla import BF16, F32
 from support.values import relative
 
@@ -32,7 +32,7 @@ def gate_case(group, shape, dtype, of_parameters, bound):
         leaves = [x, None if kind is None else drawn(comm, shape[2]).to(kind)]
         leaves.append(None if bias_shape is None else drawn(comm, *bias_shape).to(kind or F32))
         leaves = [y if y is None else y.requires_grad_() for y in leaves]
-        found = [gate(leaves[0], Gate(*leaves[1:], bound), comm.handle) for _ in "ab"]
+        found = [gate(leaves[0], comm.handle, *leaves[1:], bound) for _ in "ab"]
         there = [y for y in leaves if y is not None]
         dg = drawn(comm, *shape)
         grads = [torch.autograd.grad(g, there, dg) for g in found]
@@ -74,7 +74,7 @@ def infinite_case(group):
         x, A_log = drawn(comm, 1, 8, 2, 16), drawn(comm, 2)
         x[0, 3, 1, 2] = float("inf")
         leaves = x.requires_grad_(), A_log.requires_grad_()
-        g = gate(x, Gate(A_log), comm.handle)
+        g = gate(x, comm.handle, A_log)
         grads = torch.autograd.grad(g, leaves, torch.where(g > -1e30, 1.0, 0.0))
         return g[0, 3, 1, 2].item(), [y.isfinite().all().item() for y in grads]
 
