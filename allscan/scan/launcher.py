@@ -168,9 +168,7 @@ class Launcher:
             self.comm.check()  # the interpreter has run the kernel by now
 
     def _description(self, kernel: Any, reverse: bool) -> str:
-        name = name_of(kernel)
-        if name in KERNELS_OF_A_SCAN:
-            name = "scan"
+        name = "scan" if name_of(kernel) in KERNELS_OF_A_SCAN else name_of(kernel)
         return f"{name} over {self.shape}" + (", reverse" if reverse else "")
 
     def prepared_scan(

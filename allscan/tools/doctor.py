@@ -1,12 +1,15 @@
-"""``allscan doctor``: reports hardware, software, the chosen transport and missing parts, and runs a self-test."""
+"""The command ``allscan``. ``allscan doctor`` reports hardware, software, the chosen transport and missing parts, and
+runs a self-test; ``allscan estimate`` prints the report of estimate.py."""
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
 import os
 import sys
 import time
+from collections.abc import Sequence
 
 from .. import __version__
 from ..bindings import versions
@@ -21,6 +24,13 @@ USAGE = """usage: allscan doctor       what this machine has, which transport wo
        allscan --version
        allscan --help"""
 
+USAGE_OF_ESTIMATE = """usage: allscan estimate CONFIG --tokens T --ranks P [--step]
+                        [--batch B] [--layout zigzag] [--depth 3] [--puts]
+
+CONFIG: config.json of a model of transformers (Kimi-Linear, Qwen3-Next, Qwen3.5) or of flash-linear-attention (GLA,
+KDA, Gated DeltaNet). T: tokens of the whole sequence, a multiple of P (with zigzag of 2 P). bfloat16, gates
+float32. --step: also the memory of a training step of the whole model, one of transformers', which it needs."""
+
 
 def main() -> int:
     """``python -m allscan``; returns the exit status."""
@@ -34,8 +44,6 @@ def main() -> int:
         if rejection := versions.rejection(*versions.ALL):
             print(rejection, file=sys.stderr)
             return 2
-        from .estimate import main as estimate
-
         return estimate(sys.argv[2:])
     if sys.argv[1:] != ["doctor"]:
         print(USAGE, file=sys.stderr)
@@ -53,6 +61,37 @@ def main() -> int:
     for command in needs:
         print(f"missing     {command}")
     return 0 if ok and not needs else 1
+
+
+def estimate(arguments: Sequence[str]) -> int:
+    """``allscan estimate``: print the report; returns the exit status."""
+    from ..base.tiling import H100_MULTIPROCESSORS
+    from .estimate import Cut, layers_of, report
+
+    parser = argparse.ArgumentParser(prog="allscan estimate", usage=USAGE_OF_ESTIMATE.removeprefix("usage: "))
+    parser.add_argument("config")
+    parser.add_argument("--layout", choices=["contiguous", "zigzag"], default="contiguous")
+    for name in ("--puts", "--step"):
+        parser.add_argument(name, action="store_true")
+    for name, default in (("tokens", None), ("ranks", None), ("batch", 1), ("depth", 3)):
+        parser.add_argument(f"--{name}", type=int, default=default, required=default is None)
+    parser.add_argument("--multiprocessors", type=int, default=H100_MULTIPROCESSORS)
+    options = parser.parse_args(arguments)
+    cut = Cut(options.tokens, options.ranks, options.batch, options.layout == "zigzag", options.depth, options.puts)
+    cut = cut._replace(multiprocessors=options.multiprocessors)
+    try:
+        with open(options.config, encoding="utf-8") as file:
+            config = json.load(file)
+        lines = [report(layers_of(config), cut)]
+        if options.step:
+            from .estimate_step import report_of_step  # needs transformers
+
+            lines.append(report_of_step(config, cut))
+    except (ImportError, OSError, RecursionError, ValueError) as error:
+        print("allscan estimate:", " ".join(str(error).split()), file=sys.stderr)
+        return 2
+    print(*lines, sep="\n")
+    return 0
 
 
 def report_versions() -> list[str]:

@@ -16,7 +16,7 @@ import torch
 from allscan.base.tiling import H100_MULTIPROCESSORS
 from allscan.ops.delta.delta_passes import delta_segment_length
 from allscan.tokens.packing import most_segments
-from allscan.tools import estimate
+from allscan.tools import doctor, estimate
 from allscan.tools.estimate import Cut, Recurrent, Softmax
 from support import ROOT
 
@@ -220,7 +220,7 @@ def test_a_step_from_the_command_line(tmp_path, capsys):
 
     def told(config, ranks, *options):
         path.write_text(json.dumps(config, default=str))
-        status = estimate.main([str(path), "--tokens", str(4096 * ranks), "--ranks", str(ranks), "--step", *options])
+        status = doctor.estimate([str(path), "--tokens", str(4096 * ranks), "--ranks", str(ranks), "--step", *options])
         return status, capsys.readouterr()
 
     def kept(text):
@@ -275,7 +275,7 @@ def test_a_step_from_the_command_line(tmp_path, capsys):
 def test_wrong_configs(config, message, tmp_path, capsys):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(config))
-    assert estimate.main([str(path), "--tokens", "4096", "--ranks", "2"]) == 2
+    assert doctor.estimate([str(path), "--tokens", "4096", "--ranks", "2"]) == 2
     found = capsys.readouterr()
     assert not found.out and found.err.count("\n") == 1 and message in found.err
 
@@ -293,7 +293,7 @@ def test_wrong_configs(config, message, tmp_path, capsys):
 def test_wrong_cuts(options, message, tmp_path, capsys):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(GLA))
-    assert estimate.main([str(path), *options.split()]) == 2
+    assert doctor.estimate([str(path), *options.split()]) == 2
     found = capsys.readouterr()
     assert not found.out and found.err.count("\n") == 1 and message in found.err
 
@@ -312,7 +312,7 @@ def test_a_step_of_the_config_in_the_documentation(fields, message, tmp_path, ca
         (text,) = re.findall(r"^config = (\{.*?^\})", file.read(), re.M | re.S)
     path = tmp_path / "config.json"
     path.write_text(json.dumps(eval(text) | fields))
-    status = estimate.main([str(path), "--tokens", "4096", "--ranks", "2", "--step"])
+    status = doctor.estimate([str(path), "--tokens", "4096", "--ranks", "2", "--step"])
     found = capsys.readouterr()
     if message is None:
         assert status == 0 and "9 x zeco_kda" in found.out and "a training step of the whole model" in found.out
@@ -335,16 +335,16 @@ def test_a_reader_that_closes_the_output(options, tmp_path):
 def test_from_the_command_line(tmp_path, capsys):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(KIMI))
-    assert estimate.main([str(path), "--tokens", "32768", "--ranks", "2"]) == 0
+    assert doctor.estimate([str(path), "--tokens", "32768", "--ranks", "2"]) == 0
     told = capsys.readouterr().out
     assert "3 x zeco_kda, 16 heads of 128 x 128" in told and "1 x softmax" in told
     state, sent = (float(line.split()[-1]) for line in told.splitlines() if "sent" in line)
     assert state == 1.0 and sent == 2 * 3 * 1.0 + 2 * 16384 * 576 * 2 / MIB  # both passes
-    assert estimate.main([str(path), "--tokens", "1", "--ranks", "2"]) == 2
-    assert estimate.main([str(path), "--tokens", "32770", "--ranks", "2", "--layout", "zigzag"]) == 2
+    assert doctor.estimate([str(path), "--tokens", "1", "--ranks", "2"]) == 2
+    assert doctor.estimate([str(path), "--tokens", "32770", "--ranks", "2", "--layout", "zigzag"]) == 2
     assert "a multiple of 4, twice the ranks" in capsys.readouterr().err
     path.write_text(json.dumps(KIMI | dict(model_type="llama")))
-    assert estimate.main([str(path), "--tokens", "32768", "--ranks", "2"]) == 2
+    assert doctor.estimate([str(path), "--tokens", "32768", "--ranks", "2"]) == 2
     assert "'llama' is not known" in capsys.readouterr().err
     with pytest.raises(ValueError, match="has no 'linear_head_dim'"):
         estimate.layers_of({name: x for name, x in KIMI.items() if name != "linear_head_dim"})
