@@ -35,7 +35,7 @@ def what_runs(tests: str, gpus: int | None = None) -> dict:
     import triton
 
     from allscan.base.provenance import source_hash
-    from allscan.bindings.versions import nvshmem_version
+    from allscan.bindings.versions import version_of
 
     digests = {}
     for folder, _, names in os.walk(tests):
@@ -49,7 +49,7 @@ def what_runs(tests: str, gpus: int | None = None) -> dict:
             "python": platform.python_version(),
             "torch": torch.__version__,
             "triton": triton.__version__,
-            "nvshmem": nvshmem_version(),
+            "nvshmem": version_of("NVSHMEM"),
         },
         "sha256": source_hash(),
         "support": hashlib.sha256(json.dumps(sorted(digests.items())).encode()).hexdigest(),
