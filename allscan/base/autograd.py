@@ -130,7 +130,7 @@ def watched(inputs: Iterable[object]) -> bool:
 # AOTAutograd's partitioner raises "Node ... was invalid, but is output".
 #
 # Torch's caches on disk identify an operator by its name alone.
-REVISION = 10  # suffix of the names: raise it with every change of an operator's arguments, results, fake or effect
+REVISION = 11  # suffix of the names: raise it with every change of an operator's arguments, results, fake or effect
 
 
 def _record(mode: Any, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
