@@ -883,7 +883,7 @@ def compiled_case(group, family, layout, checkpointed):
         patch.setattr(layers, "on_gpu", lambda device: True)  # All-Scan's operators for delta rules
         zigzag = layout == "zigzag"
         tokens = [16] * comm.size
-        model = sequence_parallel(made(family), comm=comm, layout=layout)
+        model = sequence_parallel(made(family, keep=True), comm=comm, layout=layout)
         if checkpointed:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(use_reentrant=False))
         whole = torch.randint(1, VOCABULARY, (2, sum(tokens)), generator=torch.Generator().manual_seed(0))
