@@ -235,10 +235,6 @@ def _slices(places: Sequence[int]) -> list[tuple[slice, slice]]:
     return [(slice(*places[i : i + 2]), slice(*places[i + 2 : i + 4])) for i in range(0, len(places), 4)]
 
 
-def _blocks_fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    return _own_fake(q, k, v)
-
-
 def _blocks_backward(
     do: Tensor,
     q: Tensor,
@@ -283,7 +279,7 @@ def _gradient_blocks(backward: Any, ctx: Any, do: Tensor, _: Any) -> tuple[Any, 
 _own_block = ordered("allscan::own_block", _own_traced, _own_fake)
 _blocks = CustomOperator(
     "allscan::blocks",
-    Passes(_blocks_traced, _blocks_fake, _blocks_backward, _blocks_fake_backward),
+    Passes(_blocks_traced, _own_fake, _blocks_backward, _blocks_fake_backward),
     _save_blocks,
     _gradient_blocks,
 )

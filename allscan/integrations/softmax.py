@@ -273,10 +273,6 @@ def _finish_sum_fake(da: Tensor, db: Tensor, tokens: Sequence[int], _: Any, hand
     return tuple(x.new_empty(own, *x.shape[1:]) for x in (da, db))
 
 
-def _save_start(ctx: Any, inputs: Any, output: Any) -> None:
-    ctx.fixed = inputs[2:]
-
-
 def _gradient_start(backward: Any, ctx: Any, da: Tensor, db: Tensor) -> Any:
     return tuple(x.transpose(0, 1) for x in backward(da, db, *ctx.fixed))
 
@@ -319,25 +315,17 @@ def _start_sum_fake(da: Tensor, db: Tensor, _: Any, tokens: Sequence[int], zigza
     return tuple(x.new_empty(slots, *x.shape[1:]) for x in (da, db))
 
 
-def _save_read(ctx: Any, inputs: Any, output: Any) -> None:
-    ctx.fixed = inputs[4:]
-
-
-def _gradient_read(backward: Any, ctx: Any, da: Tensor, db: Tensor) -> Any:
-    return backward(da, db, *ctx.fixed)
-
-
 _gather = CustomOperator(
     "allscan::gather",
     Passes(_start_traced, _start_fake, _finish_sum_traced, _finish_sum_fake),
-    _save_start,
+    lambda ctx, inputs, output: setattr(ctx, "fixed", inputs[2:]),
     _gradient_start,
 )
 _read = CustomOperator(
     "allscan::gather_read",
     Passes(_read_traced, _read_fake, _start_sum_traced, _start_sum_fake),
-    _save_read,
-    _gradient_read,
+    lambda ctx, inputs, output: setattr(ctx, "fixed", inputs[4:]),
+    lambda backward, ctx, da, db: backward(da, db, *ctx.fixed),
 )
 
 
