@@ -23,7 +23,6 @@ from ..tokens.partition import cached_table
 from .softmax import reject
 
 
-@dynamo_disabled
 def conv_with_halo(
     conv: Callable, n: int, x: Tensor, pieces: list[TokenRange], *, comm: Communicator, **where: Any
 ) -> torch.Tensor:
@@ -33,6 +32,14 @@ def conv_with_halo(
     again from 2n tokens, and they overwrite those in conv's result, in place. The backward of the overwritten outputs
     receives zeros. No other node may hold the result's gradient: it is changed in place, like that of ``gather_rows``.
     """
+    if torch.compiler.is_compiling():
+        if where["cu_seqlens"] is not None:
+            return _not_traced(conv, n, x, pieces, comm=comm, **where)
+        if x.shape[1]:  # one concatenation, which torch fuses
+            halves = len(pieces)
+            before = halo(x, n, comm=comm, **where).unflatten(1, (halves, n))
+            y = conv(torch.cat([before, x.unflatten(1, (halves, -1))], 2).flatten(0, 1))[:, n:]
+            return y.unflatten(0, (-1, halves)).flatten(1, 2)
     if not x.shape[1]:
         before = halo(x, n, comm=comm, **where)
         return conv(torch.cat([before, x], 1))[:, before.shape[1] :]
@@ -48,6 +55,9 @@ def conv_with_halo(
     if len(cuts.valid) < replacements.shape[1]:  # drop outputs beyond pieces of fewer than n tokens
         replacements = replacements.index_select(1, cuts.valid)
     return _Replaced.apply(conv(x), cuts.outputs, replacements)
+
+
+_not_traced = dynamo_disabled(conv_with_halo)
 
 
 def gather_rows(x: Tensor, tokens: Tokens, comm: Communicator, alone: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
