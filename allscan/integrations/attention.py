@@ -96,8 +96,8 @@ def attend(
     if blocks is not None:
         gather, project, dropout = blocks.gather, blocks.project, blocks.dropout
         own = [x.transpose(1, 2) for x in (q, k, v)]
-        if not dropout and kernel_for(*own) is not None:
-            return merged(own[0], own[1], own[2], blocks)
+        if not dropout and (kernel := kernel_for(*own)) is not None:
+            return merged(own[0], own[1], own[2], blocks, kernel)
         if isinstance(gather, ChunkedGather):
             what = f"no kernel for {q.dtype} on {q.device.type} and a dropout of {dropout}"
             reject(row.comm, f"attention.memory needs merged blocks: {what}")

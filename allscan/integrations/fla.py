@@ -108,11 +108,10 @@ def sequence_parallel(
         raise ValueError(f"expected layers of {kinds}, got {sorted(others) or 'no recurrent one'}")
     documents: list | None = [None] if per_document else None  # cu_seqlens of the layers' last call
     for layer in layers:
-        _replace(
-            layer,
-            "forward",
-            None if comm is None else functools.partial(_layer, layer, comm, layout, attention, documents),
+        split = (
+            None if comm is None else functools.partial(_layer, layer, _kind(layer), comm, layout, attention, documents)
         )
+        _replace(layer, "forward", split)
     for model in module.modules():
         if type(model).__module__.startswith(_TOKENWISE):
             _replace(model, "forward", None if comm is None else functools.partial(_tokenwise, model))
@@ -160,6 +159,7 @@ def _kind(module: Any) -> Any:
 
 def _layer(
     layer: Any,
+    kind: Any,
     comm: Communicator,
     layout: str,
     attention: Any,
@@ -174,7 +174,7 @@ def _layer(
     **options: Any,
 ) -> tuple:
     """Forward of a layer over this rank's tokens."""
-    kind, stamp = _kind(layer), options.get(STAMP)
+    stamp = options.get(STAMP)
     if attention_mask is not None and not masks_nothing(attention_mask, comm):
         reject(comm, "attention_mask masks tokens: pack the sequences, with cu_seqlens, instead of padding them")
     if get_layer_cache(layer, past_key_values) is not None:
@@ -415,7 +415,7 @@ def _row(x: Tensor, where: dict[str, Any], stamp: Any, alike: tuple[tuple[str, o
     per_document = "per_document" in where
     zigzag, T = is_zigzag(layout), x.shape[1]
     if zigzag and T % 2:
-        reject(comm, f"the zigzag layout wants an even number of tokens, got {T}")
+        reject(comm, f"the zigzag layout needs an even number of tokens, got {T}")
     lengths = None if cu_seqlens is None else _read(comm, cu_seqlens)
     tokens = _tokens_of_all(comm, x, DOCUMENTS if per_document else layout, stamp, alike)
     if lengths is not None and sum(tokens) != lengths[-1]:
@@ -590,7 +590,7 @@ def _loss(
     penalty = options.get("use_l2warp")
     penalty = getattr(model.config, "use_l2warp", False) if penalty is None else penalty
     if penalty and not (labels is None and shift_labels is None):
-        raise ValueError("use_l2warp does not go with a split sequence")
+        raise ValueError("use_l2warp is not supported with a split sequence")
     criterion = getattr(model, "criterion", None)
     ignored = getattr(criterion, "ignore_index", -100)
     _agree_loss(comm, labels, num_items_in_batch, shift_labels)

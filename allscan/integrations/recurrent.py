@@ -3,8 +3,10 @@ call for each piece of a sequence, and short convolutions."""
 
 from __future__ import annotations
 
+import functools
+import inspect
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +27,7 @@ from .softmax import reject
 
 @dynamo_disabled
 def conv_with_halo(
-    conv: Callable, n: int, x: Tensor, pieces: list[TokenRange], *, comm: Communicator, **where: Any
+    conv: Callable[[Tensor], Tensor], cuts: Cuts, x: Tensor, *, comm: Communicator, **where: Any
 ) -> torch.Tensor:
     """conv over x [B, T, C], with the n tokens before each shard boundary, and zeros before a sequence's first token.
 
@@ -33,16 +35,16 @@ def conv_with_halo(
     again from 2n tokens, and they overwrite those in conv's result, in place. The backward of the overwritten outputs
     receives zeros. No other node may hold the result's gradient: it is changed in place, like that of ``gather_rows``.
     """
-    if not x.shape[1]:
+    (B, T), n, pieces = x.shape[:2], cuts.n, cuts.count
+    if not T:
         before = halo(x, n, comm=comm, **where)
         return conv(torch.cat([before, x], 1))[:, before.shape[1] :]
-    cuts = cached_table(comm, ("convolution", n, *pieces), lambda: _Cuts(pieces, n, comm.device))
-    B, T = x.shape[:2]
+    cuts.use(comm)
     x, tokens = gather_rows(x, cuts, comm)
-    ends, after = tokens.split([cuts.ends, len(pieces) * n], 1)
+    ends, after = tokens.split([cuts.ends, pieces * n], 1)
     after = after.unflatten(1, (-1, n))
     before = halo_from_boundary_tokens(ends, T, n, comm=comm, **where).unflatten(1, (-1, n))
-    if before.shape[1] < len(pieces):
+    if before.shape[1] < pieces:
         before = torch.zeros_like(after).index_copy(1, cuts.first, before)
     replacements = conv(torch.cat([before, after], 2).flatten(0, 1))[:, n:].unflatten(0, (B, -1)).flatten(1, 2)
     if len(cuts.valid) < replacements.shape[1]:  # drop outputs beyond pieces of fewer than n tokens
@@ -70,7 +72,7 @@ class Tokens(Tables):
         for place, token in enumerate(numbers):
             if 0 <= token < T:
                 places.setdefault(token, []).append(place)
-        depth = max(map(len, places.values()))
+        depth = max(map(len, places.values()), default=0)
         lacking = [
             [places_of[i] if i < len(places_of) else len(numbers) for places_of in places.values()]
             for i in range(depth)
@@ -82,8 +84,13 @@ class Tokens(Tables):
         self.inside = len(places) == len(numbers) or not beyond.any()
 
 
-class _Cuts(Tokens):
+class Cuts(Tokens):
     """Token numbers for ``conv_with_halo``: the last n tokens of each half; n tokens from the start of each piece."""
+
+    @classmethod
+    def of(cls, pieces: list[TokenRange], n: int, comm: Communicator) -> Cuts:
+        """Those of this rank's ``pieces``; cached."""
+        return cached_table(comm, ("convolution", n, *pieces), lambda: cls(pieces, n, comm.device))
 
     def __init__(self, pieces: list[TokenRange], n: int, device: torch.device) -> None:
         starts, halves = [*itertools.accumulate((p.tokens for p in pieces), initial=0)], _halves(pieces)
@@ -94,7 +101,7 @@ class _Cuts(Tokens):
         more = [some[0] for some in halves], [at for at, _ in places], [token for _, token in places]
         super().__init__([*ends, *after], starts[-1], device, *more)
         self.first, self.valid, self.outputs = self.more
-        self.ends = len(ends)
+        self.ends, self.n, self.count = len(ends), n, len(pieces)
 
 
 class _Taken(torch.autograd.Function):
@@ -148,6 +155,33 @@ def _is_saved(y: Tensor) -> bool:
     while node is not None and type(node).__name__.partition("Backward")[0] in _VIEWS:
         node = node.next_functions[0][0]
     return hasattr(type(node), "_saved_result")
+
+
+@functools.cache
+def names_of(function: Callable[..., Any]) -> frozenset[str]:
+    """The names of the function's arguments."""
+    return frozenset(inspect.signature(function).parameters)
+
+
+def run_delta_rule(
+    operator: Callable[..., Any] | None,
+    function: Callable[..., Any],
+    tensors: Sequence[Any],
+    pieces: list[TokenRange],
+    where: Mapping[str, Any],
+    *,
+    final: bool = False,
+    **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Gated DeltaNet or KDA over the ranks, for every model: see ``delta_rule``.
+
+    operator: zeco_kda or zeco_gated_delta_rule, if it computes the same as ``function``; it gets the ``options`` that
+        it knows, and ``where`` this rank's tokens lie. None: ``function`` runs over each piece.
+    """
+    if operator is None:
+        return delta_rule(functools.partial(function, **options), tensors, pieces, comm=where["comm"], final=final)
+    known = {name: x for name, x in options.items() if name in names_of(operator)}
+    return operator(*tensors, output_final_state="all" if final else False, **known | dict(where))
 
 
 def delta_rule(

@@ -7,9 +7,9 @@ import collections
 
 import pytest
 import torch
+from integrations import test_fla_models, test_transformers
 
 import allscan
-from integrations import test_fla_models, test_transformers
 from support.fla import import_fla
 from support.walk import Steps, as_on_a_gpu
 

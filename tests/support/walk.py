@@ -18,7 +18,7 @@ NOT_COUNTED = os.path.join("bindings", "interpreter", ""), os.path.join("comm", 
 
 
 class Steps:
-    """Records the package's functions called inside of ``with``, in order. Comprehensions and ``__del__`` do not count."""
+    """Records the package's functions called inside of ``with``, in order, without comprehensions and __del__."""
 
     def __init__(self):
         self.files, self.names = [], []
