@@ -322,16 +322,5 @@ class AllScanMambaMixer(_Mixer, MambaMixer):
 
     def _scan(self, tokens: _Tokens, x: Tensor, dt: Tensor, B: Tensor, C: Tensor, z: Tensor | None) -> Any:
         D = self.D.float().view(-1, self.headdim) if self.D_has_hdim else self.D
-        return zeco_ssd(
-            x,
-            dt,
-            -self.A_log.float().exp(),
-            B,
-            C,
-            self.chunk_size,
-            D=D,
-            z=z,
-            dt_bias=self.dt_bias,
-            dt_softplus=True,
-            **tokens.where,
-        )
+        A, options = -self.A_log.float().exp(), dict(dt_bias=self.dt_bias, dt_softplus=True)
+        return zeco_ssd(x, dt, A, B, C, self.chunk_size, D=D, z=z, **options, **tokens.where)

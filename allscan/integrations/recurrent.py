@@ -22,7 +22,7 @@ from ..ops.halo import halo, halo_from_boundary_tokens
 from ..scan.zigzag_scan import outgoing
 from ..tokens.packing import Tables, TokenRange, join_document_states, split_document_states
 from ..tokens.partition import cached_table
-from .softmax import reject
+from .softmax import joined, reject
 
 
 @dynamo_disabled
@@ -211,8 +211,8 @@ def delta_rule(
     identity = torch.eye(K, dtype=torch.float32, device=v.device)
     unit = torch.cat([zeros[..., :V], identity.expand(batch, HV, K, K)], -1)
     wide = [i in (some[0] for some in halves) and not piece.begins for i, piece in enumerate(pieces)]
-    outputs, states = [], []
-    for more, *of_piece in zip(wide, *(_split(t, pieces) for t in (q, k, v, g, beta)), strict=True):
+    outputs, states, sizes = [], [], [piece.tokens for piece in pieces]
+    for more, *of_piece in zip(wide, *(t.split(sizes, 1) for t in (q, k, v, g, beta)), strict=True):
         q, k, v, g, beta = of_piece
         v = F.pad(v, (0, K)) if more else v
         if v.shape[1]:
@@ -239,7 +239,7 @@ def delta_rule(
         if wide[some[0]]:
             added = product(o[..., V:].float().transpose(1, 2), prev).transpose(1, 2)
             outputs[some[0]] = (o[..., :V].float() + added).to(o.dtype)
-    o = tie_backward(comm, joined(outputs), *(found if documents else prevs))
+    o = tie_backward(comm, joined(outputs, 1), *(found if documents else prevs))
     if not final:
         return o, None
     if comm.rank == (0 if len(halves) > 1 else comm.size - 1):
@@ -257,15 +257,6 @@ def of_last_tokens(states: Any, comm: Communicator, zigzag: bool) -> tuple[torch
         together = torch.zeros_like(together)
     found = final_of_all(together, together, comm, False, zigzag)[1].split([x.shape[1] for x in states], 1)
     return tuple(y.to(x.dtype).contiguous() for x, y in zip(states, found, strict=True))
-
-
-def joined(parts: Any) -> torch.Tensor:
-    """Concatenate tensors [B, T, ...] along the tokens."""
-    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
-
-
-def _split(x: Tensor, pieces: Any) -> Sequence[torch.Tensor]:
-    return x.split([piece.tokens for piece in pieces], 1)
 
 
 def _halves(pieces: Any) -> list[list[int]]:

@@ -187,7 +187,7 @@ class Gather:
         runs = self._runs(slots)
         rows = [[x[first:end] for first, end in runs] for x in self._arrived]
         self._work = self._arrived = self._token = None
-        return tuple((some[0] if len(some) == 1 else torch.cat(some)).transpose(0, 1) for some in rows)
+        return tuple(joined(some, 0).transpose(0, 1) for some in rows)
 
     def start_sum(self, slots: Any, gradients: Any) -> None:
         """Start the reduce-scatter of the gradients of ``slots``; the gradients of other slots are zero."""
@@ -274,6 +274,11 @@ def _together(name: str, pairs: Any, group: Any) -> Any:
         for output, x in pairs:
             function(output, x, group=group)
     return work
+
+
+def joined(tensors: list[torch.Tensor], dim: int) -> torch.Tensor:
+    """Concatenate; one tensor is not copied."""
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim)
 
 
 def shifted(

@@ -108,33 +108,19 @@ def _state_space(
     C: Tensor,
     chunk_size: int,
     *,
-    D: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    dt_softplus: bool = False,
     z: Tensor | None = None,
-    dt_limit: tuple[float, float] = (0.0, float("inf")),
     return_final_states: bool = False,
-    initial_states: Tensor | None = None,
-    **_,
+    **options: Any,
 ) -> Any:
-    own: Any = _own(sequence, x, dt, B, C, z)
+    own: Any = (x, dt, B, C, z) if sequence.own else _own(sequence, x, dt, B, C, z)
     x, dt, B, C, z = own
-    found: Any = zeco_ssd(
-        x,
-        dt,
-        A,
-        B,
-        C,
-        chunk_size,
-        D=D,
-        z=z,
-        dt_bias=dt_bias,
-        dt_softplus=dt_softplus,
-        dt_limit=dt_limit,
-        return_final_states="all" if return_final_states else False,
-        **sequence.where,
-    )
+    known: dict[str, Any] = {name: options[name] for name in OF_SSD if name in options} | sequence.where
+    final = "all" if return_final_states else False
+    found: Any = zeco_ssd(x, dt, A, B, C, chunk_size, z=z, return_final_states=final, **known)
     return (_padded(found[0], sequence), found[1]) if return_final_states else _padded(found, sequence)
+
+
+OF_SSD = "D", "dt_bias", "dt_softplus", "dt_limit"  # options of a model's scan that zeco_ssd has, too
 
 
 @functools.cache
@@ -313,15 +299,8 @@ def lightning_forward(
     qkv = layer.act_fn(layer.qkv_proj(hidden_states)).unflatten(-1, (layer.num_attention_heads, -1))
     own: Any = _own(sequence, *qkv.split(layer.head_dim, -1))
     q, k, v = own
-    o, state = zeco_simple_gla(
-        q,
-        k,
-        v,
-        g_gamma=-layer.slope_rate.flatten(),
-        scale=1.0,
-        output_final_state=False if cache is None else "all",
-        **sequence.where,
-    )
+    decays, final = -layer.slope_rate.flatten(), False if cache is None else "all"
+    o, state = zeco_simple_gla(q, k, v, g_gamma=decays, scale=1.0, output_final_state=final, **sequence.where)
     if state is not None:
         state = state.to(qkv.dtype)
         cache.set_linear_cache(layer.layer_idx, state)
