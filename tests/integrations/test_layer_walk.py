@@ -34,16 +34,16 @@ FLA = {
 }
 # (package, layer): calls of forward and backward
 BOUNDS = {
-    ("transformers", "KDA"): 195,
-    ("transformers", "MLA"): 99,
-    ("transformers", "Gated DeltaNet"): 195,
-    ("transformers", "attention"): 95,
-    ("transformers", "Gated DeltaNet of Qwen3.5"): 195,
-    ("transformers", "Mamba2"): 171,
-    ("fla", "KDA"): 256,
-    ("fla", "Gated DeltaNet"): 256,
-    ("fla", "GLA"): 159,
-    ("fla", "attention"): 109,
+    ("transformers", "KDA"): 176,
+    ("transformers", "MLA"): 81,
+    ("transformers", "Gated DeltaNet"): 176,
+    ("transformers", "attention"): 77,
+    ("transformers", "Gated DeltaNet of Qwen3.5"): 176,
+    ("transformers", "Mamba2"): 155,
+    ("fla", "KDA"): 255,
+    ("fla", "Gated DeltaNet"): 255,
+    ("fla", "GLA"): 158,
+    ("fla", "attention"): 95,
 }
 
 

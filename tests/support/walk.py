@@ -13,8 +13,8 @@ from allscan.tokens import packing
 
 ROOT = os.path.dirname(os.path.realpath(allscan.__file__))
 FOLDERS = tuple(os.path.realpath(os.path.join(ROOT, name)) + os.sep for name in (".", "bindings", "shmem_kernels"))
-# no part of a call on a GPU; depends on how long other ranks take
-NOT_COUNTED = os.path.join("bindings", "interpreter", ""), os.path.join("comm", "host_exchange.py")
+# no part of a call on a GPU; called while a rank waits for others
+NOT_COUNTED = tuple(map(os.path.normpath, ("bindings/interpreter", "comm/host_exchange.py", "comm/call_order.py")))
 
 
 class Steps:
