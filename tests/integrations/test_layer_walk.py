@@ -40,8 +40,8 @@ BOUNDS = {
     ("transformers", "attention"): 77,
     ("transformers", "Gated DeltaNet of Qwen3.5"): 176,
     ("transformers", "Mamba2"): 155,
-    ("fla", "KDA"): 255,
-    ("fla", "Gated DeltaNet"): 255,
+    ("fla", "KDA"): 256,
+    ("fla", "Gated DeltaNet"): 256,
     ("fla", "GLA"): 158,
     ("fla", "attention"): 95,
 }
