@@ -21,7 +21,7 @@ from ..tokens.packing import Tables, boundaries_on_host
 from ..tokens.partition import cached_table
 from .attention_blocks import Blocks, ChunkedGather, merged
 from .attention_kernels import flash_fits, kernel_for, widened
-from .softmax import Part, Row, Select, reject
+from .softmax import Part, Row, Select, joined, reject
 
 
 class Attention(NamedTuple):
@@ -96,8 +96,8 @@ def attend(
     if blocks is not None:
         gather, project, dropout = blocks.gather, blocks.project, blocks.dropout
         own = [x.transpose(1, 2) for x in (q, k, v)]
-        if not dropout and kernel_for(*own) is not None:
-            return merged(own[0], own[1], own[2], blocks)
+        if not dropout and (kernel := kernel_for(*own)) is not None:
+            return merged(own[0], own[1], own[2], blocks, kernel)
         if isinstance(gather, ChunkedGather):
             what = f"no kernel for {q.dtype} on {q.device.type} and a dropout of {dropout}"
             reject(row.comm, f"attention.memory needs merged blocks: {what}")
@@ -121,11 +121,6 @@ def attend(
 
 def _split(x: Tensor, dim: int, sizes: Sequence[int]) -> Sequence[torch.Tensor]:
     return [x] if len(sizes) == 1 else x.split(sizes, dim)
-
-
-def joined(outputs: list[torch.Tensor], dim: int) -> torch.Tensor:
-    """Concatenate; one tensor is not copied."""
-    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim)
 
 
 class Packed(Tables):

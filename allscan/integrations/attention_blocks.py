@@ -9,6 +9,7 @@ latents from which the keys are projected), in backward with the reduce-scatter 
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -26,10 +27,11 @@ from ..bindings.triton_compat import OPTIONS
 from ..launch.compiled_kernel import dynamo_disabled
 from ..shmem_kernels.merge import merge_kernel
 from .attention_backward import exact_of, tokens_first
-from .attention_kernels import kernel_for, strided_like
+from .attention_kernels import Kernel, kernel_for, strided_like
 from .softmax import Gather, Row, Start
 
 
+@functools.cache
 def reads(rank: int, size: int, zigzag: bool) -> tuple[list[int], list[tuple[range, int]]]:
     """(slots, [(halves, n)]): a rank's queries attend to these slots of ``softmax.Gather`` besides the rank's own keys;
     the queries in ``halves`` attend to the last n of them. The contiguous layout has one half."""
@@ -57,10 +59,11 @@ class Blocks(NamedTuple):
     dropout: float = 0.0
 
 
-def merged(q: Tensor, k: Tensor, v: Tensor, how: Blocks) -> torch.Tensor:
+def merged(q: Tensor, k: Tensor, v: Tensor, how: Blocks, kernel: Kernel | None = None) -> torch.Tensor:
     """Causal attention output [B, T, H, V] of a rank's queries over the tokens of all ranks.
 
-    q [B, H, T, D], k [B, G, T, D], v [B, G, T, V]: this rank's tensors; ``kernel_for`` must have a kernel for them.
+    q [B, H, T, D], k [B, G, T, D], v [B, G, T, V]: this rank's tensors. kernel: the result of
+    ``kernel_for`` for them, which must not be None.
     """
     if torch.compiler.is_compiling():
         return (_in_steps if isinstance(how.gather, ChunkedGather) else _traced)(q, k, v, how)
@@ -72,7 +75,7 @@ def merged(q: Tensor, k: Tensor, v: Tensor, how: Blocks) -> torch.Tensor:
             sources = [] if project is None else _leaves((k, v), how.latents)
         else:
             gather = gather.step(0, gather.tensors)
-    kernel, shared = kernel_for(q, k, v), _Shared()
+    kernel, shared = kernel or kernel_for(q, k, v), _Shared()
     q = tokens_first(q)
     if isinstance(gather, ChunkedGather):
         tensors, gather.tensors = gather.tensors, ()  # autograd saves them

@@ -26,11 +26,11 @@ from ..ops.ssd import zeco_simple_gla, zeco_ssd
 from ..tokens.packing import Tables, boundaries_on_host, document_places, without_empty
 from ..tokens.partition import cached_table, partition_start
 from . import needing
-from .attention import WHOLE, Attention, Blocks, attend, check_split, gather_keys, joined, packed_of
+from .attention import WHOLE, Attention, Blocks, attend, check_split, gather_keys, packed_of
 from .batches import DOCUMENTS, STAMP, misfit, read
 from .batches import cut_batch as cut_batch
 from .recurrent import Tokens, gather_rows, of_last_tokens
-from .softmax import Row, masks_nothing, reject, shifted
+from .softmax import Row, joined, masks_nothing, reject, shifted
 
 with needing(__name__, "flash-linear-attention"):
     from fla.layers import GatedDeltaNet, GatedLinearAttention, KimiDeltaAttention, Mamba2, MultiScaleRetention
@@ -108,11 +108,10 @@ def sequence_parallel(
         raise ValueError(f"expected layers of {kinds}, got {sorted(others) or 'no recurrent one'}")
     documents: list | None = [None] if per_document else None  # cu_seqlens of the layers' last call
     for layer in layers:
-        _replace(
-            layer,
-            "forward",
-            None if comm is None else functools.partial(_layer, layer, comm, layout, attention, documents),
+        split = (
+            None if comm is None else functools.partial(_layer, layer, _kind(layer), comm, layout, attention, documents)
         )
+        _replace(layer, "forward", split)
     for model in module.modules():
         if type(model).__module__.startswith(_TOKENWISE):
             _replace(model, "forward", None if comm is None else functools.partial(_tokenwise, model))
@@ -160,6 +159,7 @@ def _kind(module: Any) -> Any:
 
 def _layer(
     layer: Any,
+    kind: Any,
     comm: Communicator,
     layout: str,
     attention: Any,
@@ -174,7 +174,7 @@ def _layer(
     **options: Any,
 ) -> tuple:
     """Forward of a layer over this rank's tokens."""
-    kind, stamp = _kind(layer), options.get(STAMP)
+    stamp = options.get(STAMP)
     if attention_mask is not None and not masks_nothing(attention_mask, comm):
         reject(comm, "attention_mask masks tokens: pack the sequences, with cu_seqlens, instead of padding them")
     if get_layer_cache(layer, past_key_values) is not None:
@@ -297,20 +297,11 @@ def _mamba2(layer: Any, x: Tensor, cache: Any, where: dict[str, Any]) -> torch.T
     (mixed,), conv_states = _convolve((conv,), (mixed,), cache is not None, where)
     mixed = mixed if conv.activation else layer.act(mixed)
     x, B, C = mixed.split([layer.intermediate_size, G * N, G * N], -1)
-    y: Any = zeco_ssd(
-        x.unflatten(-1, (H, -1)),
-        dt,
-        -layer.A_log.float().exp(),
-        B.unflatten(-1, (G, N)),
-        C.unflatten(-1, (G, N)),
-        layer.chunk_size,
-        D=layer.D.unflatten(0, (H, -1)) if layer.D_has_hdim else layer.D,
-        dt_bias=layer.dt_bias,
-        dt_softplus=True,
-        dt_limit=layer.dt_limit,
-        return_final_states="all" if cache is not None else False,
-        **where,
-    )
+    x, B, C = x.unflatten(-1, (H, -1)), B.unflatten(-1, (G, N)), C.unflatten(-1, (G, N))
+    A, D = -layer.A_log.float().exp(), layer.D.unflatten(0, (H, -1)) if layer.D_has_hdim else layer.D
+    options: dict[str, Any] = dict(dt_bias=layer.dt_bias, dt_softplus=True, dt_limit=layer.dt_limit)
+    final = "all" if cache is not None else False
+    y: Any = zeco_ssd(x, dt, A, B, C, layer.chunk_size, D=D, return_final_states=final, **options, **where)
     if cache is not None:
         y, state = y
         _remember(layer, cache, state, conv_states[0])
@@ -330,26 +321,18 @@ def _delta_rule(
 ) -> torch.Tensor:
     """Call KDA or Gated DeltaNet; ``g``: the gate's raw input; ``options``: further options of the rule."""
     q, k, v, conv_states = _mixed(layer, x, cache, where, F.silu)
-    o, state = rule(
-        q,
-        k,
-        v,
-        g,
-        layer.b_proj(x),
-        output_final_state="all" if cache is not None else False,
-        use_qk_l2norm_in_kernel=True,
-        use_gate_in_kernel=True,
-        use_beta_sigmoid_in_kernel=True,
-        allow_neg_eigval=layer.allow_neg_eigval,
-        A_log=layer.A_log,
-        dt_bias=layer.dt_bias,
-        state_v_first=True,
-        **where,
-        **options,
-    )
+    options |= dict(allow_neg_eigval=layer.allow_neg_eigval, A_log=layer.A_log, dt_bias=layer.dt_bias)
+    final = "all" if cache is not None else False
+    o, state = rule(q, k, v, g, layer.b_proj(x), output_final_state=final, **RAW, **options, **where)
     _remember(layer, cache, state, conv_states)
     gate = (layer.g_proj(x).unflatten(-1, (-1, layer.head_v_dim)),) if gated else ()
     return layer.o_proj(layer.o_norm(o, *gate).flatten(-2))
+
+
+# the kernels compute norms, gates and beta, as in fla's layers
+RAW: dict[str, Any] = dict(
+    use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True, state_v_first=True
+)
 
 
 def _kda(layer: Any, x: Tensor, cache: Any, where: dict[str, Any]) -> torch.Tensor:
@@ -415,7 +398,7 @@ def _row(x: Tensor, where: dict[str, Any], stamp: Any, alike: tuple[tuple[str, o
     per_document = "per_document" in where
     zigzag, T = is_zigzag(layout), x.shape[1]
     if zigzag and T % 2:
-        reject(comm, f"the zigzag layout wants an even number of tokens, got {T}")
+        reject(comm, f"the zigzag layout needs an even number of tokens, got {T}")
     lengths = None if cu_seqlens is None else _read(comm, cu_seqlens)
     tokens = _tokens_of_all(comm, x, DOCUMENTS if per_document else layout, stamp, alike)
     if lengths is not None and sum(tokens) != lengths[-1]:
@@ -590,7 +573,7 @@ def _loss(
     penalty = options.get("use_l2warp")
     penalty = getattr(model.config, "use_l2warp", False) if penalty is None else penalty
     if penalty and not (labels is None and shift_labels is None):
-        raise ValueError("use_l2warp does not go with a split sequence")
+        raise ValueError("use_l2warp is not supported with a split sequence")
     criterion = getattr(model, "criterion", None)
     ignored = getattr(criterion, "ignore_index", -100)
     _agree_loss(comm, labels, num_items_in_batch, shift_labels)
@@ -605,15 +588,8 @@ def _loss(
         fused = options.get("fuse_linear_cross_entropy")
         fused = getattr(model.config, "fuse_linear_cross_entropy", False) if fused is None else fused
         return logits.float().sum(), None if fused else logits
-    return type(model)._compute_logits_and_loss(
-        model,
-        hidden_states,
-        None,
-        logits_to_keep,
-        shift_labels=shift_labels,
-        num_items_in_batch=num_items_in_batch,
-        **options,
-    )
+    options |= dict(shift_labels=shift_labels, num_items_in_batch=num_items_in_batch)
+    return type(model)._compute_logits_and_loss(model, hidden_states, None, logits_to_keep, **options)
 
 
 @dynamo_disabled

@@ -49,7 +49,7 @@ def enable() -> None:
 
     Example:
         >>> allscan.integrations.fla_cp.enable()                                  # once, before or after fla's imports
-        >>> context = build_cp_context(cu_seqlens, group)                         # fla.ops.cp, as ever
+        >>> context = build_cp_context(cu_seqlens, group)                         # fla.ops.cp, unchanged
         >>> o, _ = chunk_kda(q, k, v, g, beta, cp_context=context)
     """
     global _every_group
@@ -110,7 +110,7 @@ def context_parallel(comm: Communicator) -> None:
 
     Example:
         >>> allscan.integrations.fla_cp.context_parallel(comm)
-        >>> context = build_cp_context(cu_seqlens, comm.group)                    # fla.ops.cp, as ever
+        >>> context = build_cp_context(cu_seqlens, comm.group)                    # fla.ops.cp, unchanged
         >>> o, _ = chunk_kda(q, k, v, g, beta, cp_context=context)
     """
     check_communicator(comm)

@@ -21,7 +21,7 @@ from ..ops.ssd import zeco_ssd
 from ..tokens.packing import CUTS, TokenRange, boundaries_on_host, flags_of, without_empty
 from ..tokens.partition import partition_start
 from . import needing
-from .recurrent import conv_with_halo, delta_rule
+from .recurrent import conv_with_halo, run_delta_rule
 from .softmax import reject
 
 with needing(__name__, "megatron-core", "flash-linear-attention"):
@@ -155,11 +155,11 @@ class _Mixer:
         assert comm is not None
         where: dict[str, Any] = dict(comm=comm, layout="zigzag" if self.zigzag else "contiguous")
         if context is not None or InferenceMode.is_active():
-            reject(comm, "inference is not covered with context parallelism: use a model without")
+            reject(comm, "inference is not supported with context parallelism: use a model without")
         lengths: Any = None
         if packed is not None:
             if packed.cp_group is not None or packed.local_cp_size is not None:
-                reject(comm, "packed_seq_params with a context parallel group of their own are not covered")
+                reject(comm, "packed_seq_params with a context parallel group of their own are not supported")
             lengths = packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded
         n, begins = T - T // 2 if self.zigzag else T, comm.rank == 0
         row = [TokenRange(0, n, flags=flags_of(begins)), *([TokenRange(n, T, 1)] if self.zigzag else [])]
@@ -169,7 +169,7 @@ class _Mixer:
         if packed.qkv_format != "thd" or lengths is None:
             reject(comm, f"packed_seq_params must be of the format 'thd' with cu_seqlens, got {packed.qkv_format!r}")
         if batch != 1:
-            reject(comm, f"packed sequences must be in a batch of one, got {batch}")
+            reject(comm, f"packed sequences require batch size 1, got {batch}")
         with comm.call():  # reports a rejection to the other ranks, which would otherwise wait
             numbers = boundaries_on_host(lengths)
             zigzag = PER_DOCUMENT if self.zigzag and self.per_document else int(self.zigzag)
@@ -189,7 +189,7 @@ def _check(config: Any, groups: Any, comm: Communicator | None) -> None:
     }
     if any(problems.values()):
         names = ", ".join(name for name, there in problems.items() if there)
-        raise ValueError(f"not covered by allscan.integrations.megatron: {names}")
+        raise ValueError(f"not supported by allscan.integrations.megatron: {names}")
     if comm is not None:
         of_comm, wanted = (dist.get_process_group_ranks(group) for group in (comm.group, groups.cp))
         if of_comm != wanted:
@@ -202,13 +202,12 @@ def _communicator(group: Any) -> Communicator:
     return _communicators[group]
 
 
-def _rule(operator: Callable[..., Any], tokens: _Tokens, *tensors: Tensor) -> torch.Tensor:
-    """Run the gated delta rule ``operator`` over the sequence of all ranks."""
-    invariant = tokens.where["comm"].invariant and operator is gdn.torch_chunk_gated_delta_rule
-    if operator is chunk_gated_delta_rule or invariant:
-        return zeco_gated_delta_rule(*tensors, **tokens.where)[0]
-    alone = functools.partial(operator, use_qk_l2norm_in_kernel=False, cu_seqlens=None)
-    return delta_rule(alone, tensors, tokens.pieces, comm=tokens.where["comm"])[0]
+def _rule(function: Callable[..., Any], tokens: _Tokens, *tensors: Tensor) -> torch.Tensor:
+    """Run the gated delta rule over the sequence of all ranks."""
+    invariant = tokens.where["comm"].invariant and function is gdn.torch_chunk_gated_delta_rule
+    operator = zeco_gated_delta_rule if function is chunk_gated_delta_rule or invariant else None
+    options: dict[str, Any] = dict(use_qk_l2norm_in_kernel=False, cu_seqlens=None)
+    return run_delta_rule(operator, function, tensors, *tokens, **options)[0]
 
 
 def _one_token(x: Tensor) -> torch.Tensor:
@@ -240,7 +239,7 @@ class AllScanGatedDeltaNet(_Mixer, GatedDeltaNet):
         projected = self.in_proj(hidden_states)[0].transpose(0, 1)
         batch, T = projected.shape[:2]
         qkv, gate, beta, alpha = projected.split(self.feat_dim_split, -1)
-        qkv = conv_with_halo(self._convolve, n, qkv, tokens.pieces, **tokens.where)
+        qkv = conv_with_halo(self._convolve, n, qkv, tokens.pieces, {}, **tokens.where)
         gate = gate.unflatten(-1, (-1, self.value_head_dim))
         q, k, v, gate, beta, alpha = self._prepare_input_for_gated_delta_rule(qkv, gate, batch, T, beta, alpha)
         g, beta = self._compute_g_and_beta(self.A_log, self.dt_bias, alpha, beta)
@@ -303,7 +302,7 @@ class AllScanMambaMixer(_Mixer, MambaMixer):
         projected = self.in_proj(hidden_states)[0].transpose(0, 1)
         inner, states = self.d_inner_local_tp, self.ngroups_local_tp * self.d_state
         z, xBC, dt = projected.split([inner, inner + 2 * states, self.nheads_local_tp], -1)
-        xBC = conv_with_halo(self._convolve, n, xBC, tokens.pieces, **tokens.where)
+        xBC = conv_with_halo(self._convolve, n, xBC, tokens.pieces, {}, **tokens.where)
         x, B, C = xBC.split([inner, states, states], -1)
         x, z = (t.unflatten(-1, (-1, self.headdim)) for t in (x, z))
         B, C = (t.unflatten(-1, (-1, self.d_state)) for t in (B, C))
@@ -320,16 +319,5 @@ class AllScanMambaMixer(_Mixer, MambaMixer):
 
     def _scan(self, tokens: _Tokens, x: Tensor, dt: Tensor, B: Tensor, C: Tensor, z: Tensor | None) -> Any:
         D = self.D.float().view(-1, self.headdim) if self.D_has_hdim else self.D
-        return zeco_ssd(
-            x,
-            dt,
-            -self.A_log.float().exp(),
-            B,
-            C,
-            self.chunk_size,
-            D=D,
-            z=z,
-            dt_bias=self.dt_bias,
-            dt_softplus=True,
-            **tokens.where,
-        )
+        A, options = -self.A_log.float().exp(), dict(dt_bias=self.dt_bias, dt_softplus=True)
+        return zeco_ssd(x, dt, A, B, C, self.chunk_size, D=D, z=z, **options, **tokens.where)

@@ -3,8 +3,10 @@ call for each piece of a sequence, and short convolutions."""
 
 from __future__ import annotations
 
+import functools
+import inspect
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,36 +22,46 @@ from ..ops.halo import halo, halo_from_boundary_tokens
 from ..scan.zigzag_scan import outgoing
 from ..tokens.packing import Tables, TokenRange, join_document_states, split_document_states
 from ..tokens.partition import cached_table
-from .softmax import reject
+from .softmax import joined, reject
 
 
 def conv_with_halo(
-    conv: Callable, n: int, x: Tensor, pieces: list[TokenRange], *, comm: Communicator, **where: Any
+    conv: Callable[[Tensor], Tensor],
+    n: int,
+    x: Tensor,
+    pieces: list[TokenRange],
+    tables: dict[int, Cuts],
+    *,
+    comm: Communicator,
+    **where: Any,
 ) -> torch.Tensor:
     """conv over x [B, T, C], with the n tokens before each shard boundary, and zeros before a sequence's first token.
 
     conv first runs over the whole row. The first n outputs of each piece lack the tokens before it: conv computes them
     again from 2n tokens, and they overwrite those in conv's result, in place. The backward of the overwritten outputs
     receives zeros. No other node may hold the result's gradient: it is changed in place, like that of ``gather_rows``.
+    tables: those of these pieces, by n; the first call with an n adds them.
     """
+    (B, T), count = x.shape[:2], len(pieces)
     if torch.compiler.is_compiling():
         if where["cu_seqlens"] is not None:
-            return _not_traced(conv, n, x, pieces, comm=comm, **where)
-        if x.shape[1]:  # one concatenation, which torch fuses
-            halves = len(pieces)
-            before = halo(x, n, comm=comm, **where).unflatten(1, (halves, n))
-            y = conv(torch.cat([before, x.unflatten(1, (halves, -1))], 2).flatten(0, 1))[:, n:]
-            return y.unflatten(0, (-1, halves)).flatten(1, 2)
-    if not x.shape[1]:
+            return _not_traced(conv, n, x, pieces, tables, comm=comm, **where)
+        if T:  # one concatenation, which torch fuses
+            before = halo(x, n, comm=comm, **where).unflatten(1, (count, n))
+            y = conv(torch.cat([before, x.unflatten(1, (count, -1))], 2).flatten(0, 1))[:, n:]
+            return y.unflatten(0, (-1, count)).flatten(1, 2)
+    if not T:
         before = halo(x, n, comm=comm, **where)
         return conv(torch.cat([before, x], 1))[:, before.shape[1] :]
-    cuts = cached_table(comm, ("convolution", n, *pieces), lambda: _Cuts(pieces, n, comm.device))
-    B, T = x.shape[:2]
+    cuts = tables.get(n)
+    if cuts is None:
+        cuts = tables[n] = cached_table(comm, ("convolution", n, *pieces), lambda: Cuts(pieces, n, comm.device))
+    cuts.use(comm)
     x, tokens = gather_rows(x, cuts, comm)
-    ends, after = tokens.split([cuts.ends, len(pieces) * n], 1)
+    ends, after = tokens.split([cuts.ends, count * n], 1)
     after = after.unflatten(1, (-1, n))
     before = halo_from_boundary_tokens(ends, T, n, comm=comm, **where).unflatten(1, (-1, n))
-    if before.shape[1] < len(pieces):
+    if before.shape[1] < count:
         before = torch.zeros_like(after).index_copy(1, cuts.first, before)
     replacements = conv(torch.cat([before, after], 2).flatten(0, 1))[:, n:].unflatten(0, (B, -1)).flatten(1, 2)
     if len(cuts.valid) < replacements.shape[1]:  # drop outputs beyond pieces of fewer than n tokens
@@ -80,7 +92,7 @@ class Tokens(Tables):
         for place, token in enumerate(numbers):
             if 0 <= token < T:
                 places.setdefault(token, []).append(place)
-        depth = max(map(len, places.values()))
+        depth = max(map(len, places.values()), default=0)
         lacking = [
             [places_of[i] if i < len(places_of) else len(numbers) for places_of in places.values()]
             for i in range(depth)
@@ -92,7 +104,7 @@ class Tokens(Tables):
         self.inside = len(places) == len(numbers) or not beyond.any()
 
 
-class _Cuts(Tokens):
+class Cuts(Tokens):
     """Token numbers for ``conv_with_halo``: the last n tokens of each half; n tokens from the start of each piece."""
 
     def __init__(self, pieces: list[TokenRange], n: int, device: torch.device) -> None:
@@ -160,6 +172,33 @@ def _is_saved(y: Tensor) -> bool:
     return hasattr(type(node), "_saved_result")
 
 
+@functools.cache
+def names_of(function: Callable[..., Any]) -> frozenset[str]:
+    """The names of the function's arguments."""
+    return frozenset(inspect.signature(function).parameters)
+
+
+def run_delta_rule(
+    operator: Callable[..., Any] | None,
+    function: Callable[..., Any],
+    tensors: Sequence[Any],
+    pieces: list[TokenRange],
+    where: Mapping[str, Any],
+    *,
+    final: bool = False,
+    **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Gated DeltaNet or KDA over the ranks, for every model: see ``delta_rule``.
+
+    operator: zeco_kda or zeco_gated_delta_rule, if it computes the same as ``function``; it gets the ``options`` that
+        it knows, and ``where`` this rank's tokens lie. None: ``function`` runs over each piece.
+    """
+    if operator is None:
+        return delta_rule(functools.partial(function, **options), tensors, pieces, comm=where["comm"], final=final)
+    known = {name: x for name, x in options.items() if name in names_of(operator)}
+    return operator(*tensors, output_final_state="all" if final else False, **known | dict(where))
+
+
 def delta_rule(
     operator: Callable, tensors: Sequence[Any], pieces: list[TokenRange], *, comm: Communicator, final: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -187,8 +226,8 @@ def delta_rule(
     identity = torch.eye(K, dtype=torch.float32, device=v.device)
     unit = torch.cat([zeros[..., :V], identity.expand(batch, HV, K, K)], -1)
     wide = [i in (some[0] for some in halves) and not piece.begins for i, piece in enumerate(pieces)]
-    outputs, states = [], []
-    for more, *of_piece in zip(wide, *(_split(t, pieces) for t in (q, k, v, g, beta)), strict=True):
+    outputs, states, sizes = [], [], [piece.tokens for piece in pieces]
+    for more, *of_piece in zip(wide, *(t.split(sizes, 1) for t in (q, k, v, g, beta)), strict=True):
         q, k, v, g, beta = of_piece
         v = F.pad(v, (0, K)) if more else v
         if v.shape[1]:
@@ -215,7 +254,7 @@ def delta_rule(
         if wide[some[0]]:
             added = product(o[..., V:].float().transpose(1, 2), prev).transpose(1, 2)
             outputs[some[0]] = (o[..., :V].float() + added).to(o.dtype)
-    o = tie_backward(comm, joined(outputs), *(found if documents else prevs))
+    o = tie_backward(comm, joined(outputs, 1), *(found if documents else prevs))
     if not final:
         return o, None
     if comm.rank == (0 if len(halves) > 1 else comm.size - 1):
@@ -233,15 +272,6 @@ def of_last_tokens(states: Any, comm: Communicator, zigzag: bool) -> tuple[torch
         together = torch.zeros_like(together)
     found = final_of_all(together, together, comm, False, zigzag)[1].split([x.shape[1] for x in states], 1)
     return tuple(y.to(x.dtype).contiguous() for x, y in zip(states, found, strict=True))
-
-
-def joined(parts: Any) -> torch.Tensor:
-    """Concatenate tensors [B, T, ...] along the tokens."""
-    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
-
-
-def _split(x: Tensor, pieces: Any) -> Sequence[torch.Tensor]:
-    return x.split([piece.tokens for piece in pieces], 1)
 
 
 def _halves(pieces: Any) -> list[list[int]]:

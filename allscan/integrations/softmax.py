@@ -61,7 +61,7 @@ class Row:
     zigzag: bool = dataclasses.field(default=False, kw_only=True)
     per_document: bool = dataclasses.field(default=False, kw_only=True)  # each packed sequence is cut; none is empty
 
-    @property
+    @functools.cached_property
     def own(self) -> int:
         return self.tokens[self.comm.rank]
 
@@ -178,9 +178,10 @@ class Gather:
         pairs: list = []
         self._arrived = []
         for x in tensors:
-            halves = [_padded(half, self.length) for half in x.chunk(self.halves, 1)]
-            x = (x if halves[0].shape[1] == x.shape[1] // self.halves else torch.cat(halves, 1)).transpose(0, 1)
-            x = x.contiguous()  # tokens first: slots are rows
+            if x.shape[1] < self.halves * self.length:
+                missing = (0, 0) * (x.ndim - 2) + (0, self.length - x.shape[1] // self.halves)
+                x = torch.cat([F.pad(half, missing) for half in x.chunk(self.halves, 1)], 1)
+            x = x.transpose(0, 1).contiguous()  # tokens first: slots are rows
             slots = x.new_empty(len(self.filled) * self.length, *x.shape[1:])
             pairs += zip(self._parts(slots), x.chunk(self.halves), strict=True)
             self._arrived.append(slots)
@@ -193,7 +194,7 @@ class Gather:
         runs = self.runs(slots)
         rows = [[x[first:end] for first, end in runs] for x in self._arrived]
         self._work = self._arrived = self._token = None
-        return tuple((some[0] if len(some) == 1 else torch.cat(some)).transpose(0, 1) for some in rows)
+        return tuple(joined(some, 0).transpose(0, 1) for some in rows)
 
     def start_sum(self, slots: Any, gradients: Any) -> None:
         """Start the reduce-scatter of the gradients of ``slots``; the gradients of other slots are zero."""
@@ -371,9 +372,9 @@ def _together(name: str, pairs: Any, group: Any) -> Any:
     return work
 
 
-def _padded(x: Tensor, length: int) -> torch.Tensor:
-    """x [B, T, ...], padded with zeros to ``length`` tokens."""
-    return x if x.shape[1] == length else F.pad(x, (0, 0) * (x.ndim - 2) + (0, length - x.shape[1]))
+def joined(tensors: list[torch.Tensor], dim: int) -> torch.Tensor:
+    """Concatenate; one tensor is not copied."""
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim)
 
 
 def shifted(

@@ -244,7 +244,9 @@ def _parts(model: Any) -> tuple:
             raise ValueError("attention that is not causal is not supported")
     for head in heads:
         if getattr(head.config, "z_loss_coefficient", 0):
-            raise ValueError("z_loss_coefficient must be 0: the mean over one rank's tokens is no share of the loss")
+            raise ValueError(
+                "z_loss_coefficient must be 0: z-loss is averaged per rank and cannot be summed over ranks"
+            )
         if head.loss_function is not ForCausalLMLoss and getattr(head.loss_function, "func", None) is not _loss:
             raise ValueError(f"the loss must be ForCausalLMLoss, got {head.loss_function}")
     return family, bases, heads, layers

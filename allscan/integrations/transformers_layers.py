@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import inspect
 import sys
@@ -19,7 +18,7 @@ from ..ops.ssd import zeco_simple_gla, zeco_ssd
 from . import needing
 from .attention import Blocks, attend, attend_packed, gather_keys, takes_packed
 from .latents import expansion_of
-from .recurrent import conv_with_halo, delta_rule
+from .recurrent import conv_with_halo, names_of, run_delta_rule
 from .softmax import reject
 from .transformers_sequence import SplitSequence
 
@@ -29,6 +28,7 @@ with needing(f"{__package__}.transformers", "transformers"):
 
 NAME = "allscan"  # name of the attention function
 SEQUENCE = "allscan_sequence"  # keyword argument from the model's forward to its layers
+KEYS = "allscan_keys"  # keyword argument from a softmax layer's forward to its attention function: its _Keys
 OF_SPLIT = "this model was made with the config of a model that is split"
 REMEDY = (
     "make it with the config from before sequence_parallel, or by "
@@ -72,13 +72,14 @@ def _convolution(
     n = weight.shape[-1] - 1
     if not n:
         return original(x, weight, bias, activation=activation)  # with the padding token
-    x = x if x.shape[2] == sequence.own else x[:, :, x.shape[2] - sequence.own :]
+    own = sequence.own
+    x = x if x.shape[2] == own else x[:, :, x.shape[2] - own :]
 
     def conv(x: Tensor) -> torch.Tensor:
         return original(x.mT, weight, bias, activation=activation).mT
 
-    y = conv_with_halo(conv, n, x.mT, sequence.cut(), comm=sequence.comm, **sequence.where())
-    return _padded(y, sequence).mT
+    y = conv_with_halo(conv, n, x.mT, sequence.pieces, sequence.cuts, **sequence.where)
+    return y.mT if own else _padded(y, sequence).mT
 
 
 def _own(sequence: SplitSequence, *tensors: Tensor | None) -> Sequence[torch.Tensor | None]:
@@ -105,36 +106,22 @@ def _state_space(
     C: Tensor,
     chunk_size: int,
     *,
-    D: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    dt_softplus: bool = False,
     z: Tensor | None = None,
-    dt_limit: tuple[float, float] = (0.0, float("inf")),
     return_final_states: bool = False,
-    initial_states: Tensor | None = None,
-    **_,
+    **options: Any,
 ) -> Any:
-    own: Any = _own(sequence, x, dt, B, C, z)
+    own: Any = (x, dt, B, C, z) if sequence.own else _own(sequence, x, dt, B, C, z)
     x, dt, B, C, z = own
-    found: Any = zeco_ssd(
-        x,
-        dt,
-        A,
-        B,
-        C,
-        chunk_size,
-        comm=sequence.comm,
-        D=D,
-        z=z,
-        dt_bias=dt_bias,
-        dt_softplus=dt_softplus,
-        dt_limit=dt_limit,
-        return_final_states="all" if return_final_states else False,
-        **sequence.where(),
-    )
+    known: dict[str, Any] = {name: options[name] for name in OF_SSD if name in options} | sequence.where
+    final = "all" if return_final_states else False
+    found: Any = zeco_ssd(x, dt, A, B, C, chunk_size, z=z, return_final_states=final, **known)
     return (_padded(found[0], sequence), found[1]) if return_final_states else _padded(found, sequence)
 
 
+OF_SSD = "D", "dt_bias", "dt_softplus", "dt_limit"  # options of a model's scan that zeco_ssd has, too
+
+
+@functools.cache
 def of_package(function: Callable[..., Any]) -> Callable | None:
     """The function of fla or mamba_ssm behind a function of a model's file, or None for transformers' own in torch.
 
@@ -145,12 +132,13 @@ def of_package(function: Callable[..., Any]) -> Callable | None:
     return None if found is inside.get("torch_function") else found
 
 
+@functools.cache
 def in_torch(function: Callable[..., Any]) -> Callable:
     """transformers' torch function in place of a package's function, whose kernels need a GPU."""
     own = getattr(function, "__wrapped__", None)
     if own is None or of_package(function) is None:
         return function
-    taken = inspect.signature(own).parameters
+    taken = names_of(own)
 
     @functools.wraps(own)
     def call(*arguments: Any, **options: Any) -> Any:
@@ -159,31 +147,28 @@ def in_torch(function: Callable[..., Any]) -> Callable:
     return call
 
 
-def ours(function: Callable[..., Any], device: torch.device, options: Any, anywhere: bool = False) -> Callable | None:
-    """All-Scan's operator for a model's delta rule, on a GPU or with ``anywhere``; None without an equivalent one.
-
-    It is equivalent if the model's function is fla's, or transformers' own in torch, and All-Scan's operator supports
-    all ``options`` of the call.
-    """
+@functools.cache
+def rule_behind(function: Callable[..., Any]) -> tuple[str, frozenset[str]] | None:
+    """(name, names of arguments) of fla's delta rule, or transformers' own in torch, behind a function of a model's
+    file; None for another function."""
     theirs: Any = of_package(function) or inspect.unwrap(function)
-    found: Any = OURS.get(getattr(theirs, "__name__", ""))
-    if found is None or not theirs.__module__.startswith(("fla.", "transformers.")):
+    known = getattr(theirs, "__name__", "") in OURS and theirs.__module__.startswith(("fla.", "transformers."))
+    return (theirs.__name__, names_of(theirs)) if known else None
+
+
+def ours(function: Callable[..., Any], device: torch.device, options: Any, anywhere: bool = False) -> Callable | None:
+    """All-Scan's operator for a model's delta rule, on a GPU or with ``anywhere``; None unless it supports all
+    ``options`` of the call."""
+    rule = rule_behind(function) if anywhere or on_gpu(device) else None
+    if rule is None:
         return None
-    if not (anywhere or on_gpu(device)):
-        return None
-    known, taken = (inspect.signature(f).parameters for f in (found, theirs))
-    return found if all(name in known for name in options if name in taken) else None
+    found, taken = OURS[rule[0]], rule[1]
+    return found if options.keys() & taken <= names_of(found) else None
 
 
 def on_gpu(device: torch.device) -> bool:
     """Whether ``device`` is a GPU; the tests replace this function."""
     return device.type == "cuda"
-
-
-def _fit(query: Tensor, key: Tensor, value: Tensor, g: Tensor) -> bool:
-    """Whether All-Scan's operators support these dtypes and sizes; transformers' torch functions cast any dtype."""
-    alike = query.dtype == key.dtype == value.dtype and query.dtype in (torch.bfloat16, torch.float16, torch.float32)
-    return alike and key.shape[-1] <= 256 and g.dtype in (torch.float32, query.dtype)
 
 
 def _delta_rule(
@@ -201,25 +186,30 @@ def _delta_rule(
     use_qk_l2norm_in_kernel: bool = False,
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Gated DeltaNet and KDA."""
+    """Gated DeltaNet and KDA: by All-Scan's operator, or by ``original`` in pieces."""
+    tensors: Any = (query, key, value, g, beta) if sequence.own else _own(sequence, query, key, value, g, beta)
     operator = ours(original, value.device, options, sequence.comm.invariant > 0)
-    tensors = _own(sequence, query, key, value, g, beta)
-    if operator is not None and (of_package(original) is not None or _fit(query, key, value, g)):
-        taken = inspect.signature(operator).parameters
-        o, state = operator(
-            *tensors,
-            comm=sequence.comm,
-            output_final_state="all" if output_final_state else False,
-            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-            **sequence.where(),
-            **{name: x for name, x in options.items() if name in taken},
-        )
-    else:
-        alone: Any = functools.partial(original, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, **options)
-        o, state = delta_rule(alone, tensors, sequence.cut(), comm=sequence.comm, final=output_final_state)
-    return _padded(o, sequence), state
+    # transformers' torch functions, unlike All-Scan's operators, take any size, and cast any dtype
+    fits = of_package(original) is not None or (
+        query.dtype == key.dtype == value.dtype
+        and query.dtype in HALF_OR_SINGLE
+        and g.dtype in (torch.float32, query.dtype)
+        and key.shape[-1] <= 256
+    )
+    o, state = run_delta_rule(
+        operator if fits else None,
+        original,
+        tensors,
+        sequence.pieces,
+        sequence.where,
+        final=output_final_state,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        **options,
+    )
+    return o if sequence.own else _padded(o, sequence), state
 
 
+HALF_OR_SINGLE = torch.bfloat16, torch.float16, torch.float32
 OURS = {"chunk_gated_delta_rule": zeco_gated_delta_rule, "chunk_kda": zeco_kda}
 OURS |= {"torch_chunk_gated_delta_rule": zeco_gated_delta_rule, "chunk_kimi_delta_attention": zeco_kda}
 OPERATORS = {
@@ -249,7 +239,8 @@ class _Keys:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         sequence, self.appended = self.sequence, (key, value)
         if sequence.comm.size > 1:
-            tensors: Any = _own(sequence, *(x.transpose(1, 2) for x in (key, value)))
+            tensors: Any = key.transpose(1, 2), value.transpose(1, 2)
+            tensors = tensors if sequence.own else _own(sequence, *tensors)
             gather = gather_keys(sequence, sequence.attention, *tensors)
             whole = self.cache is not None or sequence.lengths is not None or sequence.inner != "sdpa"
             if sequence.attention.merged and not whole:
@@ -276,13 +267,16 @@ class _Keys:
         return Blocks(self.gather, scale, project, self.appended, dropout)
 
 
+def _called_alone(layer: Any) -> ValueError:
+    return ValueError(f"a {type(layer).__name__} cannot be called directly in a split model: call the model")
+
+
 def softmax_forward(layer: Any, *arguments: Any, past_key_values: Any = None, cache: Any = None, **options: Any) -> Any:
     """Forward of a softmax layer with the keys and values of all ranks."""
     sequence = options.get(SEQUENCE)
     if sequence is None:
-        raise ValueError(f"a {type(layer).__name__} of a split model is called through the model")
-    keys = _Keys(sequence, past_key_values if cache is None else cache)
-    options[SEQUENCE] = dataclasses.replace(sequence, keys=keys)
+        raise _called_alone(layer)
+    options[KEYS] = keys = _Keys(sequence, past_key_values if cache is None else cache)
     return type(layer).forward(layer, *arguments, **{name_of_cache(type(layer)): keys}, **options)  # type: ignore[arg-type]
 
 
@@ -298,21 +292,13 @@ def lightning_forward(
     """Forward of MiniMax's lightning attention: simple GLA with a constant decay per head, and an output gate."""
     sequence = options.get(SEQUENCE)
     if sequence is None:
-        raise ValueError(f"a {type(layer).__name__} of a split model is called through the model")
+        raise _called_alone(layer)
     cache = past_key_values if cache is None else cache
     qkv = layer.act_fn(layer.qkv_proj(hidden_states)).unflatten(-1, (layer.num_attention_heads, -1))
     own: Any = _own(sequence, *qkv.split(layer.head_dim, -1))
     q, k, v = own
-    o, state = zeco_simple_gla(
-        q,
-        k,
-        v,
-        g_gamma=-layer.slope_rate.flatten(),
-        comm=sequence.comm,
-        scale=1.0,
-        output_final_state=False if cache is None else "all",
-        **sequence.where(),
-    )
+    decays, final = -layer.slope_rate.flatten(), False if cache is None else "all"
+    o, state = zeco_simple_gla(q, k, v, g_gamma=decays, scale=1.0, output_final_state=final, **sequence.where)
     if state is not None:
         state = state.to(qkv.dtype)
         cache.set_linear_cache(layer.layer_idx, state)
@@ -344,16 +330,17 @@ def _attention(
     sequence = options.get(SEQUENCE)
     if sequence is None:
         raise ValueError(f"the attention function {NAME!r} is for models of sequence_parallel; {OF_SPLIT}: {REMEDY}")
-    inner, home = sequence.inner, sys.modules[sequence.home]
-    original = ALL_ATTENTION_FUNCTIONS.get_interface(inner, home.eager_attention_forward)
+    inner = sequence.inner
     device = query.device.type
     if inner == "sdpa" and torch.is_autocast_enabled(device):  # causal_lower_right bypasses autocast
         query, key, value = (x.to(torch.get_autocast_dtype(device)) for x in (query, key, value))
-    blocks = sequence.keys.blocks(module, key, value, scaling, dropout)
-    layer = _Proxy(module, config=_Proxy(module.config, _attn_implementation=inner))  # names the original function
+    blocks = options[KEYS].blocks(module, key, value, scaling, dropout)
     packed = inner == "sdpa" and sequence.lengths is not None and not dropout and takes_packed(query, key, value)
 
     def function(*tensors: Tensor) -> torch.Tensor:
+        layer = _Proxy(module, config=_Proxy(module.config, _attn_implementation=inner))  # names the original function
+        eager = sys.modules[sequence.home].eager_attention_forward
+        original = ALL_ATTENTION_FUNCTIONS.get_interface(inner, eager)
         q, k, v = (x.transpose(1, 2) for x in tensors)
         T, before, mask = q.shape[2], k.shape[2] - q.shape[2], None
         if inner == "eager" and T > 1:
@@ -364,7 +351,7 @@ def _attention(
 
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     o = attend_packed(q, k, v, sequence, scaling) if packed else attend(q, k, v, sequence, function, blocks=blocks)
-    return _padded(o, sequence), None
+    return o if sequence.own else _padded(o, sequence), None
 
 
 AttentionInterface.register(NAME, _attention)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ from ..comm.host_exchange import by_rank, differing
 from ..tokens.packing import TokenRange, boundaries_on_host, flags_of, without_empty
 from .attention import WHOLE, Attention
 from .batches import DOCUMENTS, misfit
+from .recurrent import Cuts
 from .softmax import Row, chunks
 
 
@@ -26,23 +28,31 @@ class SplitSequence(Row):
     inner: str  # the attention function that the model had
     attention: Attention = WHOLE
     home: str = ""  # the module of the model's classes
-    keys: Any = None  # the _Keys of a softmax layer
 
     @property
     def first(self) -> int:
         """Index of this rank's first token in the global sequence."""
         return sum(self.tokens[: self.comm.rank]) // (1 + self.zigzag)
 
-    def cut(self) -> list[TokenRange]:
+    @functools.cached_property
+    def pieces(self) -> list[TokenRange]:
         return [TokenRange(p.start, p.end, p.half, p.entry, flags=flags_of(p.before == 0)) for p in self.parts()]
 
-    def where(self) -> dict:
+    @functools.cached_property
+    def where(self) -> dict[str, Any]:
+        """The arguments of operators that say where this rank's tokens lie."""
         return dict(
+            comm=self.comm,
             cu_seqlens=self.lengths,
             first_token=None if self.lengths is None else self.first,
             layout="zigzag" if self.zigzag else "contiguous",
             per_document=self.per_document,
         )
+
+    @functools.cached_property
+    def cuts(self) -> dict[int, Cuts]:
+        """The tables of convolutions, by the number n of tokens before an output's own."""
+        return {}
 
 
 # End of messages about packed sequences that may be unintended
@@ -163,8 +173,8 @@ def agree_sequence(
         if problem is not None:
             raise comm.order.raised_everywhere(ValueError(problem))
         if zigzag and (len(set(tokens)) > 1 or tokens[0] % 2):
-            wanted = "an even number of tokens, the same on every rank"
-            raise comm.order.raised_everywhere(ValueError(f"the zigzag layout wants {wanted}, got {by_rank(tokens)}"))
+            needs = "an even number of tokens, the same on every rank"
+            raise comm.order.raised_everywhere(ValueError(f"the zigzag layout needs {needs}, got {by_rank(tokens)}"))
         if any(list(answer[2] or ()) != list(lengths or ()) for answer in answers):
             cu_seq_lens = by_rank(answer[2] for answer in answers)
             raise comm.order.raised_everywhere(ValueError(f"cu_seq_lens_q differs between ranks: {cu_seq_lens}"))
@@ -185,14 +195,14 @@ def agree_sequence(
                 before = end
             lengths = (*found, sum(tokens)) if len(found) > 1 else None
         if lengths is not None and cut_row:
-            problem = f"with per_document=True packed sequences are told by cu_seq_lens_q, got position_ids {begun}"
+            problem = f"per_document=True requires cu_seq_lens_q for packed sequences, got position_ids {begun}"
         elif lengths is not None and zigzag and any(begun):  # e.g. position_ids of another layout
             problem = f"in the zigzag layout position_ids of packed sequences begin with 0, got {lengths[:-1]}"
             problem = f"{problem} of the row at positions {begun}: see allscan.zigzag.zigzag_positions"
         elif lengths is not None and (unfit := cu_seqlens_error(lengths, sum(tokens))):
             problem = unfit
         elif lengths is not None and B != 1:
-            problem = f"packed sequences must be in a batch of one, got {B}{'' if rises is None else BY_POSITIONS}"
+            problem = f"packed sequences require batch size 1, got {B}{'' if rises is None else BY_POSITIONS}"
         elif per_document and not cut_row:
             assert lengths is not None  # follows from the branches above
             problem = cu_seqlens_error(lengths, sum(tokens), 2 * comm.size)

@@ -22,41 +22,14 @@ with needing(__name__, "accelerate", "transformers"):
     from transformers import Trainer
 
 # arguments that must be equal on all ranks: they determine the steps, their rows and their numerical results
-ALIKE = (
-    "per_device_train_batch_size",
-    "per_device_eval_batch_size",
-    "gradient_accumulation_steps",
-    "max_steps",
-    "num_train_epochs",
-    "seed",
-    "data_seed",
-    "dataloader_drop_last",
-    "train_sampling_strategy",
-    "learning_rate",
-    "lr_scheduler_type",
-    "warmup_steps",
-    "optim",
-    "weight_decay",
-    "max_grad_norm",
-    "average_tokens_across_devices",
-    "logging_nan_inf_filter",
-    "logging_strategy",
-    "logging_steps",
-    "logging_first_step",
-    "eval_strategy",
-    "eval_steps",
-    "eval_delay",
-    "eval_on_start",
-    "prediction_loss_only",
-    "include_for_metrics",
-    "batch_eval_metrics",
-    "save_strategy",
-    "save_steps",
-    "load_best_model_at_end",
-    "bf16",
-    "fp16",
-    "include_num_input_tokens_seen",
-)
+ALIKE = """
+    per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps max_steps
+    num_train_epochs seed data_seed dataloader_drop_last train_sampling_strategy learning_rate
+    lr_scheduler_type warmup_steps optim weight_decay max_grad_norm average_tokens_across_devices
+    logging_nan_inf_filter logging_strategy logging_steps logging_first_step eval_strategy eval_steps
+    eval_delay eval_on_start prediction_loss_only include_for_metrics batch_eval_metrics save_strategy
+    save_steps load_best_model_at_end bf16 fp16 include_num_input_tokens_seen
+""".split()
 # arguments that are supported with these values only
 REJECTED: dict[str, tuple] = {
     "label_smoothing_factor": (0, 0.0),
@@ -114,7 +87,7 @@ class SequenceParallelTrainer(Trainer):
             self._text_model, self._comm, self._layout, self._per_document = split_of(self.model)
             group = self._comm.group
             mine = self._comm.rank, [0] if group is None else dist.get_process_group_ranks(group), self._layout
-            problem = self._not_covered()
+            problem = self._unsupported()
         except ValueError as error:
             problem = str(error)
         alike = {name: str(getattr(self.args, name, None)) for name in ALIKE}
@@ -139,9 +112,9 @@ class SequenceParallelTrainer(Trainer):
         self._places = [(groups.index(tuple(ranks)), rank) for rank, ranks, _ in places]  # (group, rank in it)
         self._group = self._places[self.accelerator.process_index][0]
         if self._groups > 1 and not self.model_accepts_loss_kwargs:
-            raise ValueError("a model that does not take num_items_in_batch is covered in one group of ranks only")
+            raise ValueError("a model that does not take num_items_in_batch is supported only with one group of ranks")
 
-    def _not_covered(self) -> str | None:
+    def _unsupported(self) -> str | None:
         processes = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
         if self.accelerator.num_processes != processes:
             return (
@@ -150,14 +123,14 @@ class SequenceParallelTrainer(Trainer):
             )
         for name in ("model_init", "compute_loss_func"):
             if getattr(self, name, None) is not None:
-                return f"{name} is not covered by SequenceParallelTrainer"
-        for name, covered in REJECTED.items():
-            value = getattr(self.args, name, covered[0])
-            if value not in covered and str(getattr(value, "value", value)) not in covered:
-                return f"{name}={value} is not covered by SequenceParallelTrainer"
-        for name, wanted in (("split_batches", (False, None)), ("dispatch_batches", (False, None))):
-            if getattr(self.args.accelerator_config, name, None) not in wanted:
-                return f"accelerator_config's {name} is not covered by SequenceParallelTrainer"
+                return f"{name} is not supported by SequenceParallelTrainer"
+        for name, supported in REJECTED.items():
+            value = getattr(self.args, name, supported[0])
+            if value not in supported and str(getattr(value, "value", value)) not in supported:
+                return f"{name}={value} is not supported by SequenceParallelTrainer"
+        for name in ("split_batches", "dispatch_batches"):
+            if getattr(self.args.accelerator_config, name, None):
+                return f"accelerator_config's {name} is not supported by SequenceParallelTrainer"
         accelerator = self.accelerator  # environment variables configure it, too
         for name, enabled in (
             ("FSDP", self.is_fsdp_enabled),
@@ -166,9 +139,9 @@ class SequenceParallelTrainer(Trainer):
             ("torch_compile", accelerator.state.dynamo_plugin.backend.value not in ("NO", "no")),
         ):
             if enabled:
-                return f"{name} (accelerate's) is not covered by SequenceParallelTrainer"
+                return f"{name} (accelerate's) is not supported by SequenceParallelTrainer"
         if self.args.n_gpu > 1:
-            return "one process with several GPUs is not covered: start one for each"
+            return "one process with several GPUs is not supported: start one process for each GPU"
         return None
 
     # Every rank reads every row, like a single process
@@ -217,7 +190,7 @@ class SequenceParallelTrainer(Trainer):
         if any(other != found[0] for other in found):
             batches_by_rank = by_rank(f"{count} batches, checksum {digest:x}" for count, digest in found)
             raise ValueError(
-                f"the ranks were given different batches (of a dataset that is random, or sharded over the "
+                f"the ranks have different batches (a random dataset, or one sharded over the "
                 f"processes?): {batches_by_rank}"
             )
 
@@ -243,13 +216,13 @@ class SequenceParallelTrainer(Trainer):
         comm.step()
         forward = vars(module).get("forward")
         if getattr(forward, "args", (None, None))[1] is not comm:
-            raise ValueError("the model is not split any more as it was when this SequenceParallelTrainer was made")
+            raise ValueError("the model was split anew, or restored, after this SequenceParallelTrainer was created")
         batch = dict(batch)
         x = _tokens_of(batch)
         places = batch.get("position_ids") if x.shape[0] == 1 else None
         packed = "cu_seq_lens_q" in batch or (places is not None and bool((places.diff(dim=-1) != 1).any()))
         if self._groups > 1 and packed:
-            raise ValueError("packed sequences, in one row, are covered in one group of ranks only")
+            raise ValueError("packed sequences, in one row, are supported only with one group of ranks")
         first, end = self._rows(batch, self._group)
         nothing = first == end  # fewer rows than groups: run one row without labels
         for name in (*CUT, "attention_mask"):
@@ -280,7 +253,7 @@ class SequenceParallelTrainer(Trainer):
             inputs = {**inputs, "num_items_in_batch": num_items_in_batch}
         outputs = model(**inputs)
         if isinstance(outputs, dict) and "loss" not in outputs:
-            raise ValueError(f"there is no loss without labels, got {', '.join(inputs)}")
+            raise ValueError(f"a loss needs labels, got {', '.join(inputs)}")
         loss = (outputs["loss"] if isinstance(outputs, dict) else outputs[0]) * self.accelerator.num_processes
         return (loss, outputs) if return_outputs else loss
 

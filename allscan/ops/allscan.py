@@ -299,7 +299,8 @@ def zigzag_adjoint(
     part, gradients, outgoing_state = part._replace(adjoint=True), [descending.state, ascending.state], None
     for i, inputs in enumerate((descending, ascending)):
         with comm.call(bool(i), f"the backward of {what}", (inputs.state,)):
-            reject_second_derivative(what)
+            if torch.is_grad_enabled():
+                raise second_derivative_error(what)
             comm.order.stamp = of_call
             inputs = inputs._replace(initial_state=outgoing_state)
             gradients[i] = scan_once(comm, inputs, bool(i), part=part, fwd_epoch=fwd_epochs[1 - i])

@@ -409,7 +409,7 @@ def test_what_is_rejected(run, size=2):
         "inference",
         "'thd'",
         "a context parallel group of their own",
-        "a batch of one",
+        "batch size 1",
         "multiples of 4",
         "16 tokens of all ranks",
         "differs between ranks",

@@ -460,9 +460,9 @@ def documents_case(group):
         rejected = {
             f"multiples of {2 * comm.size}": ids | dict(cu_seq_lens_q=odd),
             "differs between ranks": ids | dict(cu_seq_lens_q=odd if last else lengths),
-            "told by cu_seq_lens_q": ids | dict(position_ids=starts),
+            "requires cu_seq_lens_q": ids | dict(position_ids=starts),
             f"from 0 to the {T} tokens": ids | dict(cu_seq_lens_q=lengths[:-1]),
-            "a batch of one": dict(input_ids=whole[:, places], cu_seq_lens_q=lengths),
+            "batch size 1": dict(input_ids=whole[:, places], cu_seq_lens_q=lengths),
             "but the model has 1 rows, tokens [16, 16], zigzag, per_document=True": rows,
         }
         answers = {text: raised(model, **wrong) for text, wrong in rejected.items()}
@@ -766,7 +766,7 @@ def test_what_a_split_copies(run, family, layout, packed, size=2):
 def convolutions_case(group, activation, layout):
     """Return errors of a convolution's outputs and gradients, for activations that save their result for backward or
     not, and for a slice x of a wider tensor."""
-    from allscan.integrations.recurrent import conv_with_halo
+    from allscan.integrations.recurrent import Cuts, conv_with_halo
     from allscan.tokens.packing import TokenRange, flags_of
 
     with allscan.Communicator(group) as comm:
@@ -789,7 +789,7 @@ def convolutions_case(group, activation, layout):
         if zigzag:
             pieces = [TokenRange(0, T // 2, flags=flags_of(comm.rank == 0)), TokenRange(T // 2, T, 1)]
         part = wide[:, mine].detach().requires_grad_()
-        here = conv_with_halo(conv, n, part[:, :, C:], pieces, comm=comm, layout=layout)
+        here = conv_with_halo(conv, Cuts.of(pieces, n, comm), part[:, :, C:], comm=comm, layout=layout)
         got, dx, *sums = answers(here, dy[:, mine], part)
         for x in sums:
             dist.all_reduce(x, group=comm.group)
@@ -1225,7 +1225,7 @@ def options_case(group):
             "cu_seq_lens_q differs": dict(cu_seq_lens_q=torch.tensor([0, 8 + comm.rank, 20])),
             "on every rank or on none": dict(position_ids=torch.arange(11)[None]) if comm.rank == 0 else {},
             "by cu_seq_lens_q or position_ids": dict(seq_idx=part),
-            "batch of one": dict(input_ids=part.expand(2, -1), cu_seq_lens_q=torch.tensor([0, 8, 20])),
+            "batch size 1": dict(input_ids=part.expand(2, -1), cu_seq_lens_q=torch.tensor([0, 8, 20])),
         }
         with torch.no_grad():
             for text, wrong in rejected.items():
@@ -1269,7 +1269,7 @@ def options_case(group):
         modeling = importlib.import_module("transformers.models.qwen3_next.modeling_qwen3_next")
         patch.setattr(modeling, "causal_conv1d_fn", modeling.causal_conv1d_fn.original)
         answers["was replaced since"] = raised(model, input_ids=part)
-        answers["through the model"] = raised(model.model.layers[1].self_attn, part)
+        answers["cannot be called directly"] = raised(model.model.layers[1].self_attn, part)
         return max(errors), answers
 
 
@@ -1300,7 +1300,7 @@ def zigzag_case(group):
             "of the row at positions [0, 12, 18]": dict(position_ids=contiguous if last else mine[None]),
             "on every rank or on none": dict(position_ids=mine[None]) if last else {},
             "got rank 0: 12; rank 1: 10": dict(input_ids=part[:, :10] if last else part),
-            "wants an even number of tokens": dict(input_ids=part[:, :11]),
+            "needs an even number of tokens": dict(input_ids=part[:, :11]),
             "pack the sequences": dict(attention_mask=torch.zeros_like(part)),
         }
         with torch.no_grad():

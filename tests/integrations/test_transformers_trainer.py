@@ -354,8 +354,8 @@ def rejected_case(folder):
         padded = [row | dict(attention_mask=torch.arange(LENGTH).ge(i)) for i, row in enumerate(rows(4, True))]
         odd = [{name: x[:23] for name, x in row.items()} for row in rows(4, True)]
         few = [{name: x[:1] for name, x in row.items()} for row in rows(4, True)]
-        answers["there is no loss without labels"] = raised(make(train_dataset=rows(4, False)).train)
-        different = "given different batches"
+        answers["a loss needs labels"] = raised(make(train_dataset=rows(4, False)).train)
+        different = "the ranks have different batches"
         longer = dict(train_dataset=rows(4 + rank, True), max_steps=-1)
         found = [
             raised(make(train_dataset=other).train),
@@ -370,7 +370,7 @@ def rejected_case(folder):
         trainer = make()
         answers["expected the model in DistributedDataParallel"] = raised(trainer.training_step, trainer.model, {})
         sequence_parallel(trainer.model, comm=None)
-        answers["not split any more"] = raised(trainer.predict, rows(4, False))
+        answers["was split anew, or restored"] = raised(trainer.predict, rows(4, False))
         os.environ["ACCELERATE_DYNAMO_BACKEND"] = "eager"  # as by `accelerate launch`
         answers["torch_compile (accelerate's)"] = raised(make)
         del os.environ["ACCELERATE_DYNAMO_BACKEND"]
