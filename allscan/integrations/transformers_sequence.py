@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -28,31 +27,29 @@ class SplitSequence(Row):
     inner: str  # the attention function that the model had
     attention: Attention = WHOLE
     home: str = ""  # the module of the model's classes
+    pieces: list[TokenRange] = dataclasses.field(init=False)
+    where: dict[str, Any] = dataclasses.field(init=False)
+    cuts: dict[int, Cuts] = dataclasses.field(init=False)
 
     @property
     def first(self) -> int:
         """Index of this rank's first token in the global sequence."""
         return sum(self.tokens[: self.comm.rank]) // (1 + self.zigzag)
 
-    @functools.cached_property
-    def pieces(self) -> list[TokenRange]:
-        return [TokenRange(p.start, p.end, p.half, p.entry, flags=flags_of(p.before == 0)) for p in self.parts()]
+    def __post_init__(self) -> None:
+        """Set what all layers read: here, since torch.compile cannot trace functools.cached_property.
 
-    @functools.cached_property
-    def where(self) -> dict[str, Any]:
-        """The arguments of operators that say where this rank's tokens lie."""
-        return dict(
+        pieces: of this rank. where: arguments of operators that say where this rank's tokens lie. cuts: the tables of
+        convolutions, see ``conv_with_halo``."""
+        pieces = [TokenRange(p.start, p.end, p.half, p.entry, flags=flags_of(p.before == 0)) for p in self.parts()]
+        where = dict(
             comm=self.comm,
             cu_seqlens=self.lengths,
             first_token=None if self.lengths is None else self.first,
             layout="zigzag" if self.zigzag else "contiguous",
             per_document=self.per_document,
         )
-
-    @functools.cached_property
-    def cuts(self) -> dict[int, Cuts]:
-        """The tables of convolutions, by the number n of tokens before an output's own."""
-        return {}
+        self.__dict__.update(pieces=pieces, where=where, cuts={})  # the dataclass is frozen
 
 
 # End of messages about packed sequences that may be unintended
