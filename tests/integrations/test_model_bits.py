@@ -122,7 +122,7 @@ def rejected_case(group):
     tensors = [torch.randn(1, S, 1, 16) for _ in range(3)]
     rest = -torch.rand(1, S, 1), torch.rand(1, S, 1)
     with allscan.Communicator(group, invariant=S) as comm:
-        sequence = mock.Mock(comm=comm, T=S, cut=list)
+        sequence = mock.Mock(comm=comm, pieces=[], where=dict(comm=comm))
         with mock.patch.object(transformers_layers, "_own", lambda sequence, *given: given):
             found = raised(transformers_layers._delta_rule, other_rule, sequence, *tensors, *rest)
         comm.barrier()
