@@ -2,7 +2,9 @@
 
 A call has three records: ``Asked``, the caller's options, unchecked; ``Call``, the checked options that, with the
 shapes of the tensors, determine everything that is prepared; ``PreparedCall``, which is found by a key of the former
-and launches the kernels. A new option is a field of the first two.
+and launches the kernels. A new option of
+all operators is a field of the first two; one of one operator is an entry of ``Asked.more`` and, by
+``SequenceOperator.options``, of ``Call.more``. Both are compared at first calls, and by the stamps of later launches.
 """
 
 from __future__ import annotations

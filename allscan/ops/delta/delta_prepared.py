@@ -106,8 +106,8 @@ def state_pass(comm: Communicator, layout: Layout, x: Shapes, call: Call) -> Any
     heads = x.H if rule.scalar or rule.own else x.HV
     B = carried_states(x.B, x.sequences, zigzag)
     shape = DeltaShape(B, x.HV, heads, x.K, x.V, x.dtype, rule.scalar, bool(zigzag), bool(x.invariant))
-    alike = call.rule, x.B, x.H, call.scale, call.more, call.lower_bound, call.of_all
-    return layout.derived((shape, alike), lambda: rule(comm, layout.for_calls(*alike, str(x.dtype)), shape))
+    alike = *call.agreed, x.B, x.H, str(x.dtype)
+    return layout.derived((shape, alike), lambda: rule(comm, layout.for_calls(*alike), shape))
 
 
 def _in_one(*tensors: Tensor | None) -> Iterator[Any]:

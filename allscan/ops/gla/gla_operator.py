@@ -135,9 +135,8 @@ class BufferedCall(PreparedCall):
         """Return the plan of a pass, which ``make(layout)`` records. ``variant``: what else determines it; ``alike``:
         what else is equal on all ranks."""
         self.layout.use(self.comm)
-        rule, scale, *_ = self.call
         key = type(self.carrier), self.carrier.handle, self.shape, self.call, *variant
-        of_all_ranks = rule, self.shape.B, str(self.shape.dtype), scale, self.call.of_all, *alike
+        of_all_ranks = *self.call.agreed, self.shape.B, str(self.shape.dtype), *alike
         return self.layout.derived(key, lambda: make(self.layout.for_calls(*of_all_ranks)))
 
 
