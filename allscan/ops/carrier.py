@@ -245,7 +245,7 @@ class InOrderCarrier(AllScanCarrier):
 
 def check_invariant(comm: Communicator, invariant: object, zigzag: int) -> int:
     """Return ``invariant`` as an int. Raises TypeError or ValueError if the call does not support it."""
-    invariant = integer("invariant", invariant, 0)
+    invariant = int(integer("invariant", invariant, 0))  # not symbolic: it is a part of the operator's text
     if invariant % CHUNK_TOKENS:
         raise ValueError(f"invariant must be a multiple of {CHUNK_TOKENS} tokens, got {invariant}")
     if invariant and zigzag == PER_DOCUMENT:

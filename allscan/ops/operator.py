@@ -9,7 +9,6 @@ all operators is a field of the first two; one of one operator is an entry of ``
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import functools
 import inspect
@@ -77,7 +76,7 @@ class Call(NamedTuple):
     """Checked options of a call. They are equal on all ranks, except ``saves``.
 
     Custom operators take ``scale`` and ``lower_bound`` as numbers, since torch.compile may trace these, and the others
-    as ``text``: exported programs run in other processes."""
+    as ``text``, integers as such: exported programs run in other processes."""
 
     rule: str
     scale: float
@@ -90,25 +89,24 @@ class Call(NamedTuple):
 
     @property
     def text(self) -> str:
-        return repr((self.rule, *self[3:]))
+        return ";".join([self.rule, *[str(int(x)) for x in self[3:-1]], self.more])
 
     @property
     def agreed(self) -> tuple[tuple[str, object], ...]:
         """(name, value) of the options that must be equal on all ranks."""
-        fields = self._asdict() | {"output_final_state is 'all'": self.of_all}
+        fields = self._asdict() | {"output_final_state is 'all'": bool(self.of_all)}
         fields |= dict(layout="zigzag" if self.zigzag else "contiguous", per_document=self.zigzag == PER_DOCUMENT)
         for name in ("zigzag", "of_all", "saves", "more"):
             del fields[name]
-        return *fields.items(), *(
-            (name, x) for name, _, x in (field.partition("=") for field in self.more.split(",")) if name
-        )
+        more = [field.partition("=") for field in self.more.split(",") if field]
+        return *fields.items(), *[(name, value) for name, _, value in more]
 
 
 @functools.lru_cache(4096)
 def call_of(scale: float, lower_bound: float | None, text: str) -> Call:
     """The Call of a custom operator's arguments."""
-    rule, *others = ast.literal_eval(text)
-    return Call(rule, scale, lower_bound, *others)
+    rule, *numbers, more = text.split(";")
+    return Call._make([rule, scale, lower_bound, *map(int, numbers), more])
 
 
 class PreparedCall:

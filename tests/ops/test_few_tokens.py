@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 
 import pytest
 import torch
@@ -39,6 +40,17 @@ BATCHES = [
 ]
 IN_ZIGZAG = [((8,) * 4, 5), ((0,) * 4, 0), ((2,) * 4, 1)]
 DOCUMENTS = [((), (0, 0, 5, 7, 12)), ((), (0, 0, 0, 0, 0)), ((), (0, 1, 1, 2, 3))]  # cu_seqlens over 2P
+# (ranks, ...): all cases of 3 ranks and more; of fewer, which have no middle rank, pairs of values
+RULES, DELTA_RULES = ("zeco_gla", "zeco_ssd"), ("zeco_kda", "zeco_gated_delta_rule")
+CASES = {
+    "operators": [*itertools.product([3, 4], RULES, [False, True]), *pairs([1, 2], RULES, [False, True])],
+    "delta rules": [
+        (1, "zeco_kda", True),
+        *itertools.product([3], ["zeco_kda", "zeco_gated_delta_rule"], [False, True]),
+    ],
+    "halo": [*itertools.product([3, 4], [False, True], [False, True]), *pairs([1, 2], [False, True], [False, True])],
+    "zigzag": [*itertools.product([3], [False, True], [False, True]), *pairs([1, 2], [False, True], [False, True])],
+}
 SHARED = "A", "D", "initial_state", "initial_states"  # arguments without a dimension of tokens
 
 
@@ -131,13 +143,13 @@ def check(answers, limit=2e-5):
         assert max(errors) < limit, errors
 
 
-@pytest.mark.parametrize("size, name, packed", pairs([1, 2, 3, 4], ["zeco_gla", "zeco_ssd"], [False, True]))
+@pytest.mark.parametrize("size, name, packed", CASES["operators"])
 def test_operators(run, size, name, packed):
     check(run(size, few_case, name, BATCHES, packed, "contiguous"))
 
 
 @pytest.mark.cpu  # on GPUs fla's kernels round float32 to TF32
-@pytest.mark.parametrize("size, name, packed", pairs([1, 3], ["zeco_kda", "zeco_gated_delta_rule"], [False, True]))
+@pytest.mark.parametrize("size, name, packed", CASES["delta rules"])
 def test_delta_rules(run, size, name, packed):
     check(run(size, few_case, name, BATCHES, packed, "contiguous"))
 
@@ -211,7 +223,7 @@ def halo_case(group, n, batches, reverse, packed, layout):
 SHORT = [((8, 8, 8, 8), 5), ((8, 2, 8, 1), 9), ((0, 1, 1, 8), 3), ((8, 1, 0, 1), 4), *BATCHES[2:]]
 
 
-@pytest.mark.parametrize("size, reverse, packed", pairs([1, 2, 3, 4], [False, True], [False, True]))
+@pytest.mark.parametrize("size, reverse, packed", CASES["halo"])
 def test_halo(run, size, reverse, packed):
     for n in (1, 3):
         run(size, halo_case, n, SHORT, reverse, packed, layout="contiguous")
@@ -220,7 +232,7 @@ def test_halo(run, size, reverse, packed):
     )  # more than several ranks have
 
 
-@pytest.mark.parametrize("size, reverse, packed", pairs([1, 2, 3], [False, True], [False, True]))
+@pytest.mark.parametrize("size, reverse, packed", CASES["zigzag"])
 def test_halo_in_zigzag(run, size, reverse, packed):
     run(size, halo_case, n=3, batches=[*IN_ZIGZAG, ((4,) * 4, 3)], reverse=reverse, packed=packed, layout="zigzag")
 

@@ -18,7 +18,7 @@ from support.delta import LOG2_E, NAMES, DeltaCase, Whole, of_rank, own_case, sa
 from support.delta_chunks import WEAK, chunked
 from support.fla import delta_recurrence
 from support.gla import BF16, F32
-from support.values import pairs, place, raised, relative, relative_all
+from support.values import place, raised, relative, relative_all
 
 pytestmark = pytest.mark.cpu
 LIMIT = {F32: 3e-5, BF16: 1e-2, torch.float16: 1.5e-3}
@@ -239,14 +239,9 @@ def weak_prefix_case(group, rule, dtype, later=-5.0, at_limit=False, K=16):
     return same_prefix(group, case, cut, map(later_gates, (0.0 if at_limit else None, later)))
 
 
-@pytest.mark.parametrize(
-    "later, dtype, rule, K",
-    pairs(
-        [-5.0, -float("inf")],
-        [F32, torch.float16, BF16],
-        [("kda", 16), ("kda", 128), ("gated_delta_rule", 16)],
-    ),
-)
+@pytest.mark.parametrize("rule, K", [("kda", 16), ("kda", 128), ("gated_delta_rule", 16)])
+@pytest.mark.parametrize("dtype", [F32, torch.float16, BF16])
+@pytest.mark.parametrize("later", [-5.0, -float("inf")])
 def test_a_prefix_does_not_depend_on_the_strength_of_later_gates(run, rule, K, dtype, later):
     [same] = run(1, weak_prefix_case, rule, dtype, later, K=K)
     assert all(same.values()), same
@@ -286,9 +281,9 @@ def small(blocks, BV_max):
     }
 
 
-@pytest.mark.parametrize(
-    "BV_max, dtype, limit, rule", pairs([16, 64], [(F32, 3e-6), (BF16, 1e-2)], ["kda", "gated_delta_rule"])
-)
+@pytest.mark.parametrize("rule", ["kda", "gated_delta_rule"])
+@pytest.mark.parametrize("dtype, limit", [(F32, 3e-6), (BF16, 1e-2)])
+@pytest.mark.parametrize("BV_max", [16, 64])
 def test_several_blocks_of_columns(run, rule, dtype, limit, BV_max):
     case = DeltaCase(rule, [70, 33], H=1, HV=2, K=40, V=40, gates="mixed", dtype=dtype, lengths=[0, 20, 20, 52, 103])
     for errors in run(2, small_blocks_case, case, BV_max):
