@@ -140,11 +140,6 @@ class BufferedCall(PreparedCall):
         return self.layout.derived(key, lambda: make(self.layout.for_calls(*of_all_ranks)))
 
 
-def aligned(saved_buffer: Tensor) -> Tensor:
-    """The saved buffer at 16 bytes, as kernels need it: a caller's hook may return other memory."""
-    return saved_buffer.clone() if saved_buffer.data_ptr() % 16 else saved_buffer
-
-
 class PreparedGLA(BufferedCall):
     """Calls of zeco_gla."""
 
@@ -163,8 +158,10 @@ class PreparedGLA(BufferedCall):
 
     def backward(self, do: Tensor, dfinal: Tensor | None, kept: Sequence[Tensor], initial: bool) -> Sequence[Any]:
         *inputs, saved_buffer = kept
+        if saved_buffer.data_ptr() % 16:  # kernels need 16-byte alignment; a caller's hook may return other memory
+            saved_buffer = saved_buffer.clone()
         dinitial = do.new_zeros(self.states, dtype=torch.float32) if initial else None
-        tensors = *inputs, do, dfinal, dinitial, aligned(saved_buffer)
+        tensors = *inputs, do, dfinal, dinitial, saved_buffer
         variant = backward_plan, dfinal is None, dinitial is None
         plan = self._plans.get(variant) or self._of_tensors(variant, tensors)
         self.layout.use(self.comm)

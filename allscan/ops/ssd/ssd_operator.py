@@ -15,7 +15,7 @@ from ...base.tiling import multiprocessors
 from ...comm.communicator import Communicator
 from ...launch.plan import Plan
 from ...tokens.packing import Layout
-from ..gla.gla_operator import SAVED_DTYPE, BufferedCall, BufferedOperator, aligned
+from ..gla.gla_operator import SAVED_DTYPE, BufferedCall, BufferedOperator
 from ..operator import FLOATS, Asked, Call, check_dtypes
 from .ssd_plans import Inputs, Options, SSDShape, backward_plan, forward_plan, shape_of, strides_of
 
@@ -176,8 +176,11 @@ class PreparedSSD(BufferedCall):
 
     def backward(self, do: Tensor, dfinal: Tensor | None, kept: Sequence[Any], initial: bool) -> Sequence[Any]:
         *tensors, saved_buffer = kept
+        saved_buffer = plain(saved_buffer)
+        if saved_buffer.data_ptr() % 16:  # as in PreparedGLA
+            saved_buffer = saved_buffer.clone()
         dinitial = do.new_zeros(self.states, dtype=torch.float32) if initial else None
-        rest = do, self._turn(dfinal), dinitial, aligned(plain(saved_buffer))
+        rest = do, self._turn(dfinal), dinitial, saved_buffer
         found = iter(self._run(backward_plan, tensors, rest))
         grads = [None if x is None else next(found) for x in tensors]
         dinitial = self._turn(dinitial)
