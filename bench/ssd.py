@@ -1,46 +1,50 @@
-"""Measures zeco_ssd on one GPU, beside mamba_ssm's mamba_chunk_scan_combined if it is installed.
+"""Measures zeco_ssd and zeco_simple_gla on one GPU, beside mamba_ssm's mamba_chunk_scan_combined and fla's
+chunk_simple_gla if they are installed.
 
-    python -m bench.ssd                              # errors, times, times by kernel; about 2 minutes
-    python -m bench.ssd --shapes 16384x128x64x8x128  # T x heads x P x groups x N
-    python -m bench.ssd --mamba none | both --configs 6   # mamba_ssm: with so many configurations of each kernel
-    python -m bench.ssd --tune                       # other warps, stages and blocks of each kernel, of the first shape
+    python -m bench.ssd                              # writes bench/results/ssd.csv; about 4 minutes
+    python -m bench.ssd --shapes 16384x128x64x8x128  # T x heads x P x groups x N; with groups = heads: simple GLA, too
+    python -m bench.ssd --alone                      # without mamba_ssm and fla
 
-Errors are relative differences of norms to the recurrence in float64, on 512 tokens, with D = 0. Times are of CUDA
-graphs of one call: medians over samples of 5 replays. x, B and C are columns of one tensor.
+Errors are relative differences of norms to the recurrence in float64, on 512 tokens, with D = 0: of the output, and the
+largest of the gradients'; "strong": with A = 1 .. H, or the gates times 100. Times are of CUDA graphs of one call:
+medians over samples of 5 replays. x, B and C are columns of one tensor. The configurations of mamba_ssm's and fla's
+kernels are compiled and chosen ahead, all of them (bench/tuning.py). Column kernels: the slowest kernels of both passes
+as the profiler saw them in this process, which shows what has run.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
+import functools
 import importlib.util
 import sys
-import time
 import traceback
 import types
 
 import torch
 
 import allscan
-from allscan.ops.ssd import ssd_plans
-from allscan.reference import ssd_reference
+from allscan.reference import gla_reference, ssd_reference
+from bench.harness import Table, results
+from bench.tuning import Job, compile_ahead, time_quickly
 
 SHAPES = "16384x128x64x8x128", "16384x80x64x1x128", "16384x64x128x64x128"
-NAMES = "x", "dt", "A", "B", "C", "D", "dt_bias"
 BYTES_PER_US = 4.3e6
+COLUMNS = (
+    *("shape", "method", "forward_us", "forward_backward_us", "extra_mib", "error", "grad_error"),
+    *("strong_error", "strong_grad_error", "kernels", "gpu", "torch", "triton", "sources"),
+)
 
 
-def drawn(T, H, P, G, N, dtype=torch.bfloat16, device="cuda", seed=0, strong=False):
-    """Return ({name: tensor}, dy)."""
-    make = torch.Generator().manual_seed(seed)
+def of_ssd(T, H, P, G, N, strong=False, device="cuda", dtype=torch.bfloat16):
+    """Draw ({name: tensor}, dy) for zeco_ssd."""
+    make = torch.Generator().manual_seed(0)
 
     def normal(*shape):
         return torch.randn(shape, generator=make)
 
-    width = H * P + 2 * G * N
     mixed = torch.cat([normal(1, T, H * P), normal(1, T, 2 * G * N) / N**0.5], 2).to(device, dtype)
     x, B, C = mixed.split([H * P, G * N, G * N], 2)
-    assert mixed.shape[2] == width
     steps = torch.exp(torch.rand(H, generator=make) * 4.6 - 6.9)  # Mamba2's: 0.001 to 0.1
     A = -torch.arange(1.0, H + 1) if strong else -(1 + 15 * torch.rand(H, generator=make))
     given = dict(
@@ -49,30 +53,70 @@ def drawn(T, H, P, G, N, dtype=torch.bfloat16, device="cuda", seed=0, strong=Fal
         A=A.to(device),
         B=B.unflatten(2, (G, N)),
         C=C.unflatten(2, (G, N)),
-        D=normal(H).to(device),
+        D=(torch.zeros(H) if T <= 512 else normal(H)).to(device),
         dt_bias=(steps + torch.log(-torch.expm1(-steps))).to(device),
     )
     leaves = {name: t.detach().requires_grad_() for name, t in given.items()}
     return leaves, normal(1, T, H, P).to(device, dtype)
 
 
-def ours(comm):
-    def call(x, dt, A, B, C, D, dt_bias):
-        return allscan.zeco_ssd(x, dt, A, B, C, 256, D=D, dt_bias=dt_bias, dt_softplus=True, comm=comm)
-
-    return call
-
-
-def theirs(function):
-    def call(x, dt, A, B, C, D, dt_bias):
-        return function(x, dt, A, B, C, 256, D=D, dt_bias=dt_bias, dt_softplus=True)
-
-    return call
+def of_simple_gla(T, H, P, G, N, strong=False, device="cuda", dtype=torch.bfloat16):
+    """Draw ({name: tensor}, do) for zeco_simple_gla. With g, fla rejects its backward on Hopper and Triton 3.6."""
+    make = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(1, T, G, N, generator=make).to(device, dtype) for _ in "qk")
+    v, do = (torch.randn(1, T, H, P, generator=make).to(device, dtype) for _ in "vo")
+    g_gamma = torch.linspace(-1, -1e-3, H).to(device) * (100 if strong else 1)
+    return {name: t.requires_grad_() for name, t in dict(q=q, k=k, v=v).items()} | dict(g_gamma=g_gamma), do
 
 
-def both(call, leaves, dy):
-    y = call(**leaves)
-    return (y.detach(), *torch.autograd.grad(y, [*leaves.values()], dy))
+def simple_gla_reference(q, k, v, g_gamma):
+    return gla_reference(q, k, v, g_gamma[:, None].expand_as(k))[0]
+
+
+def exact_ssd(**leaves):
+    return ssd_reference(**leaves, dt_softplus=True)[0]
+
+
+def mamba():
+    """Return mamba_chunk_scan_combined, without the rest of mamba_ssm, which imports CUDA extensions."""
+    if "mamba_ssm" not in sys.modules:
+        spec = importlib.util.find_spec("mamba_ssm")
+        package = types.ModuleType("mamba_ssm")
+        package.__path__ = list(spec.submodule_search_locations)
+        package.__spec__ = spec
+        sys.modules["mamba_ssm"] = package
+    from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
+
+    return mamba_chunk_scan_combined
+
+
+def methods(shape, comm, alone):
+    """Return {method: (call, draw, exact)} for a shape."""
+
+    def ssd(function, **options):
+        def call(x, dt, A, B, C, **rest):
+            return function(x, dt, A, B, C, 256, **rest, dt_softplus=True, **options)
+
+        return call, of_ssd, exact_ssd
+
+    def simple(function, **options):
+        return (lambda **leaves: function(**leaves, **options)[0]), of_simple_gla, simple_gla_reference
+
+    found = {"zeco_ssd": ssd(allscan.zeco_ssd, comm=comm)}
+    if not alone and importlib.util.find_spec("mamba_ssm"):
+        found["mamba_ssm"] = ssd(mamba())
+    if shape[1] == shape[3]:
+        found["zeco_simple_gla"] = simple(allscan.zeco_simple_gla, comm=comm)
+        if not alone and importlib.util.find_spec("fla"):
+            from fla.ops.simple_gla import chunk_simple_gla
+
+            found["fla chunk_simple_gla"] = simple(chunk_simple_gla)
+    return found
+
+
+def both(call, leaves, do):
+    o = call(**leaves)
+    return [o.detach(), *torch.autograd.grad(o, [x for x in leaves.values() if x.requires_grad], do)]
 
 
 def forward(call, leaves):
@@ -80,19 +124,15 @@ def forward(call, leaves):
         return call(**leaves)
 
 
-def errors(call, shape, **options):
-    """Return {name: relative error} of y and the gradients."""
-    _, H, P, G, N = shape
-    leaves, dy = drawn(512, H, P, G, N, **options)
-    with torch.no_grad():
-        leaves["D"].zero_()
-    exact = {name: t.detach().double().requires_grad_() for name, t in leaves.items()}
-    expected = both(lambda **x: ssd_reference(**x, dt_softplus=True)[0], exact, dy.double())
-    found = both(call, leaves, dy)
-    return {
-        name: ((a.double() - b).norm() / b.norm()).item()
-        for name, a, b in zip(("y", *NAMES), found, expected, strict=True)
-    }
+def errors(call, draw, exact, shape, strong) -> tuple[float, float]:
+    """Return the relative errors of the output and, the largest, of the gradients on 512 tokens."""
+    leaves, do = draw(512, *shape[1:], strong=strong)
+    expected = both(
+        exact, {name: t.detach().double().requires_grad_(t.requires_grad) for name, t in leaves.items()}, do.double()
+    )
+    found = [((a.double() - b).norm() / b.norm()).item() for a, b in zip(both(call, leaves, do), expected, strict=True)]
+    print("    errors" + ", A = 1 .. H or strong gates" * strong, *(f"{x:.1e}" for x in found), flush=True)
+    return found[0], max(found[1:], key=lambda x: float("inf") if x != x else x)
 
 
 def graph_us(call, samples=15):
@@ -100,20 +140,14 @@ def graph_us(call, samples=15):
         call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    replay = graph.replay
-    try:
-        with torch.cuda.graph(graph):
-            call()
-    except Exception as error:
-        print("  not captured, timed without a graph:", str(error)[:200], flush=True)
-        torch.cuda.synchronize()
-        replay = call
+    with torch.cuda.graph(graph):
+        call()
     times = []
     for _ in range(samples):
         first, last = (torch.cuda.Event(enable_timing=True) for _ in "fl")
         first.record()
         for _ in range(5):
-            replay()
+            graph.replay()
         last.record()
         torch.cuda.synchronize()
         times.append(first.elapsed_time(last) / 5 * 1e3)
@@ -150,99 +184,41 @@ def floors(T, H, P, G, N):
         ssd_state_kernel=3 * (x + b + factors) + states,
         ssd_output_kernel=2 * x + 2 * b + scores + factors,
         ssd_adjoint_kernel=2 * x + 2 * b + scores + factors + states,
+        ssd_pairs_kernel=2 * x + 2 * scores + factors,
         ssd_gradients_kernel=2 * x + 4 * b + scores + factors + 2 * states,
     )
     return {name: nbytes / BYTES_PER_US for name, nbytes in found.items()}
 
 
-def mamba(most):
-    """Return mamba_chunk_scan_combined, its kernels with at most ``most`` configurations; or None."""
-    if importlib.util.find_spec("mamba_ssm") is None:
-        return None
-    import triton
-
-    original = triton.autotune
-    triton.autotune = lambda configs, *args, **options: original(configs[:most], *args, **options)
-    spec = importlib.util.find_spec("mamba_ssm")
-    package = types.ModuleType("mamba_ssm")  # its __init__ imports CUDA extensions
-    package.__path__ = list(spec.submodule_search_locations)
-    sys.modules["mamba_ssm"] = package
-    try:
-        from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
-    finally:
-        triton.autotune = original
-    return mamba_chunk_scan_combined
-
-
-@contextlib.contextmanager
-def told(what):
-    """Print an error and go on."""
-    try:
-        yield
-    except Exception:
-        print(f"FAILED: {what}\n{traceback.format_exc(limit=-6)[-3000:]}", flush=True)
-
-
-def measure(name, call, shape, kernels=True):
-    text = "x".join(map(str, shape))
-    with told(f"{name} {text}: errors"):
-        found = errors(call, shape)
-        print(f"{text} {name}: errors", *(f"{k} {v:.1e}" for k, v in found.items()), flush=True)
-        found = errors(call, shape, strong=True)
-        print(f"{text} {name}: errors, A = 1 .. H", *(f"{k} {v:.1e}" for k, v in found.items()), flush=True)
-    leaves, dy = drawn(*shape)
-    with told(f"{name} {text}: forward"):
-        print(f"{text} {name}: forward {graph_us(lambda: forward(call, leaves)):.0f} us", flush=True)
-    with told(f"{name} {text}: both passes"):
-        us = graph_us(lambda: both(call, leaves, dy))
-        print(f"{text} {name}: both passes {us:.0f} us", flush=True)
-        print(f"{text} {name}: peak {peak_mib(lambda: both(call, leaves, dy)):.0f} MiB", flush=True)
-    if kernels:
-        with told(f"{name} {text}: by kernel"):
-            least = floors(*shape)
-            for kernel, count, us in by_kernel(lambda: both(call, leaves, dy)):
-                floor = f"   bytes {least[kernel]:.0f} us" if kernel in least else ""
-                print(f"    {kernel[:50]:50} x{count:g} {us:8.1f} us{floor}", flush=True)
-
-
-def tune(shape):
-    """Print the times of each kernel with other warps and stages."""
-    variants: list = [("as chosen", {}, {})]
-    for heads in (set(), {"output", "adjoint", "state"}):
-        for warps, stages in ((4, 1), (4, 2), (4, 3)) if not heads else ((8, 1), (8, 2), (8, 3)):
-            kernels = dict.fromkeys(("output", "adjoint", "state"), (warps, stages))
-            text = f"{2 if heads else 1} heads, {warps} warps, {stages} stages"
-            variants.append((text, dict(TWO_HEADS=heads), kernels))
-    for rows in (64, 128):
-        for warps, stages in ((8, 1), (8, 2), (8, 3), (4, 2)):
-            text = f"{rows} rows, {warps} warps, {stages} stages"
-            variants.append((text, dict(GRADIENT_ROWS=rows), dict(gradients=(warps, stages))))
-    usual = {name: getattr(ssd_plans, name) for name in ("TWO_HEADS", "GRADIENT_ROWS", "LONGEST", "SHORTEST")}
-    warps = dict(ssd_plans.TUNED)
-    leaves, dy = drawn(*shape)
-    for text, options, of_kernels in variants:
-        with told(text):
-            for name, value in (usual | options).items():
-                setattr(ssd_plans, name, value)
-            ssd_plans.TUNED.update(warps | of_kernels)
-            ssd_plans.shape_of.cache_clear()
-            start = time.time()
-            with allscan.Communicator() as comm:
-                call = ours(comm)
-                found = by_kernel(lambda call=call: both(call, leaves, dy), 3)
-            print(
-                f"{text} ({time.time() - start:.0f} s):",
-                *(f"{kernel.removesuffix('_kernel')} {us:.0f}" for kernel, _, us in found if us > 20),
-                flush=True,
-            )
+def measure(method, call, draw, exact, shape) -> dict:
+    error, grad_error = errors(call, draw, exact, shape, False)
+    strong_error, strong_grad_error = errors(call, draw, exact, shape, True)
+    leaves, do = draw(*shape)
+    step = functools.partial(both, call, leaves, do)
+    row = dict(
+        shape="x".join(map(str, shape)),
+        method=method,
+        forward_us=graph_us(lambda: forward(call, leaves)),
+        forward_backward_us=graph_us(step),
+        extra_mib=peak_mib(step),
+        error=error,
+        grad_error=grad_error,
+        strong_error=strong_error,
+        strong_grad_error=strong_grad_error,
+    )
+    print(row["shape"], method, {k: float(f"{x:.4g}") for k, x in row.items() if isinstance(x, float)}, flush=True)
+    least, kernels = floors(*shape), by_kernel(step)
+    for kernel, count, us in kernels:
+        floor = f"   bytes {least[kernel]:.0f} us" if kernel in least else ""
+        print(f"    {kernel[:50]:50} x{count:g} {us:8.1f} us{floor}", flush=True)
+    return row | dict(kernels=" ".join(kernel[:40].split("(")[0] for kernel, *_ in kernels[:6]))
 
 
 def main(arguments=None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--shapes", nargs="+", default=SHAPES, help="TxHxPxGxN")
-    parser.add_argument("--mamba", choices=["none", "forward", "both"], default="both")
-    parser.add_argument("--configs", type=int, default=3)
-    parser.add_argument("--tune", action="store_true")
+    parser.add_argument("--alone", action="store_true", help="without mamba_ssm and fla")
+    parser.add_argument("--csv", default=results("ssd.csv"))
     options = parser.parse_args(arguments)
     shapes = [tuple(map(int, s.split("x"))) for s in options.shapes]
     if not torch.cuda.is_available():
@@ -250,23 +226,21 @@ def main(arguments=None) -> int:
         for shape in shapes:
             print("x".join(map(str, shape)), {name: round(us) for name, us in floors(*shape).items()})
         return 0
-    start = time.time()
-    print(torch.cuda.get_device_name(), torch.__version__, flush=True)
-    if options.tune:
-        tune(shapes[0])
-        return 0
-    with allscan.Communicator() as comm:
+    if not options.alone:
+        jobs = [Job("mamba", H, K=N, V=P, G=G) for _, H, P, G, N in shapes if importlib.util.find_spec("mamba_ssm")]
+        jobs += [
+            Job("simple_gla", H, K=N, V=P) for _, H, P, G, N in shapes if H == G and importlib.util.find_spec("fla")
+        ]
+        compile_ahead(jobs)
+        time_quickly()
+    with allscan.Communicator() as comm, Table(options.csv, COLUMNS) as table:
         for shape in shapes:
-            measure("zeco_ssd", ours(comm), shape)
-            print(f"after {time.time() - start:.0f} s", flush=True)
-    if options.mamba != "none":
-        with told("mamba_ssm"):
-            function = mamba(options.configs)
-            if function is None:
-                print("mamba_ssm is not installed")
-            else:
-                measure("mamba_ssm", theirs(function), shapes[0])
-                print(f"after {time.time() - start:.0f} s", flush=True)
+            for method, (call, draw, exact) in methods(shape, comm, options.alone).items():
+                try:
+                    table.write(measure(method, call, draw, exact, shape))
+                except Exception:  # of another package: go on with the other methods
+                    print(f"FAILED: {method} {shape}\n{traceback.format_exc(limit=-6)[-3000:]}", flush=True)
+    print(f"wrote {options.csv}")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Compiles and autotunes flash-linear-attention's kernels before a measurement.
+"""Compiles and autotunes flash-linear-attention's and mamba_ssm's kernels before a measurement.
 
 fla chooses among hundreds of configurations. Before a rank does, many processes compile them (compile_ahead); then one
 process per GPU times each for 15 ms (Triton: 100) with TUNED_AT tokens. fla stores the choices in Triton's cache, and
@@ -73,22 +73,24 @@ def time_quickly() -> None:
 
 
 class Job(NamedTuple):
-    """Calls of fla to tune ahead. rule: also "gla". kind: "one rank", with states and without; "cp_context", as a
-    middle rank; "halves": packed, as in the zigzag layout; "packed", for "gla". normalized: numbers of tokens for which
-    fla's kernel that normalizes queries has its own configuration."""
+    """Calls of fla or mamba_ssm to tune ahead. rule: also "gla", "simple_gla" and, with N and P as K and V, "mamba".
+    kind: "one rank", with states and without; "cp_context", as a middle rank; "halves": packed, as in the zigzag
+    layout; "packed", for "gla". normalized: numbers of tokens for which fla's kernel that normalizes queries has
+    its own configuration."""
 
     rule: str
     H: int
     kind: str = "one rank"
     beta: torch.dtype = torch.float32
     normalized: tuple[int, ...] = ()
-    K: int = 128  # another only for "gla"
+    K: int = 128  # another only for "gla" and "mamba"
     V: int = 128
+    G: int = 1  # only for "mamba"
 
     def run(self, T: int, device: torch.device) -> None:
         """Launch every fla kernel that a rank uses; of Gated DeltaNet's backward those of zeco_gated_delta_rule."""
-        if self.rule == "gla":
-            return self._gla(T, device)
+        if self.rule in ("gla", "simple_gla", "mamba"):
+            return getattr(self, f"_{self.rule}")(T, device)
         for tokens in self.normalized:
             self._normalize(tokens, device)
         given, do, state = inputs(self.rule, T, self.H, 0.1, device, 1, V=self.V)
@@ -117,6 +119,21 @@ class Job(NamedTuple):
         leaves, do = harness.inputs(T, self.H, self.K, device, V=self.V)
         packed = dict(cu_seqlens=torch.tensor([0, T // 2, T], device=device)) if self.kind == "packed" else {}
         chunk_gla(*leaves, **packed)[0].backward(do)
+
+    def _simple_gla(self, T: int, device: torch.device) -> None:
+        from fla.ops.simple_gla import chunk_simple_gla
+
+        from bench import ssd
+
+        leaves, do = ssd.of_simple_gla(T, self.H, self.V, self.H, self.K, device=device)
+        chunk_simple_gla(**leaves)[0].backward(do)
+
+    def _mamba(self, T: int, device: torch.device) -> None:
+        from bench import ssd
+
+        leaves, dy = ssd.of_ssd(T, self.H, self.V, self.G, self.K, device=device)
+        x, dt, A, B, C, D, bias = leaves.values()
+        ssd.mamba()(x, dt, A, B, C, 256, D=D, dt_bias=bias, dt_softplus=True).backward(dy)
 
 
 def rejected(*, q, k, w, g, **_):
@@ -149,6 +166,7 @@ def compile_share(claims: str, shares: list[tuple[int, list[Job]]]) -> list[str]
         key = [given[name] for name in self.keys if name in given]
         key += [str(x.dtype) for x in given.values() if hasattr(x, "dtype")]
         configs = self.prune_configs(kwargs) if len(self.configs) > 1 else self.configs
+        self.best_config = configs[0]  # mamba_ssm reads it
         for config in configs:
             claim = f"{share[0]} {self.base_fn.__module__} {self.base_fn.__name__} {key} {config}"
             with contextlib.suppress(Exception):  # the autotuner skips configurations that do not compile

@@ -6,15 +6,18 @@ silu(z), without the factor scale of C, which scores and reading_of contain:
 ssd_steps_kernel, ssd_scores_kernel: the factors and scores again
 ssd_output_kernel      with z alone: dz and dy
 ssd_state_kernel       REVERSE: the gradient of the state over each segment alone; then, as in gla_bwd.py, the carries
+ssd_pairs_kernel       of each chunk and group, over its heads: the sum of W[t, s] = e^(G_t - G_s) d_s (dy_t . x_s),
+                       s <= t; of each head what pairs of tokens give to dg and dd, and dD; needs no remote gradient
+then, a part of the segments at a time:
 ssd_state_kernel       for every chunk: S; needs no remote gradient
 ssd_adjoint_kernel     from the last chunk to the first: E of every chunk, and
                        dx_s = sum over t >= s of (C_t . B_s) e^(G_t - G_s) d_s dy_t + e^(G - G_s) d_s B_s E + D dy_s
-ssd_gradients_kernel   of each chunk and group, over its heads, with W[t, s] = e^(G_t - G_s) d_s (dy_t . x_s), s <= t:
+ssd_gradients_kernel   of each chunk and group, over its heads:
                        dC_t = sum_s W[t, s] B_s + e^G_t S dy_t      dB_s = sum_t W[t, s] C_t + e^(G - G_s) d_s E x_s
                        and of each head the terms of dg and dd with S and E
-ssd_pairs_kernel       of each chunk and head: dg, dd and dD
+at last:
+ssd_step_grad_kernel   dg, ddt, and the parts of dA and ddt_bias, of a chunk and several heads
 ssd_sums_kernel        sums of parts: of dB and dC over several programs of a group; of dA, dD, ddt_bias over chunks
-ssd_step_grad_kernel   ddt, and the parts of dA and ddt_bias, of a chunk and several heads
 
 dg_r is the sum of all terms whose decay contains g_r, without a difference of larger sums: so it is 0 where a decay is.
 With Q[t, s] = (C_t . B_s) W[t, s] / d_s:
@@ -79,7 +82,7 @@ def _adjoint_of_head(
     return b_state
 
 
-@triton.jit(do_not_specialize=["scale"])
+@triton.jit(do_not_specialize=["first_chunk", "scale"])
 def ssd_adjoint_kernel(
     p_c,  # [tokens, G, N]
     p_b,  # [tokens, G, N]
@@ -93,6 +96,7 @@ def ssd_adjoint_kernel(
     p_D,  # [H] or [H, P]; or None
     p_dstates,  # [NC, H, N, P]; out, the gradient of each chunk's outgoing state
     p_dx,  # [tokens, H, P]; out
+    first_chunk,  # int, of the table; the first one in p_factors and p_dstates
     scale,  # float
     H: tl.constexpr,
     G: tl.constexpr,
@@ -114,6 +118,7 @@ def ssd_adjoint_kernel(
     i_v, h, s = tl.program_id(0) % V_BLOCKS, tl.program_id(0) // V_BLOCKS * HEADS, tl.program_id(1)
     p_segment, start, end, chunk, num_chunks = segment(p_segments, s, BT)
     b_first, b_second = states_of_heads(p_incoming, p_edge_gate, p_prev, p_segment, (s, h, i_v), H, N, P, BK, BV, HEADS)
+    chunk -= first_chunk
     for i in range(loop_bound(num_chunks)):
         n = num_chunks - 1 - i
         first = start + n * BT
@@ -134,20 +139,89 @@ def ssd_adjoint_kernel(
             )
 
 
-@triton.jit(do_not_specialize=["scale"])
+@triton.jit(do_not_specialize=["tokens", "scale"])
+def ssd_pairs_kernel(
+    p_x,  # [tokens, H, P]
+    p_dy,  # [tokens, H, P]
+    p_scores,  # float32 [tokens, G, BT]
+    p_factors,  # float32 [NC, H, 3, BT]
+    p_chunks,  # int32 [NC, 2]
+    p_scalars,  # float32 [NC, H, 2, BT]; out: dg and, without A dg, dd from the pairs of tokens
+    p_weights,  # float32 [SPLIT, tokens, G, BT]; out, sum of W over heads, times scale
+    p_dD,  # float32 [NC, H] or [NC, H, P]; out; or None
+    tokens,  # int
+    scale,  # float
+    H: tl.constexpr,
+    G: tl.constexpr,
+    P: tl.constexpr,
+    X_STRIDE: tl.constexpr,
+    DY_STRIDE: tl.constexpr,
+    BT: tl.constexpr,
+    BV: tl.constexpr,
+    SPLIT: tl.constexpr,
+    PER_CHANNEL: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """W of one chunk and group (SPLIT: of a part of its heads); of each head what its pairs of tokens give to dg and
+    dd, and dD."""
+    HEADS: tl.constexpr = H // G
+    V_BLOCKS: tl.constexpr = (P + BV - 1) // BV
+    split, g, n = tl.program_id(0) % SPLIT, tl.program_id(0) // SPLIT % G, tl.program_id(0) // (SPLIT * G)
+    start, end = tl.load(p_chunks + 2 * n), tl.load(p_chunks + 2 * n + 1)
+    base_scores, at_scores, inside = tile(start, end, g * BT, 0, G * BT, BT, BT, BT)
+    b_scores = load(p_scores + base_scores, at_scores, inside)
+    t = tl.arange(0, BT)
+    b_before = tl.where(t[:, None] < t[None, :], 1.0, 0.0).to(tl.bfloat16)
+    b_w = tl.zeros([BT, BT], tl.float32)
+    for i_h in range(HEADS * split // SPLIT, HEADS * (split + 1) // SPLIT):
+        h = g * HEADS + i_h
+        row = n * H + h
+        b_d, b_whole, b_part, whole, part = factors_of(p_factors, row, BT)
+        b_pairs = tl.zeros([BT, BT], tl.float32)
+        for i_v in tl.static_range(V_BLOCKS):
+            base_x, at_x, inside_v = tile(start, end, h * P, i_v, X_STRIDE, P, BT, BV)
+            base_dy, at_dy, inside_v = tile(start, end, h * P, i_v, DY_STRIDE, P, BT, BV)
+            b_x, b_dy = load(p_x + base_x, at_x, inside_v), load(p_dy + base_dy, at_dy, inside_v)
+            b_pairs = product(b_dy, tl.trans(b_x), b_pairs, PRECISION)
+            if p_dD is not None:
+                if PER_CHANNEL:
+                    v = i_v * BV + tl.arange(0, BV)
+                    b_dD = tl.sum(b_x.to(tl.float32) * b_dy.to(tl.float32), 0)
+                    tl.store(p_dD + row.to(tl.int64) * P + v, b_dD, mask=v < P)
+        if p_dD is not None:
+            if not PER_CHANNEL:
+                tl.store(p_dD + row, tl.sum(tl.where(t[:, None] == t[None, :], b_pairs, 0.0)))
+        b_pairs *= decays_of(b_whole, b_part, BT, False)
+        b_terms = b_pairs * b_d[None, :]
+        b_w += b_terms
+        b_terms *= b_scores
+        if PRECISION == "bf16":
+            b_onward = dot_split(b_terms, b_before, tl.zeros([BT, BT], tl.float32), PRECISION)
+        else:
+            b_onward = tl.cumsum(b_terms, 1) - b_terms
+        p_of = p_scalars + row.to(tl.int64) * (2 * BT) + t
+        tl.store(p_of, tl.sum(tl.where(lower(BT, 0), b_onward, 0.0), 0))
+        tl.store(p_of + BT, tl.sum(b_pairs * b_scores, 0))
+    base_scores += split * tokens.to(tl.int64) * (G * BT)
+    tl.store(p_weights + base_scores + at_scores, b_w * scale, mask=inside)
+
+
+@triton.jit(do_not_specialize=["tokens", "scale"])
 def ssd_gradients_kernel(
     p_c,  # [tokens, G, N]
     p_b,  # [tokens, G, N]
     p_x,  # [tokens, H, P]
     p_dy,  # [tokens, H, P]
+    p_weights,  # float32 [SPLIT, tokens, G, BT], see ssd_pairs_kernel
     p_factors,  # float32 [NC, H, 3, BT]
     p_chunks,  # int32 [NC, 2]
     p_states,  # [NC, H, N, P], each chunk's incoming state
     p_dstates,  # [NC, H, N, P], the gradient of its outgoing state
     p_dc,  # [SPLIT, tokens, G, N]; out
     p_db,  # [SPLIT, tokens, G, N]; out
-    p_parts,  # float32 [NC, H, NJ, 2, BT]; out, of BJ rows of the states: see ssd_pairs_kernel
-    p_through,  # float32 [NC, H, NJ]; out, sums of S E over BJ rows
+    p_parts,  # float32 [NC, H, NJ, 2, BT]; out, of BJ rows of the states: e^G_t C_t . (S dy_t) and, without d_s,
+    # e^(G - G_s) B_s . (E x_s)
+    p_through,  # float32 [NC, H, N]; out, the sum of S E over columns
     tokens,  # int
     scale,  # float
     H: tl.constexpr,
@@ -173,9 +247,9 @@ def ssd_gradients_kernel(
     start, end = tl.load(p_chunks + 2 * n), tl.load(p_chunks + 2 * n + 1)
     base_c, at_c, inside = tile(start, end, g * N, j, C_STRIDE, N, BT, BJ)
     base_b, at_b, inside = tile(start, end, g * N, j, B_STRIDE, N, BT, BJ)
-    b_w = tl.zeros([BT, BT], tl.float32)
     b_dc = tl.zeros([BT, BJ], tl.float32)
     b_db = tl.zeros([BT, BJ], tl.float32)
+    k = j * BJ + tl.arange(0, BJ)
     for i_h in range(HEADS * split // SPLIT, HEADS * (split + 1) // SPLIT):
         h = g * HEADS + i_h
         row = n * H + h
@@ -183,22 +257,19 @@ def ssd_gradients_kernel(
         # loaded again for every head, since there are no registers to hold them; before the products, whose layout
         # Triton then takes for the sums below, instead of that of these tiles
         b_c, b_b = load(p_c + base_c, at_c, inside), load(p_b + base_b, at_b, inside)
-        b_pairs = tl.zeros([BT, BT], tl.float32)
         b_read = tl.zeros([BT, BJ], tl.float32)
         b_left = tl.zeros([BT, BJ], tl.float32)
-        through = 0.0
+        b_through = tl.zeros([BJ], tl.float32)
         for i_v in tl.static_range(V_BLOCKS):
             base_x, at_x, inside_v = tile(start, end, h * P, i_v, X_STRIDE, P, BT, BV)
             base_dy, at_dy, inside_v = tile(start, end, h * P, i_v, DY_STRIDE, P, BT, BV)
             at_s, inside_s = state_at(row, i_v, N, P, BJ, BV, j)
             b_x, b_dy = load(p_x + base_x, at_x, inside_v), load(p_dy + base_dy, at_dy, inside_v)
             b_state, b_dstate = load(p_states, at_s, inside_s), load(p_dstates, at_s, inside_s)
-            b_pairs = product(b_dy, tl.trans(b_x), b_pairs, PRECISION)
             b_read = product(b_dy, tl.trans(b_state), b_read, PRECISION)
             b_left = product(b_x, tl.trans(b_dstate), b_left, PRECISION)
-            through += tl.sum(b_state.to(tl.float32) * b_dstate.to(tl.float32))
-        tl.store(p_through + row * NJ + j, through)
-        b_w += b_pairs * decays_of(b_whole, b_part, BT, False) * b_d[None, :]
+            b_through += tl.sum(b_state.to(tl.float32) * b_dstate.to(tl.float32), 1)
+        tl.store(p_through + row.to(tl.int64) * N + k, b_through, mask=k < N)
         b_read *= reading_of(b_whole, b_part, scale)[:, None]
         b_dc += b_read
         p_of = p_parts + (row.to(tl.int64) * NJ + j) * (2 * BT) + tl.arange(0, BT)
@@ -206,79 +277,15 @@ def ssd_gradients_kernel(
         b_left *= behind_of(b_whole, b_part, whole, part)[:, None]
         b_db += b_left * b_d[:, None]
         tl.store(p_of + BT, tl.sum(b_left * b_b.to(tl.float32), 1))
+    base, at, inside_w = tile(start, end, g * BT, 0, G * BT, BT, BT, BT)
+    b_w = load(p_weights + base + split * tokens.to(tl.int64) * (G * BT), at, inside_w)
     b_c, b_b = load(p_c + base_c, at_c, inside), load(p_b + base_b, at_b, inside)
-    b_w *= scale
     b_dc += dot_split(b_w, b_b, tl.zeros([BT, BJ], tl.float32), PRECISION)
     b_db += dot_split(tl.trans(b_w), b_c, tl.zeros([BT, BJ], tl.float32), PRECISION)
     base, at, inside = tile(start, end, g * N, j, G * N, N, BT, BJ)
     base += split * tokens.to(tl.int64) * (G * N)
     tl.store(p_dc + base + at, cast(b_dc, p_dc.dtype.element_ty), mask=inside)
     tl.store(p_db + base + at, cast(b_db, p_db.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def ssd_pairs_kernel(
-    p_x,  # [tokens, H, P]
-    p_dy,  # [tokens, H, P]
-    p_scores,  # float32 [tokens, G, BT]
-    p_factors,  # float32 [NC, H, 3, BT]
-    p_chunks,  # int32 [NC, 2]
-    p_parts,  # float32 [NC, H, NJ, 2, BT], of each token the terms with states: e^G_t C_t . (S dy_t) and, without d_s,
-    # e^(G - G_s) B_s . (E x_s)
-    p_through,  # float32 [NC, H, NJ], sums of S E
-    p_scalars,  # float32 [NC, H, 2, BT]; out: dg, and dd without A dg
-    p_dD,  # float32 [NC, H] or [NC, H, P]; out; or None
-    H: tl.constexpr,
-    G: tl.constexpr,
-    P: tl.constexpr,
-    X_STRIDE: tl.constexpr,
-    DY_STRIDE: tl.constexpr,
-    BT: tl.constexpr,
-    BV: tl.constexpr,
-    NJ: tl.constexpr,
-    PER_CHANNEL: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """The gradients of gates and steps, and dD, of one chunk and head."""
-    V_BLOCKS: tl.constexpr = (P + BV - 1) // BV
-    n, h = tl.program_id(0) // H, tl.program_id(0) % H
-    row = n * H + h
-    start, end = tl.load(p_chunks + 2 * n), tl.load(p_chunks + 2 * n + 1)
-    base, at, inside = tile(start, end, h // (H // G) * BT, 0, G * BT, BT, BT, BT)
-    b_scores = load(p_scores + base, at, inside)
-    b_pairs = tl.zeros([BT, BT], tl.float32)
-    of_D = 0.0
-    for i_v in tl.static_range(V_BLOCKS):
-        base_x, at_x, inside = tile(start, end, h * P, i_v, X_STRIDE, P, BT, BV)
-        base_dy, at_dy, inside = tile(start, end, h * P, i_v, DY_STRIDE, P, BT, BV)
-        b_x, b_dy = load(p_x + base_x, at_x, inside), load(p_dy + base_dy, at_dy, inside)
-        b_pairs = product(b_dy, tl.trans(b_x), b_pairs, PRECISION)
-        if p_dD is not None:
-            b_dD = b_x.to(tl.float32) * b_dy.to(tl.float32)
-            if PER_CHANNEL:
-                v = i_v * BV + tl.arange(0, BV)
-                tl.store(p_dD + row.to(tl.int64) * P + v, tl.sum(b_dD, 0), mask=v < P)
-            else:
-                of_D += tl.sum(b_dD)
-    if p_dD is not None:
-        if not PER_CHANNEL:
-            tl.store(p_dD + row, of_D)
-    t = tl.arange(0, BT)
-    b_reader, b_left = tl.zeros([BT], tl.float32), tl.zeros([BT], tl.float32)
-    through = 0.0
-    for j in tl.static_range(NJ):
-        p_of = p_parts + (row.to(tl.int64) * NJ + j) * (2 * BT) + t
-        b_reader += tl.load(p_of)
-        b_left += tl.load(p_of + BT)
-        through += tl.load(p_through + row * NJ + j)
-    b_d, b_whole, b_part, whole, part = factors_of(p_factors, row, BT)
-    b_pairs *= b_scores * decays_of(b_whole, b_part, BT, False)
-    b_terms = b_pairs * b_d[None, :]
-    b_onward = tl.cumsum(b_terms, 1) - b_terms + b_reader[:, None]
-    b_dg = tl.sum(tl.where(lower(BT, 0), b_onward, (b_left * b_d)[:, None]), 0) + through * decay_of(whole, part)
-    p_scalars += row.to(tl.int64) * (2 * BT) + t
-    tl.store(p_scalars, b_dg)
-    tl.store(p_scalars + BT, b_left + tl.sum(b_pairs, 0))
 
 
 @triton.jit(do_not_specialize=["least", "most"])
@@ -288,16 +295,21 @@ def ssd_step_grad_kernel(
     p_dt_bias,  # [H], or None
     p_factors,  # float32 [NC, H, 3, BT]
     p_chunks,  # int32 [NC, 2]
-    p_scalars,  # float32 [NC, H, 2, BT]: dg, and dd without A dg
+    p_scalars,  # float32 [NC, H, 2, BT], see ssd_pairs_kernel
+    p_parts,  # float32 [NC, H, NJ, 2, BT], see ssd_gradients_kernel
+    p_through,  # float32 [NC, H, N]
     p_ddt,  # [tokens, H]; out; None without p_dt
     p_dA,  # float32 [NC, H]; out; None without p_A
     p_dbias,  # float32 [NC, H]; out; None without p_dt_bias
     least,  # float, bounds of d
     most,  # float
     H: tl.constexpr,
+    N: tl.constexpr,
     STRIDE: tl.constexpr,
     BT: tl.constexpr,
     BH: tl.constexpr,
+    BK: tl.constexpr,
+    NJ: tl.constexpr,
     SOFTPLUS: tl.constexpr,
 ):
     """ddt of one chunk and BH heads; a bound of d has the gradient 0 outside, as torch.clamp."""
@@ -305,20 +317,35 @@ def ssd_step_grad_kernel(
     n, i = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS
     start, end = tl.load(p_chunks + 2 * n), tl.load(p_chunks + 2 * n + 1)
     t, h = tl.arange(0, BT), i * BH + tl.arange(0, BH)
+    there = (t >= 0)[:, None] & (h < H)[None, :]
+    later = (t > 0)[:, None] & (h < H)[None, :]
     inside = (start + t < end)[:, None] & (h < H)[None, :]
     row = (n * H + h).to(tl.int64)
+    at_factors = (row * (3 * BT))[None, :] + t[:, None]
+    k = tl.arange(0, BK)
+    b_through = load(p_through, row[None, :] * N + k[:, None], (k < N)[:, None] & (h < H)[None, :])
+    whole = tl.load(p_factors + row * (3 * BT) + (2 * BT - 1), mask=h < H, other=0.0)
+    part = tl.load(p_factors + row * (3 * BT) + (3 * BT - 1), mask=h < H, other=0.0)
+    b_read, b_left = tl.zeros([BT, BH], tl.float32), tl.zeros([BT, BH], tl.float32)
+    b_before = tl.zeros([BT, BH], tl.float32)
+    for j in tl.static_range(NJ):
+        at = ((row * NJ + j) * (2 * BT))[None, :] + t[:, None]
+        b_read += load(p_parts, at, there)
+        b_left += load(p_parts + BT, at, there)
+        b_before += load(p_parts + (BT - 1), at, later)
     at = (row * (2 * BT))[None, :] + t[:, None]
-    b_dg = load(p_scalars, at, inside)
+    b_before *= load(p_factors - 1, at_factors, later)
+    b_dg = load(p_scalars, at, inside) + tl.cumsum(b_before, 0) + tl.cumsum(b_read, 0, reverse=True)
+    b_dg += (tl.sum(b_through, 0) * decay_of(whole, part))[None, :]
     b_grad = b_dg
     if p_A is not None:
-        there = (t >= 0)[:, None] & (h < H)[None, :]
-        b_d = load(p_factors, (row * (3 * BT))[None, :] + t[:, None], there)
-        tl.store(p_dA + row, tl.sum(tl.where(b_dg == 0.0, 0.0, b_dg * b_d), 0), mask=h < H)
+        b_d = load(p_factors, at_factors, there)
+        tl.store(p_dA + row, tl.sum(tl.where(inside & (b_dg != 0.0), b_dg * b_d, 0.0), 0), mask=h < H)
         if p_dt is not None:
             b_v = raw_steps(p_dt, p_dt_bias, start, i, inside, H, STRIDE, BT, BH)
             b_unused, b_slope = steps_of(b_v, least, most, SOFTPLUS)
             b_A = tl.load(p_A + h, mask=h < H, other=0.0).to(tl.float32)
-            b_dd = load(p_scalars, at + BT, inside)
+            b_dd = load(p_scalars + BT, at, inside) + b_left
             b_dd += tl.where(b_dg == 0.0, 0.0, b_dg * b_A[None, :])  # A may be -inf
             b_grad = tl.where(b_slope == 0.0, 0.0, b_dd * b_slope)
     if p_dt is not None:

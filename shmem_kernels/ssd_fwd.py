@@ -201,7 +201,7 @@ def _next_state(
     return state_behind(b_state, b_x, b_b, b_factor, whole, part, PRECISION), whole + part
 
 
-@triton.jit(do_not_specialize=["scale"])
+@triton.jit(do_not_specialize=["first_chunk", "scale"])
 def ssd_state_kernel(
     p_b,  # B, REVERSE C [tokens, G, N]
     p_x,  # x, REVERSE dy [tokens, H, P]
@@ -213,6 +213,7 @@ def ssd_state_kernel(
     p_states,  # [NC, H, N, P]; out, each chunk's incoming state; None without p_incoming
     p_local,  # float32 [NS, H, N, P]; out; None with p_incoming
     p_gate,  # float32 [NS, H, N]; out; None with p_incoming
+    first_chunk,  # int, of the table; the first one in p_factors and p_states
     scale,  # float
     H: tl.constexpr,
     G: tl.constexpr,
@@ -235,6 +236,7 @@ def ssd_state_kernel(
     i_v, h, s = tl.program_id(0) % V_BLOCKS, tl.program_id(0) // V_BLOCKS * HEADS, tl.program_id(1)
     p_segment, start, end, chunk, num_chunks = segment(p_segments, s, BT)
     b_first, b_second = states_of_heads(p_incoming, p_edge_gate, p_prev, p_segment, (s, h, i_v), H, N, P, BK, BV, HEADS)
+    chunk -= first_chunk
     gate, second_gate = 0.0, 0.0
     for i in range(loop_bound(num_chunks)):
         n = num_chunks - 1 - i if REVERSE else i

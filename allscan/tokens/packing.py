@@ -182,6 +182,7 @@ class Layout(Tables):
                 chunks += [(c, min(c + BT, end)) for c in range(start, end, BT)]
             of_states[place][1] = len(segments)
         self.num_segments, self.num_chunks = len(segments), len(chunks)
+        self.first_chunks = [*(chunk for _, _, chunk, *_ in segments), len(chunks)]  # of each segment, and the end
         # halves of the tokens, 0 and 1, of which a state is both received and sent on
         self.passing = {piece.half for piece in pieces if piece.flags == 0}
         self.entered = any(not piece.flags & FIRST.value for piece in pieces)  # a state is received

@@ -127,8 +127,8 @@ def test_half_precision(run, dtype, size=2):
 
 def arguments_case(group):
     with allscan.Communicator(group) as comm:
-        q, v, g = torch.zeros(1, 8, 2, 4), torch.zeros(1, 8, 4, 4), torch.zeros(1, 8, 4)
-        wide = torch.zeros(1, 8, 2, 257)
+        shapes = (2, 4), (4, 4), (4,), (2, 257)
+        q, v, g, wide = (torch.zeros(1, 8, *of, device=comm.device) for of in shapes)
         return [
             raised(allscan.zeco_simple_gla, *tensors, comm=comm)
             for tensors in (

@@ -20,7 +20,8 @@ from allscan.ops.operator import Call
 from allscan.ops.ssd import ssd_plans
 from allscan.ops.ssd.ssd_operator import SSD
 from allscan.shmem_kernels.gla_strong import strong_decay_grad_kernel, strong_decay_kernel
-from allscan.shmem_kernels.ssd_bwd import ssd_gradients_kernel, ssd_sums_kernel
+from allscan.shmem_kernels.ssd_bwd import ssd_adjoint_kernel, ssd_gradients_kernel, ssd_pairs_kernel, ssd_sums_kernel
+from allscan.shmem_kernels.ssd_fwd import ssd_state_kernel
 from allscan.tokens.packing import Layout, TokenRange, flags_of
 
 from .delta import saved_states_for
@@ -99,10 +100,10 @@ def compiled_launches(most_spilled=None, more_on_sm_100=None, seen=None, look=Tr
     }
     seen = [] if seen is None else seen
     integers = {kernel: [("N", "i32")] for kernel in (strong_decay_kernel, strong_decay_grad_kernel)}
-    integers[ssd_gradients_kernel], integers[ssd_sums_kernel] = (
-        [("tokens", "i32")],
-        [("parts", "i32"), ("width", "i32")],
-    )
+    integers[ssd_sums_kernel] = [("parts", "i32"), ("width", "i32")]
+    integers[ssd_pairs_kernel] = [("tokens", "i32")]
+    integers[ssd_gradients_kernel] = [("tokens", "i32")]
+    integers[ssd_state_kernel] = integers[ssd_adjoint_kernel] = [("first_chunk", "i32")]
     for kernel, values, options in Launches.made:
         given = dict(zip(kernel.arg_names, values)) | options
         arguments = {n: kinds[x.dtype] for n, x in given.items() if isinstance(x, torch.Tensor)}

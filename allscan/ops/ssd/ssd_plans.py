@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -26,13 +27,13 @@ from ..carrier import IncomingStates, StateCarrier
 from ..gla.gla_plans import CarryPlan, Shape
 
 SPLIT_HEADS = 32  # most heads whose contributions to dB and dC one program adds up
-LONGEST, SHORTEST = 4096, 512  # tokens of a segment on a GPU
+LONGEST, SHORTEST = 2048, 512  # tokens of a segment on a GPU
 FULL = 0.9  # a segment is the longest whose programs fill this part of their waves
 
 # (num_warps, num_stages) of bfloat16 inputs and large states; rows of the states in a program of ssd_gradients_kernel
-TUNED = dict(state=(8, 3), output=(4, 1), adjoint=(8, 3), gradients=(8, 2))
+TUNED = dict(state=(8, 3), output=(4, 1), adjoint=(8, 3), pairs=(4, 3), gradients=(4, 3))
 WIDE = dict(state=(8, 3), output=(8, 2), adjoint=(8, 2))  # of states of more than 8,192 elements in a program
-GRADIENT_ROWS = 128
+GRADIENT_ROWS = 64
 TWO_HEADS = {"state", "adjoint"}  # kernels whose programs take two heads of up to 64 columns
 
 
@@ -98,6 +99,29 @@ class Inputs(NamedTuple):
     dt_bias: Any = None
 
 
+class Work(NamedTuple):
+    """What the kernels of backward leave for each other, see ssd_bwd.py."""
+
+    states: Buffer
+    dstates: Buffer
+    scalars: Buffer
+    weights: Buffer
+    terms: Buffer
+    through: Buffer
+    skip: Buffer | None  # of D
+    dc: Buffer
+    db: Buffer
+
+
+class Part(NamedTuple):
+    """Consecutive segments of a rank, and their chunks, whose states are in memory at once in backward."""
+
+    segment: int
+    end: int
+    first_chunk: int
+    end_chunk: int
+
+
 STRIDED = "x", "dt", "B", "C", "z"  # Inputs that kernels read by their strides
 
 
@@ -123,15 +147,19 @@ class SSDPlan(CarryPlan):
         self.steps: dict[str, Any] = dict(least=least, most=most, STRIDE=strides.dt, SOFTPLUS=softplus)
         self.steps |= dict(H=self.H, BT=CHUNK_TOKENS, BH=BH, num_warps=4)
 
-    def walk(self, kernel: Any, name: str, *tensors: Buffer | None, **fixed: Any) -> None:
-        """Record a kernel that goes from chunk to chunk."""
-        BK, BV, heads = self.shape.blocks
-        heads = heads if name in TWO_HEADS or not self.cuda else 1
+    def heads(self, name: str) -> int:
+        """Heads of a program of this kernel."""
+        return self.shape.blocks[2] if name in TWO_HEADS or not self.cuda else 1
+
+    def walk(self, kernel: Any, name: str, segments: int, *tensors: Buffer | None, **fixed: Any) -> None:
+        """Record a kernel that goes from chunk to chunk of so many segments."""
+        BK, BV, _ = self.shape.blocks
+        heads = self.heads(name)
         tuned = TUNED if BK * BV <= 8192 else WIDE
         warps, stages = tuned[name] if self.shape.is_bf16 and BK <= 128 else (8, 1)
         self.launch(
             kernel,
-            (cdiv(self.P, BV) * self.H // heads, self.layout.num_segments),
+            (cdiv(self.P, BV) * self.H // heads, segments),
             *tensors,
             **self.common,
             **fixed,
@@ -173,24 +201,17 @@ class SSDPlan(CarryPlan):
     def local_states(self, b: Buffer, x: Buffer, factors: Buffer, states: Buffer) -> Buffer:
         """Record the kernel that writes each segment's local state to ``states``; return the sums of gates
         [NS, H, N]. b, x: B and x; in backward C and dy."""
-        sums = self.scratch(self.layout.num_segments, self.H, self.N)
+        number = self.layout.num_segments
+        sums = self.scratch(number, self.H, self.N)
         strides = ("C", "dy") if self.reverse else ("B", "x")
-        self._state_kernel(strides, b, x, factors, self.segments, *[None] * 4, states, sums, REVERSE=self.reverse)
+        tensors = b, x, factors, self.segments, *[None] * 4, states, sums
+        self.state_kernel(number, strides, *tensors, first_chunk=0, REVERSE=self.reverse)
         return sums
 
-    def chunk_states(self, x: Inputs, factors: Buffer, incoming: IncomingStates) -> Buffer:
-        """Record the kernel that writes each chunk's incoming state [NC, H, N, P]."""
-        states = self.of_chunks()
-        tensors = x.B, x.x, factors, self.segments, *incoming, states, None, None
-        self._state_kernel(("B", "x"), *tensors, REVERSE=False)
-        return states
-
-    def of_chunks(self) -> Buffer:
-        return self.scratch(self.layout.num_chunks, self.H, self.N, self.P, dtype=self.dtype)
-
-    def _state_kernel(self, strides: tuple[str, str], *tensors: Buffer | None, **fixed: Any) -> None:
+    def state_kernel(self, segments: int, strides: tuple[str, str], *tensors: Buffer | None, **fixed: Any) -> None:
         B, X = (self.strides[name] for name in strides)
-        self.walk(ssd_state_kernel, "state", *tensors, scale=self.scale, B_STRIDE=B, X_STRIDE=X, **fixed)
+        fixed |= dict(scale=self.scale, B_STRIDE=B, X_STRIDE=X)
+        self.walk(ssd_state_kernel, "state", segments, *tensors, **fixed)
 
     def outputs(
         self,
@@ -206,83 +227,158 @@ class SSDPlan(CarryPlan):
         self.walk(
             ssd_output_kernel,
             "output",
+            self.layout.num_segments,
             *(x.C, x.B, x.x, scores, factors, self.segments, *incoming, x.D, x.z, dy, y, dz),
             scale=self.scale,
             **self.strided("C", "B", "x", "z", "dy"),
             PER_CHANNEL=per_channel(x.D),
         )
 
-    def adjoint(
-        self, x: Inputs, dy: Buffer, scores: Buffer, factors: Buffer, back: IncomingStates, dx: Buffer
-    ) -> Buffer:
-        """Record ssd_adjoint_kernel; return the gradients of the chunks' outgoing states."""
-        dstates = self.of_chunks()
-        self.walk(
-            ssd_adjoint_kernel,
-            "adjoint",
-            *(x.C, x.B, dy, scores, factors, self.segments, *back, x.D, dstates, dx),
-            scale=self.scale,
-            **self.strided("C", "B", "dy"),
-            PER_CHANNEL=per_channel(x.D),
-        )
-        return dstates
 
-    def gradients(
+class BackwardPlan(SSDPlan):
+    """The kernels of backward alone. The segments are processed in parts, one after the other, whose chunks' states and
+    gradients of states take turns in the same memory."""
+
+    def __init__(
+        self, carrier: StateCarrier, shape: SSDShape, options: Options, strides: Inputs, layout: Layout
+    ) -> None:
+        super().__init__(carrier, shape, options, strides, layout, True)
+        BK, BV, _ = shape.blocks
+        self.BJ = min(BK, GRADIENT_ROWS if shape.is_bf16 else 64) if self.cuda else BK
+        self.BV = min(BV, 64 if shape.is_bf16 else 32) if self.cuda else BV
+        self.NJ, self.split = cdiv(self.N, self.BJ), cdiv(self.H // self.G, SPLIT_HEADS)
+        segments, chunks = layout.num_segments, layout.first_chunks
+        ends = [*(range(0, segments, self.segments_at_once()) or [0]), segments]
+        self.parts = [Part(a, b, chunks[a], chunks[b]) for a, b in itertools.pairwise(ends)]
+
+    def segments_at_once(self) -> int:
+        """Segments of a part: the fewest that fill a GPU at least twice, and most of their last wave."""
+        if not self.cuda:
+            return 3
+        at_once, number = self.shape.num_sms, 1
+        of_one = cdiv(self.P, self.shape.blocks[1]) * self.H // self.heads("adjoint")
+        while of_one * number < FULL * at_once * max(2, cdiv(of_one * number, at_once)):
+            number += 1
+        return number
+
+    def allocate(self, x: Inputs, grads: Inputs) -> Work:
+        NC, H, G, tokens = self.layout.num_chunks, self.H, self.G, self.shape.B * self.shape.T
+        most = max(1, *(part.end_chunk - part.first_chunk for part in self.parts))
+        states, dstates = (self.scratch(most, H, self.N, self.P, dtype=self.dtype) for _ in "SE")
+        dc, db = grads.C, grads.B
+        if self.split > 1:
+            dc, db = (self.scratch(self.split, tokens, G, self.N) for _ in "cb")
+        return Work(
+            states,
+            dstates,
+            scalars=self.scratch(NC, H, 2, CHUNK_TOKENS),
+            weights=self.scratch(self.split, tokens, G, CHUNK_TOKENS),
+            terms=self.scratch(NC, H, self.NJ, 2, CHUNK_TOKENS),
+            through=self.scratch(NC, H, self.N),
+            skip=None if x.D is None else self.scratch(NC, *x.D.shape),
+            dc=dc,
+            db=db,
+        )
+
+    def rows(self, x: Buffer, first: int, end: int) -> Buffer:
+        """Return x[first:end]."""
+        return self.view(x, first * math.prod(x.shape[1:]), end - first, *x.shape[1:], dtype=x.dtype)
+
+    def of_segments(self, part: Part, factors: Buffer, incoming: IncomingStates) -> tuple[Any, ...]:
+        """A part's factors, its table of segments, and its IncomingStates."""
+        factors = self.rows(factors, part.first_chunk, part.end_chunk + 1)
+        segments = self.constant(self.layout.segments[part.segment : part.end])
+        states, through = (self.rows(x, part.segment, part.end) for x in incoming[:2])
+        return factors, segments, states, through, incoming.prev
+
+    def pairs(self, x: Inputs, dy: Buffer, scores: Buffer, factors: Buffer, work: Work) -> None:
+        """Record ssd_pairs_kernel."""
+        warps, stages = TUNED["pairs"] if self.shape.is_bf16 else (4, 1)
+        self.launch(
+            ssd_pairs_kernel,
+            (self.layout.num_chunks * self.G * self.split,),
+            *(x.x, dy, scores, factors, self.chunks, work.scalars, work.weights, work.skip),
+            **self._of_groups("x", "dy"),
+            **{name: value for name, value in self.common.items() if name != "N"},
+            PER_CHANNEL=per_channel(x.D),
+            num_warps=warps,
+            num_stages=stages,
+        )
+
+    def chunk_states(self, x: Inputs, factors: Buffer, incoming: IncomingStates, part: Part, work: Work) -> None:
+        """Record the kernel that writes the incoming state of each chunk of a part."""
+        tensors = x.B, x.x, *self.of_segments(part, factors, incoming), work.states, None, None
+        number, chunk = part.end - part.segment, part.first_chunk
+        self.state_kernel(number, ("B", "x"), *tensors, first_chunk=chunk, REVERSE=False)
+
+    def adjoint(
         self,
         x: Inputs,
         dy: Buffer,
         scores: Buffer,
         factors: Buffer,
-        of_states: tuple[Buffer, Buffer],
-        grads: Inputs,
+        back: IncomingStates,
+        part: Part,
+        work: Work,
+        dx: Buffer,
     ) -> None:
-        """Record the kernels that write the gradients of B, C, D, A, dt and dt_bias."""
-        NC, tokens, is_bf16 = self.layout.num_chunks, self.shape.B * self.shape.T, self.shape.is_bf16
-        BK, BV, _ = self.shape.blocks
-        BJ = min(BK, GRADIENT_ROWS if is_bf16 else 64) if self.cuda else BK
-        BV = min(BV, 64 if is_bf16 else 32) if self.cuda else BV
-        NJ, split = cdiv(self.N, BJ), cdiv(self.H // self.G, SPLIT_HEADS)
-        parts, through = self.scratch(NC, self.H, NJ, 2, CHUNK_TOKENS), self.scratch(NC, self.H, NJ)
-        scalars = self.scratch(NC, self.H, 2, CHUNK_TOKENS)
-        of_D = None if x.D is None else self.scratch(NC, *x.D.shape)
-        dc, db = grads.C, grads.B
-        if split > 1:
-            dc, db = (self.scratch(split, tokens, self.G, self.N) for _ in "cb")
+        """Record ssd_adjoint_kernel of a part."""
+        self.walk(
+            ssd_adjoint_kernel,
+            "adjoint",
+            part.end - part.segment,
+            *(x.C, x.B, dy, scores, *self.of_segments(part, factors, back), x.D, work.dstates, dx),
+            first_chunk=part.first_chunk,
+            scale=self.scale,
+            **self.strided("C", "B", "dy"),
+            PER_CHANNEL=per_channel(x.D),
+        )
+
+    def gradients(self, x: Inputs, dy: Buffer, factors: Buffer, part: Part, work: Work) -> None:
+        """Record ssd_gradients_kernel of a part."""
+        # of float32: with 8 warps, ptxas loses operands of products in TF32 (tests/support/sm90.py)
+        warps, stages = TUNED["gradients"] if self.shape.is_bf16 else (4, 1)
+        first, end = part.first_chunk, part.end_chunk
+        chunks = self.constant(self.layout.chunks[first:end])
+        factors, terms, through = (self.rows(x, first, end) for x in (factors, work.terms, work.through))
         self.launch(
             ssd_gradients_kernel,
-            (NC * self.G * split * NJ,),
-            *(x.C, x.B, x.x, dy, factors, self.chunks, *of_states, dc, db, parts, through),
-            tokens=tokens,
-            scale=self.scale,
-            **self.strided("C", "B", "x", "dy"),
+            ((end - first) * self.G * self.split * self.NJ,),
+            *(x.C, x.B, x.x, dy, work.weights, factors, chunks, work.states, work.dstates),
+            *(work.dc, work.db, terms, through),
+            **self._of_groups("C", "B", "x", "dy"),
             **self.common,
-            BJ=BJ,
-            BV=BV,
-            SPLIT=split,
-            num_warps=TUNED["gradients"][0] if is_bf16 and BJ > 32 else 8 if BJ > 32 else 4,
-            num_stages=TUNED["gradients"][1] if is_bf16 else 1,
+            BJ=self.BJ,
+            num_warps=warps,
+            num_stages=stages,
         )
-        self.launch(
-            ssd_pairs_kernel,
-            (NC * self.H,),
-            *(x.x, dy, scores, factors, self.chunks, parts, through, scalars, of_D),
-            **self.strided("x", "dy"),
-            **{name: value for name, value in self.common.items() if name != "N"},
-            BV=BV,
-            NJ=NJ,
-            PER_CHANNEL=per_channel(x.D),
-            num_warps=4,
-            num_stages=1,
-        )
-        if split > 1:
-            for part, whole in ((dc, grads.C), (db, grads.B)):
-                self._sum(part, whole, split)
+
+    def _of_groups(self, *strided: str) -> dict[str, Any]:
+        """Arguments of kernels whose programs go over the heads of a group."""
+        fixed = dict(tokens=self.shape.B * self.shape.T, scale=self.scale, SPLIT=self.split, BV=self.BV)
+        return fixed | self.strided(*strided)
+
+    def step_gradients(self, x: Inputs, factors: Buffer, work: Work, grads: Inputs) -> None:
+        """Record the kernels that write ddt and the gradients that are sums: of A, D and dt_bias over chunks, of B and
+        C over programs of one group."""
+        NC = self.layout.num_chunks
         of_A, of_bias = (None if t is None else self.scratch(NC, self.H) for t in (x.A, x.dt_bias))
-        pointers = x.dt, x.A, x.dt_bias, factors, self.chunks, scalars, grads.dt, of_A, of_bias
-        self.launch(ssd_step_grad_kernel, (self.by_heads,), *pointers, **self.steps)
-        for part, whole in ((of_A, grads.A), (of_bias, grads.dt_bias), (of_D, grads.D)):
-            if part is not None:
-                self._sum(part, whole, NC)
+        self.launch(
+            ssd_step_grad_kernel,
+            (self.by_heads,),
+            *(x.dt, x.A, x.dt_bias, factors, self.chunks, work.scalars, work.terms, work.through),
+            *(grads.dt, of_A, of_bias),
+            **self.steps,
+            N=self.N,
+            BK=next_power_of_2(self.N),
+            NJ=self.NJ,
+        )
+        sums = [(of_A, grads.A, NC), (of_bias, grads.dt_bias, NC), (work.skip, grads.D, NC)]
+        if self.split > 1:
+            sums += [(work.dc, grads.C, self.split), (work.db, grads.B, self.split)]
+        for parts, whole, number in sums:
+            if parts is not None:
+                self._sum(parts, whole, number)
 
     def _sum(self, parts: Buffer, whole: Buffer, number: int) -> None:
         width = math.prod(whole.shape)
@@ -325,23 +421,27 @@ def backward_plan(
     Inputs, dy, dfinal or None, dinitial or None, saved_buffer.
 
     The kernel that makes the chunks' states again needs no remote gradient and overlaps with the carry."""
-    plan = SSDPlan(carrier, shape, options, strides, layout, True)
+    plan = BackwardPlan(carrier, shape, options, strides, layout)
     buffers = plan.inputs(tensors)
     x, (dy, dfinal, dinitial, saved_buffer) = Inputs(*buffers[:-4]), buffers[-4:]
     grads = Inputs(*[t if t is None else plan.output(*t.shape, dtype=t.dtype) for t in x])
     fwd_epoch, incoming, *_ = plan.saved_parts(saved_buffer)
     back = plan.incoming_states()
-    factors, scores = plan.factors(x), plan.scores(x)
+    factors, scores, work = plan.factors(x), plan.scores(x), plan.allocate(x, grads)
     if x.z is not None:
         dout, dy = dy, plan.scratch(*dy.shape, dtype=dy.dtype)
         plan.outputs(x, scores, factors, incoming, dy, dout, grads.z)
     sums = plan.local_states(x.C, dy, factors, back.states)
-    states = plan.carry(
-        carrier, sums, back, (dfinal, dinitial), fwd_epoch, lambda: plan.chunk_states(x, factors, incoming)
-    )
+    ends, first = (dfinal, dinitial), plan.parts[0]
+    plan.carry(carrier, sums, back, ends, fwd_epoch, lambda: plan.chunk_states(x, factors, incoming, first, work))
+    plan.pairs(x, dy, scores, factors, work)
     plan.join_carry()
-    dstates = plan.adjoint(x, dy, scores, factors, back, grads.x)
-    plan.gradients(x, dy, scores, factors, (states, dstates), grads)
+    for part in plan.parts:
+        if part is not first:
+            plan.chunk_states(x, factors, incoming, part, work)
+        plan.adjoint(x, dy, scores, factors, back, part, work, grads.x)
+        plan.gradients(x, dy, factors, part, work)
+    plan.step_gradients(x, factors, work, grads)
     plan.end()
     return plan
 
