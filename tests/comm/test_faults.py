@@ -786,7 +786,7 @@ def later_call_case(group, kind):
     """Make the same calls as repeated ones, without a host exchange, until the last rank has rejected one."""
     found, rank, size = {}, dist.get_rank(group), dist.get_world_size(group)
     function, right = arguments_of(kind)
-    with allscan.Communicator(group, timeout=4.0) as comm:
+    with allscan.Communicator(group, timeout=3.0) as comm:
         for name, (common, wrong) in list(wrong_of(kind, size).items())[::3]:
             given = right | {x: 6 * rank if x == "first_token" else y for x, y in common.items()}
             function(**given, comm=comm)
