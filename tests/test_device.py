@@ -381,7 +381,7 @@ def test_tiles_that_are_not_float32(run, protocol):
 def opposite_case(group):
     """The last rank makes the first of four launches in the other direction. Return the later ones' values or errors,
     and whether a launch is right after resync()."""
-    with allscan.Communicator(group, timeout=2.0) as comm:
+    with allscan.Communicator(group, timeout=4.0) as comm:
         scan, found = allscan.AllScan(comm, (2, 8), tile=(2, 8)), []
 
         def launch(value, reverse):

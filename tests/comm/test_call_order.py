@@ -321,7 +321,7 @@ def test_debug_hears_of_a_rejected_call(run):
 
 def settled_case(group):
     """All ranks reject calls, at different times, and go on; later one rank skips a call."""
-    comm = allscan.Communicator(group, timeout=2.0)
+    comm = allscan.Communicator(group, timeout=4.0)
     chance, state = random.Random(comm.rank), torch.ones(1, 16, device=comm.device)
     allscan.allscan(state, comm=comm)
     rejected = []
@@ -557,7 +557,7 @@ def test_resync_in_different_steps(run):
 
 def interrupted_case(group):
     """Rank 1 is interrupted after all ranks have agreed on a call and before it has recorded that."""
-    with allscan.Communicator(group, timeout=2.0) as comm:
+    with allscan.Communicator(group, timeout=60) as comm:
         x = torch.ones(1, 20, 1, 16, device=comm.device)
 
         def call(cu_seqlens=None):
@@ -829,7 +829,7 @@ def fault_at_the_end(comm):
 def mixed_case(group, operator, what):
     """The last rank makes call 4 and the next two with other arguments, all of them already agreed on. Return for each
     call its results and gradients or its error; the error of the barrier; whether all is right after resync()."""
-    comm = allscan.Communicator(group, timeout=2.0)
+    comm = allscan.Communicator(group, timeout=4.0)
     tokens, ways = MIXED[what]
     ways = ways(tokens * comm.size)
     generator = torch.Generator().manual_seed(comm.rank)
@@ -909,7 +909,7 @@ def test_ranks_that_mix_what_they_know(answers, operator, what, size):
 def mixed_reverse_case(group, operator):
     """The last rank makes the third call with reverse=True. Return whether each of the next two, equal on all ranks, is
     right, or its error; and the error of the barrier."""
-    comm = allscan.Communicator(group, timeout=2.0)
+    comm = allscan.Communicator(group, timeout=4.0)
     x = torch.full((1, 1, 16, 16), comm.rank + 1.0, device=comm.device)
     scan = allscan.AllScan(comm, x.shape)
 
@@ -1004,7 +1004,7 @@ def test_ctrl_c_where_a_call_fails(run, debug):
 def fails_before_its_launch_case(group):
     """Rank 1 fails between a launch's comparison, in debug mode, and the launch. Return what three calls give, and
     what barrier() raises."""
-    with allscan.Communicator(group, timeout=2, debug=True) as comm:
+    with allscan.Communicator(group, timeout=60, debug=True) as comm:
         x = torch.ones(1, 4, 4, device=comm.device)
         allscan.allscan(x, comm=comm)
         launch = launcher.Launcher.before_launch
@@ -1054,7 +1054,7 @@ def test_ctrl_c_before_a_rejection_is_recorded(run):
 
 def failed_block_case(group):
     """Rank 1 leaves the block of an AllScan by an exception; then all ranks call resync()."""
-    with allscan.Communicator(group, timeout=2) as comm:
+    with allscan.Communicator(group, timeout=4.0) as comm:
         x, found = torch.ones(1, 4, 4, device=comm.device), []
         for _ in range(2):
             with contextlib.suppress(ValueError, allscan.AllScanError), allscan.AllScan(comm, (1, 4, 4)) as scan:
