@@ -283,7 +283,7 @@ def test_what_a_rank_may_choose(run):
 
 def later_case(group, call, debug):
     """At a later call one rank has another scale: no rank waits for ever or continues with wrong results."""
-    with allscan.Communicator(group, timeout=60, debug=debug) as comm:
+    with allscan.Communicator(group, timeout=10, debug=debug) as comm:
         x, g = tensors(comm)
         for _ in range(2):
             gla(comm, x, g, scale=0.5)
@@ -362,7 +362,7 @@ def gates_case(group, call, value, how, debug):
     """Return errors where only the last rank has such a gate: at a first call; in debug mode at a later one, too."""
     if call in (kda, gdn):
         import_fla(models=False)
-    with allscan.Communicator(group, timeout=60, debug=debug) as comm:
+    with allscan.Communicator(group, timeout=10, debug=debug) as comm:
         x, g = tensors(comm)
         bad = g.clone()
         if comm.rank == comm.size - 1:
@@ -483,7 +483,7 @@ def nan_case(group, call):
     calls go on."""
     if call in (kda, gdn):
         import_fla(models=False)
-    with allscan.Communicator(group, timeout=60, debug=True) as comm:
+    with allscan.Communicator(group, timeout=10, debug=True) as comm:
         x, g = tensors(comm)
         spoilt = x.clone()
         if comm.rank == comm.size - 1:

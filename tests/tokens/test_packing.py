@@ -451,7 +451,7 @@ def debug_case(group):
     def read(x):
         return torch.tensor(packing._read_boundaries(packing.TensorKey(x)))
 
-    with allscan.Communicator(group, timeout=60, debug=True) as comm, contextlib.ExitStack() as patches:
+    with allscan.Communicator(group, timeout=4, debug=True) as comm, contextlib.ExitStack() as patches:
         for module in ("operator", "halo"):
             patches.enter_context(mock.patch(f"allscan.ops.{module}.own_boundaries", read))
         for name, call in calls(comm, 20).items():
