@@ -107,21 +107,28 @@ def free_cached_memory():
         torch.cuda.empty_cache()
 
 
+LIMIT_S = 900.0  # for a case on ranks; kernels and exchanges have limits of their own
+
+
+class PatientRanks(ranks.Ranks):
+    """Ranks that may take as long as they need on a busy machine."""
+
+    def run(self, *arguments, timeout=LIMIT_S):
+        return super().run(*arguments, timeout=timeout)
+
+
 class Pool:
     """Ranks shared by tests. After a failed test they are replaced if they do not answer."""
 
     def __init__(self, size, device):
-        self.size, self.ranks = size, ranks.Ranks(size, device)
-        # on GPUs a case compiles its kernels, up to 206 s beside 14 other tests
-        self.timeout = 600.0 if device == "cuda" else 240.0
+        self.size, self.ranks = size, PatientRanks(size, device)
         self.begun, self._answers = set(), {}  # started tests; results by test: [(value, error)] by rank
 
-    def run(self, *arguments, timeout=None):
-        timeout = timeout or self.timeout
+    def run(self, *arguments):
         try:
-            found = self.ranks.run(*arguments, timeout=timeout)
+            found = self.ranks.run(*arguments)
             if self.ranks.device == "cuda":
-                self.ranks.run(torch.cuda.empty_cache, timeout=timeout)  # for other processes on these GPUs
+                self.ranks.run(torch.cuda.empty_cache)  # for other processes on these GPUs
             return found
         except RuntimeError as error:
             self._replace_lost_ranks()
@@ -131,10 +138,10 @@ class Pool:
 
     def _replace_lost_ranks(self):
         try:
-            self.ranks.run(answering, timeout=10.0)
+            self.ranks.run(answering, timeout=60.0)
         except RuntimeError:
             self.ranks.close(0.0)
-            self.ranks = ranks.Ranks(self.size, self.ranks.device)
+            self.ranks = PatientRanks(self.size, self.ranks.device)
 
     def answers_of(self, item, others):
         """Return a test's results by rank. Run it together with tests from ``others`` that have not started, as many as
@@ -144,7 +151,7 @@ class Pool:
             places = side_by_side.fitting(items, self.size)
             self.begun |= {item.nodeid for _, item in places}
             self.ranks.start(side_by_side.on_ranks, [(place, *side_by_side.case_of(item)) for place, item in places])
-            answers = self.ranks.results(self.timeout, after_failure=30.0)
+            answers = self.ranks.results(LIMIT_S, after_failure=30.0)
             self._answers |= {item.nodeid: [answers[rank] for rank in place] for place, item in places}
             if any(error for _, error in answers):
                 self._replace_lost_ranks()
@@ -186,10 +193,10 @@ def run(pool, request):
     """Return run(size, function, *arguments, **named): it calls function(group, *arguments, **named) on the first
     ``size`` ranks and returns the results by rank."""
 
-    def run(size, function, *arguments, timeout=None, **named):
+    def run(size, function, *arguments, **named):
         device_for(size, request.config)
         function = functools.partial(function, **named) if named else function
-        return pool.run(ranks.on_first, size, function, *arguments, timeout=timeout)[:size]
+        return pool.run(ranks.on_first, size, function, *arguments)[:size]
 
     return run
 
@@ -214,7 +221,7 @@ def fresh(request):
     made = []
 
     def fresh(size):
-        made.append(ranks.Ranks(size, device_for(size, request.config)))
+        made.append(PatientRanks(size, device_for(size, request.config)))
         return made[-1]
 
     yield fresh

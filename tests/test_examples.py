@@ -66,7 +66,7 @@ def test_its_printed_command(launcher, command):
         env=environment,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=900,
     )
     assert result.returncode == 0, result.stdout + result.stderr
     lines = [line for line in result.stdout.splitlines() if "rank" in line]

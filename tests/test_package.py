@@ -192,14 +192,14 @@ def test_no_circle_of_imports():
 
 def test_import_is_quick_and_needs_no_gpu():
     environment = dict(os.environ, CUDA_VISIBLE_DEVICES="", PYTHONPATH=ROOT)
-    # without torch's own import, which takes over 2 s on some machines; processor time, since other tests run
-    # concurrently
-    code = "import time, torch; start = time.process_time(); import allscan; print(time.process_time() - start)"
-    times = []
+    # processor time, since other tests run concurrently
+    code = "from time import process_time as t; a = t(); import torch; b = t(); import allscan; print(b - a, t() - b)"
+    shares = []
     for _ in range(2):  # the first reads from the disk
         done = subprocess.run([sys.executable, "-c", code], env=environment, check=True, capture_output=True, text=True)
-        times.append(float(done.stdout))
-    assert min(times) < 1, times
+        of_torch, own = map(float, done.stdout.split())
+        shares.append(own / of_torch)
+    assert min(shares) < 0.6, shares
 
 
 def test_installed_package_imports_outside_the_checkout(tmp_path):
@@ -257,7 +257,7 @@ def python(code, tmp_path, **environment):
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=900,
         env=os.environ | {"PYTHONPATH": ROOT, "TRITON_INTERPRET": "1"} | environment,
     )
 
@@ -348,7 +348,7 @@ def test_delta_rules_run_on_cpu_ranks_without_patches(tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(program)]
     environment = {name: x for name, x in os.environ.items() if name != "FLA_CACHE_RESULTS"}
     environment |= {"PYTHONPATH": ROOT, "TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=900)
     assert done.stdout.count("right") == 2, done.stdout + done.stderr
 
 
@@ -445,7 +445,7 @@ def test_types_are_consistent():
 
 def test_doctor():
     done = subprocess.run(
-        [sys.executable, "-m", "allscan", "doctor"], cwd=ROOT, capture_output=True, text=True, timeout=120
+        [sys.executable, "-m", "allscan", "doctor"], cwd=ROOT, capture_output=True, text=True, timeout=900
     )
     assert done.returncode == 0, done.stdout + done.stderr
     words = "torch", "Triton", "NVSHMEM", "transport   shm", "CUDA graphs on", "ALLSCAN_CUDA_GRAPHS"
@@ -559,7 +559,7 @@ def test_pytest_runs_in_an_unpacked_sdist(tmp_path):
 
     def run(*options):
         command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *options]
-        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=900)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 

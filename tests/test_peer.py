@@ -83,7 +83,7 @@ def test_a_checkout_whose_tests_are_known(tmp_path):
 
     def make(options: str) -> subprocess.CompletedProcess:
         given = f"PEER={tmp_path}", f"OPTIONS=--ranks 2 --chunk allscan --record {record} {options}"
-        return subprocess.run([*command, *given], capture_output=True, text=True, timeout=300)
+        return subprocess.run([*command, *given], capture_output=True, text=True, timeout=900)
 
     done = make("")
     for operator in OPERATORS:

@@ -61,4 +61,4 @@ def test_halos(run, seed, size):
 def test_life_cycles(fresh, request, size):
     ranks = fresh(size)
     for seed in range(size - 2, request.config.getoption("--seeds"), 3):
-        ranks.run(life_cycle_case, seed, timeout=150)
+        ranks.run(life_cycle_case, seed)

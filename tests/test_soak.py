@@ -15,7 +15,7 @@ STEPS = 40  # 100 take more than two minutes in the interpreter on two cores
 def test_soak():
     """soak() checks its results; this test checks that the planned events have happened."""
     every = [word for name in ("fault", "checkpoint", "validate") for word in (f"--{name}-every", str(STEPS // 4))]
-    options = soak.parsed(["--device", "cpu", "--steps", str(STEPS), *every])
+    options = soak.parsed(["--device", "cpu", "--steps", str(STEPS), "--timeout", "20", *every])
     planned = [soak.plan(options, step) for step in range(STEPS)]
     assert {p.kind for p in planned} == set(soak.KINDS) and {p.fault for p in planned} == {None, *soak.FAULTS}
     assert any(p.again for p in planned) and any(p.late[1] for p in planned)

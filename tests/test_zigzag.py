@@ -220,7 +220,7 @@ def test_a_rank_receives_two_states(run, size):
 def one_gradient_case(group):
     """A learned initial state gets the gradient of all outgoing states; with different layouts all ranks get an
     error."""
-    with allscan.Communicator(group, timeout=5) as comm:
+    with allscan.Communicator(group, timeout=60) as comm:
         learned = torch.full((1, 4, 4), 2.0, device=comm.device, requires_grad=True)
         state = torch.ones(1, 4, 4, device=comm.device)
         ascending, descending = allscan.allscan(
@@ -228,7 +228,7 @@ def one_gradient_case(group):
         )
         (ascending.sum() + descending.sum()).backward()
         gradient = learned.grad.clone()
-    with allscan.Communicator(group, timeout=5) as comm:
+    with allscan.Communicator(group, timeout=60) as comm:
         given = ((state, state), "zigzag") if comm.rank else (state, "contiguous")
         return gradient.unique().tolist(), raised(allscan.allscan, given[0], comm=comm, layout=given[1])
 
@@ -243,7 +243,7 @@ def test_one_gradient_and_different_layouts(run, size):
 def of_one_input_case(group):
     """Request gradients of one input alone: both states, a decay of each, the initial state. On all ranks but one only
     one scan uses it. Return differences to the gradients of one backward pass."""
-    with allscan.Communicator(group, timeout=5) as comm:
+    with allscan.Communicator(group, timeout=60) as comm:
         generator = torch.Generator().manual_seed(comm.rank)
         ascending, descending = (
             torch.randn(2, 4, 4, generator=generator).to(comm.device).requires_grad_() for _ in range(2)
@@ -267,7 +267,7 @@ def test_gradients_of_one_input_alone(run, size):
 
 def of_results_case(group):
     """Run backward from one result alone, and for gradients of the results. Return differences to those from both."""
-    with allscan.Communicator(group, timeout=5) as comm:
+    with allscan.Communicator(group, timeout=60) as comm:
         generator = torch.Generator().manual_seed(comm.rank)
         states = [torch.randn(2, 4, 4, generator=generator).to(comm.device).requires_grad_() for _ in range(2)]
 
@@ -292,7 +292,7 @@ def test_gradients_by_and_of_one_result(run, size):
 
 def checkpointed_case(group):
     """Recomputed calls count equally, even if the last rank needs saved tensors before the others."""
-    with allscan.Communicator(group, timeout=5) as comm:
+    with allscan.Communicator(group, timeout=60) as comm:
         states = [torch.ones(2, 4, 4, device=comm.device, requires_grad=True) for _ in range(2)]
         decay = torch.full((2, 4), 0.5, device=comm.device)
 
@@ -311,7 +311,7 @@ def test_checkpointed(run, size=3):
 
 def checkpointed_move_case(group):
     """A recomputed region ends in to_zigzag() and an operation that saves its result on the first rank alone."""
-    with allscan.Communicator(group, timeout=5) as comm:
+    with allscan.Communicator(group, timeout=60) as comm:
         x = torch.arange(8.0, device=comm.device).view(1, 4, 2) + 10 * comm.rank
 
         def moved(x):
@@ -451,7 +451,7 @@ def rejected_alone_case(group):
 
 def direction_case(group):
     """Rank 1 gives other options in a first call. Return its error, and whether the next first call is right."""
-    with allscan.Communicator(group, timeout=5) as comm:
+    with allscan.Communicator(group, timeout=60) as comm:
         state = torch.ones(1, 4, 4, device=comm.device)
         allscan.allscan(state, comm=comm)
         wrong = dict(reverse=comm.rank == 1, comm=comm, layout="zigzag")
@@ -483,7 +483,7 @@ def other_moves_case(group, odd, compared):
     transfer. Return the call's error, or whether its result is that of all ranks' own call; and errors of the barrier
     and of a call after it, or after resync()."""
     some = contextlib.nullcontext() if compared else mock.patch.object(allscan.zigzag, "_compare")
-    with some, allscan.Communicator(group, timeout=5) as comm:
+    with some, allscan.Communicator(group, timeout=60) as comm:
         x = torch.arange(8.0).view(1, 8, 1) + 8 * comm.rank
         calls = {
             "inverse": lambda: from_zigzag(x, comm=comm),
@@ -529,7 +529,7 @@ def test_cpu_ranks_compare_moves(run, size, odd):
 
 def elsewhere_case(group, call):
     """On the middle rank first_token contradicts the sharded documents."""
-    with allscan.Communicator(group, timeout=10) as comm:
+    with allscan.Communicator(group, timeout=60) as comm:
         x = torch.ones(1, 4, 1, 16, device=comm.device)
         where = dict(comm=comm, cu_seqlens=[0, 12], layout="zigzag", per_document=True)
         given = (x, 2) if call == "halo" else (x, x, x, -x)

@@ -94,7 +94,7 @@ def test_close_delivers_puts_and_ends_the_thread():
         heap = SharedMemoryHeap(alone, 1 << 20)
         data, signals = (heap.view(0, offset, puts + 1, torch.int64) for offset in (0, 4096))
         data[:] = torch.arange(puts + 1) + 7
-        for most_s in (1e-3, 60):
+        for most_s in (1e-3, 600):
             heap.quiet()
             heap.network.most_s = most_s
             data[0] = 0
@@ -107,10 +107,10 @@ def test_close_delivers_puts_and_ends_the_thread():
                 assert signals.tolist() == list(range(puts + 1)) and data[0].item() in (data[1:].tolist() or [0])
         start = time.monotonic()
         heap.close(True)
-        assert time.monotonic() - start < 5 and signals.tolist() == list(range(puts + 1))
+        assert time.monotonic() - start < 60 and signals.tolist() == list(range(puts + 1))
         assert nvshmem_device.interpreted_network is None
         del heap, data, signals
-        while threads() > before[1] and time.monotonic() - start < 5:
+        while threads() > before[1] and time.monotonic() - start < 60:
             time.sleep(1e-3)
         assert left_over() == before
 

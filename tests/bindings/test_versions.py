@@ -128,7 +128,7 @@ def python(code, tmp_path, **installed):
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=900,
         env=os.environ | {"PYTHONPATH": os.pathsep.join((str(tmp_path), ROOT)), "TRITON_INTERPRET": "1"},
     )
 

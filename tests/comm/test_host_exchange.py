@@ -77,7 +77,7 @@ class ThreadRank(StoreExchange):
     def __init__(self, rank, size, store):
         self.rank, self.size, self.ranks = rank, size, tuple(range(size))
         self.name, self.store, self._counts = "name", store, {}
-        self._prefix, self._last_decision, self.timeout = "allscan/name/", "", 60.0
+        self._prefix, self._last_decision, self.timeout = "allscan/name/", "", 600.0
 
 
 def together(ranks, *functions):
@@ -145,7 +145,7 @@ def test_the_first_rank_gives_up():
 
     def there(rank):
         with pytest.raises(RuntimeError, match=r"rank 2 \(global\) did not come"):
-            rank.exchange(1, "what", limit=0.3)
+            rank.exchange(1, "what", limit=2.0)
         failed.wait()
         return rank.exchange(rank.rank, "what")
 
@@ -168,8 +168,8 @@ def test_ranks_that_wait_for_each_other_at_different_calls(monkeypatch):
             rank.name, rank._prefix = name, f"allscan/{name}/"
 
     def wait(rank):
-        with pytest.raises(RuntimeError, match="did not come within 0.5 s, it waited in: ") as caught:
-            groups[rank.rank][rank.rank].exchange(1, f"call {names[rank.rank]}", limit=0.5)
+        with pytest.raises(RuntimeError, match="did not come within 2 s, it waited in: ") as caught:
+            groups[rank.rank][rank.rank].exchange(1, f"call {names[rank.rank]}", limit=2.0)
         errors[rank.rank] = str(caught.value)
 
     try:
@@ -223,7 +223,7 @@ def test_keys_that_another_rank_deletes(kind, tmp_path):
         "file": lambda: dist.FileStore(str(tmp_path / "store"), 1),
     }
     store = made[kind]()
-    store.set_timeout(timedelta(seconds=0.2))
+    store.set_timeout(timedelta(seconds=10))
     values = {
         "allscan/name/rejected/1": '[[1, "why"]]',
         "allscan/name/fault": "rank 1 why",
@@ -263,7 +263,8 @@ def test_an_interrupted_wait_is_forgotten(monkeypatch):
     """Later messages say nothing of a wait that Ctrl-C has ended."""
 
     def interrupt(late):
-        raise KeyboardInterrupt
+        if store.words.get(f"{host_exchange._WAITS}0"):
+            raise KeyboardInterrupt
 
     monkeypatch.setattr(host_exchange, "TELL_S", 0.05)
     store = Store()
@@ -377,9 +378,8 @@ def interrupted_case():
     rank = dist.get_rank()
     if rank == 1:
         signal.signal(signal.SIGUSR1, signal.default_int_handler)
-        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGUSR1)).start()
         try:
-            everybody.exchange(rank, "what")
+            everybody.exchange(rank, "what", lambda late: os.kill(os.getpid(), signal.SIGUSR1))
         except KeyboardInterrupt:
             first = "interrupted"
             everybody.store.set("interrupted", "")
@@ -396,7 +396,7 @@ def test_interrupted(fresh):
     """Rank 0, absent until then, goes on to the next exchange: the calls differ between ranks, and all get an error."""
     ranks = fresh(3)
     ranks.start(interrupted_case)
-    for value, error in ranks.results(60.0):
+    for value, error in ranks.results():
         assert value is None and "different calls" in str(error), (value, error)
 
 
@@ -474,7 +474,7 @@ def ended_job_case(how):
         assert len(warned) == 2 + (how == "fault")
         assert sum("is closed: a kernel has given up" in str(one.message) for one in warned) == (how == "fault")
         allscan.finalize()
-    assert comm.closed and other.closed and time.monotonic() - start < 5
+    assert comm.closed and other.closed and time.monotonic() - start < 60
     dist.init_process_group("gloo", store=dist.PrefixStore(how, store), rank=1 - rank, world_size=2)
     with allscan.Communicator() as new:
         assert (new.rank, new.size) == (1 - rank, 2)
@@ -521,7 +521,8 @@ def hosting_case(port, how):
     dist.destroy_process_group()
     store = dist.TCPStore("127.0.0.1", port, size, is_master=rank == 0, wait_for_workers=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
-    comm = allscan.Communicator(timeout=5)
+    comm = allscan.Communicator(timeout=60)
+    host_exchange.GRACE_S = 60.0
     allscan.allscan(torch.ones(1, 16), comm=comm)
     if rank:
         host_exchange.time = types.SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: time.sleep(2.0))
@@ -543,7 +544,7 @@ def test_the_rank_that_has_the_store_ends_first(fresh, how):
         port = listening.getsockname()[1]
     ranks = fresh(3)
     ranks.start(hosting_case, port, how)
-    (_, ended), *others = ranks.results(60.0)
+    (_, ended), *others = ranks.results()
     assert "exit code 0" in str(ended)
     assert others == [(how != "barrier", None)] * 2
 

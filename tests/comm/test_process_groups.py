@@ -79,7 +79,7 @@ def skipped_case(how):
 @pytest.mark.parametrize("case", [rejected_case, skipped_case])
 def test_tokens_of_an_abandoned_call(fresh, case, how):
     """With another process group they are right again; without, all ranks hear of it, and other calls go on."""
-    for rank, (_, found, prev) in enumerate(fresh(2).run(case, how, timeout=120)):
+    for rank, (_, found, prev) in enumerate(fresh(2).run(case, how)):
         assert prev == rank
         if how == "new group":
             start = 20 if case is rejected_case else 30
@@ -116,12 +116,12 @@ def interrupted_case(what):
 @pytest.mark.cpu
 @pytest.mark.parametrize("what", ["to_zigzag", "gather"])
 def test_an_interrupted_wait(fresh, what):
-    for marked, answer in fresh(2).run(interrupted_case, what, timeout=120):
+    for marked, answer in fresh(2).run(interrupted_case, what):
         assert marked and "RuntimeError" in answer and "torch.distributed.new_group" in answer
 
 
 def dtypes_case():
-    comm, answers = allscan.Communicator(timeout=TIMEOUT), []
+    comm, answers = allscan.Communicator(timeout=60), []
     for dtype in (torch.uint16, torch.bool, torch.float8_e5m2, torch.complex64, torch.float64):
         x = (torch.arange(8.0).view(1, 4, 2) + 8 * comm.rank).to(comm.device, dtype)
         answers.append([x.float() if not x.is_complex() else x.real, zigzag.to_zigzag(x, comm=comm)])
@@ -131,7 +131,7 @@ def dtypes_case():
 
 def test_dtypes_that_torch_does_not_send(fresh):
     """Tokens are moved as bytes."""
-    first, second = fresh(2).run(dtypes_case, timeout=120)
+    first, second = fresh(2).run(dtypes_case)
     for (mine, moved_mine, back), (other, moved_other, other_back) in zip(first, second, strict=True):
         whole = torch.cat([mine, other], 1)
         assert torch.equal(back, mine) and torch.equal(other_back, other)
@@ -154,6 +154,6 @@ def another_communicator_case():
 
 @pytest.mark.cpu
 def test_another_communicator_of_the_group(fresh):
-    first, second = fresh(2).run(another_communicator_case, timeout=120)
+    first, second = fresh(2).run(another_communicator_case)
     assert second[0].startswith("RuntimeError") and "rank 1 has rejected" in first[0].lower(), first
     assert all("torch.distributed.new_group" in answers[1] for answers in (first, second))

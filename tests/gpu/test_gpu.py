@@ -432,7 +432,7 @@ def ended_job_case():
 
 
 def test_a_process_group_that_ends_before_its_communicator(fresh, size=2):
-    for rank, (closed, seconds, texts, found) in enumerate(fresh(size).run(ended_job_case, timeout=120)):
+    for rank, (closed, seconds, texts, found) in enumerate(fresh(size).run(ended_job_case)):
         assert closed and seconds < 2 and "is closed without the other ranks" in texts, (closed, seconds, texts)
         if os.environ.get("ALLSCAN_TRANSPORT") == "ipc":
             assert found == 16.0 * rank
@@ -445,7 +445,7 @@ def test_nvshmem_of_somebody_else_is_shared(fresh):
 
 
 def test_a_wait_on_nvshmem_is_bounded_too(fresh):
-    assert fresh(2).run(poisoned_case, 0, "put", timeout=120) == [None, True]
+    assert fresh(2).run(poisoned_case, 0, "put") == [None, True]
 
 
 def mixed_case(group):

@@ -249,7 +249,7 @@ def two_nodes(group, algorithm, protocol, epochs):
 @pytest.mark.parametrize("algorithm", ["rails", "recursive_doubling"])
 @pytest.mark.parametrize("protocol, epochs", [("put", 4_000), ("sentinel", 2_000), ("signal", 500)])
 def test_gpus_as_nodes(run, size, algorithm, protocol, epochs):
-    assert max(run(size, two_nodes, algorithm, protocol, epochs, timeout=600)) < 1e-5
+    assert max(run(size, two_nodes, algorithm, protocol, epochs)) < 1e-5
 
 
 def members(group, algorithm, protocol, nodes, epochs):

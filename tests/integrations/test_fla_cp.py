@@ -160,7 +160,7 @@ def mixed_case(group, what):
 
     from allscan.integrations.fla_cp import context_parallel
 
-    comm = allscan.Communicator(group, timeout=2)
+    comm = allscan.Communicator(group, timeout=4)
     context_parallel(comm)
     other = comm.rank == comm.size - 1
     rows = torch.tensor([0, T * comm.size], dtype=torch.int32)
@@ -207,7 +207,7 @@ def rejected_case(group, backward):
 
     from allscan.integrations.fla_cp import context_parallel
 
-    comm = allscan.Communicator(group, timeout=2)
+    comm = allscan.Communicator(group, timeout=4)
     context_parallel(comm)
     context = build_cp_context(torch.tensor([0, T * comm.size], dtype=torch.int32), comm.group)
     x, g = torch.zeros(1, T, 1, 16), torch.zeros(1, T, 1, 16)

@@ -417,7 +417,7 @@ def one_rank_case(group):
     from allscan.integrations.fla import sequence_parallel
 
     answers = {}
-    with allscan.Communicator(group, timeout=5) as comm, torch.no_grad():
+    with allscan.Communicator(group, timeout=60) as comm, torch.no_grad():
         torch.manual_seed(0)
         model = model_of(fla, "gla", fuse_cross_entropy=False, attn=SOFTMAX | dict(layers=[0])).to(comm.device)
         whole, mine = torch.randint(97, (2, 15)).to(comm.device), place(comm, [8, 7])
@@ -484,7 +484,7 @@ def cut_case(group, choice):
     from allscan.integrations.fla import cut_batch, sequence_parallel
 
     kind = choice.split(",")[0]
-    with allscan.Communicator(group, timeout=5) as comm, torch.no_grad():
+    with allscan.Communicator(group, timeout=60) as comm, torch.no_grad():
         torch.manual_seed(0)
         model = model_of(fla, kind, fuse_cross_entropy=False, **CHOICES[choice]).to(comm.device).train()
         sequence_parallel(model, comm=comm)

@@ -98,6 +98,6 @@ def walk_case(package, layer):
 
 @pytest.mark.parametrize("package, layer", BOUNDS)
 def test_a_layers_calls(fresh, package, layer):
-    for forward, backward, *names in fresh(2).run(walk_case, package, layer, timeout=200):
+    for forward, backward, *names in fresh(2).run(walk_case, package, layer):
         print(package, layer, forward, backward, *names, sep="\n  ")
         assert forward + backward <= BOUNDS[package, layer], (forward, backward)

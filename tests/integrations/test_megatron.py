@@ -212,7 +212,7 @@ def tensor_case(layout, sequence):
 
 @pytest.mark.parametrize("layout, sequence", [("zigzag", False), ("contiguous", True)])
 def test_with_tensor_parallelism(fresh, layout, sequence):
-    for errors in fresh(4).run(tensor_case, layout, sequence, timeout=60.0):
+    for errors in fresh(4).run(tensor_case, layout, sequence):
         assert len(errors) > 18 and max(errors.values()) < 2e-5, errors
 
 

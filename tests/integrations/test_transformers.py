@@ -429,7 +429,7 @@ def documents_case(group):
     """Return (relative errors of the loss for batches from cut_batch, packed and not, {expected text: error})."""
     from allscan.integrations.transformers import cut_batch, sequence_parallel
 
-    with allscan.Communicator(group, timeout=5) as comm:
+    with allscan.Communicator(group, timeout=60) as comm:
         cut, last, T = dict(layout="zigzag", per_document=True), comm.rank == comm.size - 1, 16 * comm.size
         lengths = torch.tensor([0, 4, 12, 16]) * comm.size
         whole = torch.randint(1, VOCABULARY, (2, T), generator=torch.Generator().manual_seed(0))
@@ -969,7 +969,7 @@ def learned_case(group, family, trained, layout):
     from allscan.integrations.transformers import sequence_parallel
 
     zigzag = layout == "zigzag"
-    with allscan.Communicator(group, timeout=5) as comm:
+    with allscan.Communicator(group, timeout=60) as comm:
         factor = 3.0 if family == "falcon_h1" else 1.0  # by which the model multiplies embeddings of input_ids alone
         tokens, model = EVEN[comm.size], made(family, **{"embedding_multiplier": factor} if factor > 1 else {})
         whole = torch.randint(1, VOCABULARY, (1, sum(tokens)), generator=torch.Generator().manual_seed(1))
@@ -1095,7 +1095,7 @@ def skipped_case(group, how):
 @pytest.mark.parametrize("how", ["in the model", "after step()"])
 def test_an_iteration_that_one_rank_skips(run, how, size=2):
     """The next exchange, in which the two meet at forward passes of different batches, raises on both."""
-    (of_0, *after_0), (of_1, *after_1) = run(size, skipped_case, how, timeout=100)
+    (of_0, *after_0), (of_1, *after_1) = run(size, skipped_case, how)
     assert of_1[:2] == [None, "OutOfMemoryError"] and of_0[0] is None, (of_0, of_1)
     counts = dict([("in the model", (2, 3, 0, 0)), ("after step()", (2, 2, 2, 3))])[how]
     said = "rank {}: {} forward passes, {} calls of step()"
@@ -1112,7 +1112,7 @@ def sharded_projection_case(group, memory):
     from allscan.integrations.attention import Attention
     from allscan.integrations.transformers import sequence_parallel
 
-    with allscan.Communicator(group, timeout=20) as comm:
+    with allscan.Communicator(group, timeout=60) as comm:
         tokens = [20, 12]
         whole = torch.randint(1, VOCABULARY, (2, 32), generator=torch.Generator().manual_seed(1))
         part, model = whole[:, place(comm, tokens)], made("kimi_linear")
@@ -1157,7 +1157,7 @@ def options_case(group):
 
     from allscan.integrations.transformers import sequence_parallel
 
-    with allscan.Communicator(group, timeout=5) as comm, pytest.MonkeyPatch.context() as patch:
+    with allscan.Communicator(group, timeout=60) as comm, pytest.MonkeyPatch.context() as patch:
         tokens, errors, answers = [11, 9], [], {}
         whole, mine = torch.randint(1, VOCABULARY, (1, 20)), place(comm, tokens)
         dist.broadcast(whole, 0, group=comm.group)
@@ -1241,7 +1241,7 @@ def zigzag_case(group):
 
     from allscan.integrations.transformers import sequence_parallel
 
-    with allscan.Communicator(group, timeout=5) as comm, pytest.MonkeyPatch.context() as patch:
+    with allscan.Communicator(group, timeout=60) as comm, pytest.MonkeyPatch.context() as patch:
         tokens, answers = [12] * comm.size, {}
         whole, mine = torch.randint(1, VOCABULARY, (1, sum(tokens))), place(comm, tokens, True)
         dist.broadcast(whole, 0, group=comm.group)
@@ -1284,7 +1284,7 @@ def configs_case(group):
 
     from allscan.integrations.transformers import sequence_parallel
 
-    with allscan.Communicator(group, timeout=5) as comm, torch.no_grad():
+    with allscan.Communicator(group, timeout=60) as comm, torch.no_grad():
         model = made("qwen3_next")
         config, state, mine = model.config, model.state_dict(), place(comm, TOKENS[comm.size])
         whole = torch.randint(1, VOCABULARY, (1, sum(TOKENS[comm.size])), generator=torch.Generator().manual_seed(1))
@@ -1321,7 +1321,7 @@ def one_rank_case(group):
     """Return ({expected text: error}, relative error of a call after them) where one rank's arguments differ."""
     from allscan.integrations.transformers import sequence_parallel
 
-    with allscan.Communicator(group, timeout=5) as comm:
+    with allscan.Communicator(group, timeout=60) as comm:
         tokens, answers = [11, 9], {}
         whole, mine = torch.randint(1, VOCABULARY, (1, 20)), place(comm, tokens)
         dist.broadcast(whole, 0, group=comm.group)
@@ -1378,7 +1378,7 @@ def wrapped_case(group, how):
         def forward(self, input_ids, labels=None):
             return super().forward(input_ids, labels=labels)
 
-    with allscan.Communicator(group, timeout=5) as comm:
+    with allscan.Communicator(group, timeout=60) as comm:
         whole, mine = torch.randint(1, VOCABULARY, (1, 20)), place(comm, [11, 9])
         dist.broadcast(whole, 0, group=comm.group)
         labels, lengths, options = whole.clone(), [0, 6, 20] if packed else [0, 20], {}

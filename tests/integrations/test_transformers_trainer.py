@@ -425,7 +425,7 @@ def cut_case(group, layout):
     from allscan.integrations.transformers import cut_batch, sequence_parallel
 
     zigzag = layout == "zigzag"
-    with allscan.Communicator(group, timeout=5) as comm:
+    with allscan.Communicator(group, timeout=60) as comm:
         size, rank, answers = comm.size, comm.rank, {}
         T = 8 * size + (0 if zigzag else 1)
         generator = torch.Generator().manual_seed(0)

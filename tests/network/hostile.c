@@ -78,7 +78,7 @@ enum count { HELD, PASSED, OVERTAKINGS, LOST, BYTES, MOST_HELD, FAILED, OF_GROUP
 static pthread_mutex_t lock;
 static enum mode mode;
 static uint64_t argument, numbers, state = 88172645463325252u, counts[COUNTS];
-static int64_t last_due;
+static int64_t last_due, tick_ns, ticked_ns;
 static struct group *open_groups, *held_groups; /* open groups have fewer signals than puts */
 static __thread int inside;
 static int heap_memory = HOST_MEMORY;
@@ -98,6 +98,7 @@ static void *real(const char *name) {
   if (!call) call = (result(*)(__VA_ARGS__))real(name)
 
 static int64_t now(void) {
+  if (tick_ns) return ticked_ns;
   struct timespec time;
   clock_gettime(CLOCK_MONOTONIC, &time);
   return time.tv_sec * 1000000000ll + time.tv_nsec;
@@ -116,6 +117,11 @@ void network_set(int new_mode, uint64_t value) {
   last_due = mode == STALL ? now() + (int64_t)value : 0;
   pthread_mutex_unlock(&lock);
 }
+
+/* From now on every ucp_worker_progress is ns of time, so that the order of delivery depends on the calls alone */
+void network_tick(uint64_t ns) { tick_ns = (int64_t)ns; }
+
+uint64_t network_now(void) { return (uint64_t)now(); }
 
 void network_seed(uint64_t seed) { state = 88172645463325252u ^ (seed << 17 | seed); }
 
@@ -324,6 +330,7 @@ unsigned ucp_worker_progress(void *worker) {
   REAL(unsigned, "ucp_worker_progress", void *);
   /* trylock, since UCX may call this with a lock of its own, for which the owner of our lock waits */
   if (!inside && !pthread_mutex_trylock(&lock)) {
+    ticked_ns += tick_ns;
     pass_due();
     pthread_mutex_unlock(&lock);
   }

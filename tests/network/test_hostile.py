@@ -9,7 +9,6 @@ import random
 import struct
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -34,8 +33,10 @@ class Event(ctypes.Structure):
 
 
 class Wire:
-    """Calls libhostile.so as NVSHMEM's transport does; one process sends to itself."""
+    """Calls libhostile.so as NVSHMEM's transport does; one process sends to itself. Each ``progress`` is TICK_NS of its
+    time: nothing depends on the machine's speed."""
 
+    TICK_NS = 50_000
     TILES, WORDS, DEPTH = 16, 8, 3
 
     def __init__(self, folder):
@@ -43,7 +44,8 @@ class Wire:
         build(str(folder), "stub_ucp.c", "libucp.so.0", "-Wl,-soname,libucp.so.0")
         self.ucp = ctypes.CDLL(os.path.join(folder, "libucp.so.0"))
         self.hostile = ctypes.CDLL(os.path.join(folder, "libhostile.so"))
-        self.hostile.network_count.restype = ctypes.c_uint64
+        self.hostile.network_count.restype = self.hostile.network_now.restype = ctypes.c_uint64
+        self.hostile.network_tick(ctypes.c_uint64(self.TICK_NS))
         for name in ("ucp_put_nbx", "ucp_am_send_nbx", "ucp_worker_flush_nbx"):
             getattr(self.hostile, name).restype = ctypes.c_void_p
         self.ucp.stub_transports.restype = ctypes.c_char_p
@@ -56,6 +58,10 @@ class Wire:
 
     def count(self, what):
         return self.hostile.network_count(COUNTS.index(what))
+
+    def now(self):
+        """Return the network's time in ns."""
+        return self.hostile.network_now()
 
     def slot(self, tile, epoch):
         return epoch % self.DEPTH * self.TILES + tile
@@ -161,11 +167,8 @@ def receive(wire, epochs, taken, word):
 def test_pairs_overtake_each_other_and_no_signal_its_data(wire):
     before = wire.count("overtakings"), wire.count("of_groups")
     wire.set("reorder", 300_000)
-    rounds, counted = 0, (0, 0)
-    while rounds < 10 and not (counted[0] > 1000 and counted[1] > 100):  # on a busy machine one round may reorder less
-        ctypes.memset(wire.arrived, 0, ctypes.sizeof(wire.arrived))
-        assert receive(wire, 200, lambda seen, epoch: seen == epoch, wire.slot) == 0
-        rounds, counted = rounds + 1, (wire.count("overtakings") - before[0], wire.count("of_groups") - before[1])
+    assert receive(wire, 200, lambda seen, epoch: seen == epoch, wire.slot) == 0
+    counted = wire.count("overtakings") - before[0], wire.count("of_groups") - before[1]
     assert counted[0] > 1000 and counted[1] > 100, counted
     assert wire.count("held") == 0
     moved, brought = wire.events(), {}
@@ -179,7 +182,7 @@ def test_pairs_overtake_each_other_and_no_signal_its_data(wire):
             brought[(address - ctypes.addressof(wire.arrived)) // 8] -= 1
             assert min(brought.values()) >= 0, "a signal before its data"
             signals.append(value)
-    assert len(signals) == rounds * 200 * wire.TILES and signals != sorted(signals) and not any(brought.values())
+    assert len(signals) == 200 * wire.TILES and signals != sorted(signals) and not any(brought.values())
 
 
 def test_a_receiver_that_takes_a_later_epoch_fails_there(wire):
@@ -194,13 +197,9 @@ def test_a_receiver_that_takes_a_later_epoch_fails_there(wire):
 
     wire.set("bandwidth", 1 << 40)
     assert receive(wire, 60, later, word) == 0
+    ctypes.memset(wire.arrived, 0, ctypes.sizeof(wire.arrived))
     wire.set("reorder", 300_000)
-
-    def wrong():
-        ctypes.memset(wire.arrived, 0, ctypes.sizeof(wire.arrived))
-        return receive(wire, 60, later, word)
-
-    assert any(wrong() for _ in range(20))  # on a busy machine 60 launches may arrive in order, but not 20 times
+    assert receive(wire, 60, later, word) > 0
 
 
 def test_requests_of_several_blocks(wire):
@@ -224,8 +223,8 @@ def test_a_put_without_a_signal_arrives(wire):
     wire.fill(0, 1)
     wire.put(0, 1)
     wire.post(1, 1)
-    deadline = time.monotonic() + 10
-    while not wire.arrived[wire.slot(1, 1)] and time.monotonic() < deadline:
+    deadline = wire.now() + 100_000_000
+    while not wire.arrived[wire.slot(1, 1)] and wire.now() < deadline:
         wire.progress()
     assert wire.holds(0, 1) and wire.holds(1, 1)
     wire.signal(ctypes.addressof(wire.arrived), 1)  # reset for later tests
@@ -242,23 +241,23 @@ def test_a_source_is_read_late(wire):
 
 def test_bandwidth(wire):
     wire.set("bandwidth", wire.WORDS * 8 * 1000)  # a tile takes a millisecond
-    start = time.monotonic()
+    start = wire.now()
     for tile in range(wire.TILES):
         wire.post(tile, 1)
     wire.flush()
-    assert time.monotonic() - start >= 1e-3 * wire.TILES * 0.99
+    assert 0 <= wire.now() - start - 1_000_000 * wire.TILES < 10 * wire.TICK_NS
     signals = [address for kind, address, _ in wire.events() if kind == SIGNAL]
     assert signals == sorted(signals) and len(signals) == wire.TILES
 
 
 def test_a_stall_ends_and_quiet_waits_for_it(wire):
-    start = time.monotonic()
+    start = wire.now()
     wire.set("stall", 100_000_000)
     wire.post(1, 1)
     wire.progress()
     assert wire.events() == [] and wire.count("held") == 1
     wire.flush()
-    assert 0.1 <= time.monotonic() - start < 10 and wire.holds(1, 1)
+    assert 0 <= wire.now() - start - 100_000_000 < 10 * wire.TICK_NS and wire.holds(1, 1)
     assert [kind for kind, _, _ in wire.events()] == [PUT, SIGNAL, FLUSH]
     wire.post(2, 1)
     wire.progress()
@@ -306,5 +305,5 @@ def test_transports_and_nodes(wire, tmp_path, monkeypatch):
     show = "import os, socket; print(os.uname().nodename, socket.gethostname())"
     library = build(str(tmp_path), "hostile.c", "libhostile.so", "-ldl", "-lpthread")
     environment = os.environ | {"LD_PRELOAD": library, "ALLSCAN_NODE": "node7"}
-    done = subprocess.run([sys.executable, "-c", show], env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", show], env=environment, capture_output=True, text=True, timeout=900)
     assert done.stdout.split() == ["node7", "node7"], done

@@ -24,6 +24,7 @@ pytestmark = [
     pytest.mark.skipif(not network.ucx_folder(), reason="needs UCX: pip install libucx-cu13 (or -cu12)"),
 ]
 REORDER = "reorder", 3_000_000  # a put's largest delay in ns
+DELAYS = 20_000_000, 200_000_000, 2_000_000_000  # tried in turn: a busy machine makes launches that take longer
 IN_ORDER = "bandwidth", 1 << 40
 
 
@@ -36,7 +37,7 @@ class Network:
         numbers = [n for n, members in enumerate(nodes) for _ in range(members)]
         assert all(self.ranks.run(ucx_network.enter, numbers, ucx_network.variables(self.folder, heap)))
 
-    def run(self, function, *arguments, behaves=REORDER, timeout=120.0):
+    def run(self, function, *arguments, behaves=REORDER, timeout=900.0):
         """Return (results by rank, increases of the network's counters); all traffic went through lo."""
         before = self.ranks.run(network.behave, *behaves)
         start = network.loopback_bytes()
@@ -48,6 +49,14 @@ class Network:
         assert network.loopback_bytes() - start >= counted["bytes"]
         assert network.lanes(self.folder) == {"tcp/lo"}
         return found, counted
+
+    def reordered(self, function, *arguments, overtakings=13, of_groups=0):
+        """Return ``run`` with the first of DELAYS by which so many puts overtake each other."""
+        for delay in DELAYS:
+            found, counted = self.run(function, *arguments, behaves=("reorder", delay))
+            if counted["overtakings"] >= overtakings and counted["of_groups"] >= of_groups:
+                return found, counted
+        pytest.fail(f"puts hardly overtake each other: {counted}")
 
 
 @pytest.fixture
@@ -81,10 +90,8 @@ def nodes_case(group, nodes, algorithm, epochs, depth=3):
 @pytest.mark.parametrize("algorithm", ["chain", "rails", "recursive_doubling"])
 @pytest.mark.parametrize("nodes", [(1, 1), (1, 1, 1, 1), (2, 2), (1, 2), (4, 4), (2, 2, 2, 2)], ids=str)
 def test_nodes(over, nodes, algorithm):
-    found, counted = over(nodes).run(nodes_case, nodes, algorithm, 12, behaves=("reorder", 20_000_000))
-    assert max(found) < 1e-6
-    # each of four owners has a small part, with few puts in flight
-    assert counted["overtakings"] > 12 or (nodes, algorithm) == ((4, 4), "rails"), counted
+    least = 0 if (nodes, algorithm) == ((4, 4), "rails") else 13  # each of four owners has few puts in flight
+    assert max(over(nodes).reordered(nodes_case, nodes, algorithm, 12, overtakings=least)[0]) < 1e-6
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -106,15 +113,14 @@ def back_to_back_case(group, rounds):
 
 
 def test_a_thousand_overtakings(over):
-    found, counted = over((1, 1)).run(back_to_back_case, 600)
-    assert max(found) == 0
-    assert counted["overtakings"] > 1000 and counted["of_groups"] > 100, counted
+    assert max(over((1, 1)).reordered(back_to_back_case, 600, overtakings=1001, of_groups=101)[0]) == 0
 
 
-@pytest.mark.parametrize("behaves, right", [(IN_ORDER, True), (("reorder", 100_000_000), False)], ids=str)
-def test_a_receiver_that_takes_any_later_epoch(over, behaves, right):
+def test_a_receiver_that_takes_any_later_epoch(over):
     """The control is wrong where puts overtake each other."""
-    assert all(over((1, 1)).run(control_case, 30, behaves=behaves)[0]) == right
+    one = over((1, 1))
+    assert all(one.run(control_case, 30, behaves=IN_ORDER)[0])
+    assert not all(all(one.run(control_case, 30, behaves=("reorder", delay))[0]) for delay in DELAYS)
 
 
 def transition_case(group, epochs):
@@ -171,8 +177,8 @@ def test_operators_and_faults(over):
 def test_a_stall_and_what_is_lost(over):
     """close() returns after delivery; for a lost message the time-out names its sender."""
     one = over((1, 1))
-    for seconds, held, right in one.run(stall_case, 2.0, behaves=IN_ORDER)[0]:
-        assert 1.5 < seconds < 20 and held == 0 and right
+    (seconds, *of_0), (_, *of_1) = one.run(stall_case, 2.0, behaves=IN_ORDER)[0]
+    assert 2 <= seconds < 60 and of_0 == of_1 == [0, True]
     found, counted = one.run(lost_case)
     assert found == [(None, True), ((1, 0, True), True)] and counted["lost"] > 0
 
@@ -183,7 +189,7 @@ def test_gpu_heap(over, nodes):
     """The CPU cannot access the heap: UCX's cuda_copy and gpu_heap.c copy everything through the driver."""
     one = over(nodes, "gpu")
     for algorithm in ("chain", "rails"):
-        found, counted = one.run(nodes_case, nodes, algorithm, 12, behaves=("reorder", 20_000_000))
-        assert max(found) < 1e-6 and counted["overtakings"] > 12, counted
+        found, counted = one.reordered(nodes_case, nodes, algorithm, 12)
+        assert max(found) < 1e-6
     signals, copies = sum(one.ranks.run(network.gpu_heap_signals)), sum(one.ranks.run(ucx_network.fake_copies))
     assert signals >= counted["passed"] and copies >= 2 * counted["passed"], (signals, copies)

@@ -401,7 +401,7 @@ def written_final_case(group, operator):
     """Return o's gradients where one rank has written to the final states, which it got with "all"."""
     answers = []
     for writes in (False, True):
-        with allscan.Communicator(group, timeout=5.0) as comm:
+        with allscan.Communicator(group, timeout=60) as comm:
             generator = torch.Generator().manual_seed(comm.rank)
             x = torch.randn(1, 32, 2, 16, generator=generator).to(comm.device).requires_grad_()
             gate = -x.detach().abs()

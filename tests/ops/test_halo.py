@@ -148,7 +148,7 @@ def test_several_tensors(run, size):
 
 def no_width_case(group, B, tokens, n, options):
     """Return whether halo() of floats [B, T], a gradient of it, and one of its second use equal those of [B, T, 1]."""
-    with allscan.Communicator(group, timeout=5) as comm:
+    with allscan.Communicator(group, timeout=60) as comm:
         T = tokens[comm.rank]
         x = 1.0 + comm.rank + torch.arange(B * T, dtype=torch.float32, device=comm.device).view(B, T)
         found = []
@@ -186,7 +186,7 @@ def test_tokens_without_a_width(run, B, tokens, n, options):
 def straggler_case(group, key):
     """The first rank launches after the last one has its halo: a rank waits for its neighbour only."""
     store = dist.distributed_c10d._get_default_store()
-    with allscan.Communicator(group, timeout=20) as comm:
+    with allscan.Communicator(group, timeout=60) as comm:
         x = torch.full((1, 4, 8), 1.0 + comm.rank, device=comm.device)
         allscan.halo(x, 2, comm=comm)
         comm.barrier()

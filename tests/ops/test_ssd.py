@@ -111,7 +111,7 @@ def test_decays_that_leave_nothing(run, size=2):
 def of_initial_states_case(group, tokens, layout):
     """Return the difference of the initial states' gradient, computed alone, to that with the other gradients. Only the
     first token's rank needs the scan for it."""
-    with allscan.Communicator(group, timeout=5) as comm:
+    with allscan.Communicator(group, timeout=60) as comm:
         given, *_ = drawn(sum(tokens), 2, 2)
         mine = place(comm, tokens, layout == "zigzag")
         cut = {name: t[:, mine] if name in ("x", "dt", "B", "C", "z") else t for name, t in given.items()}
@@ -172,7 +172,7 @@ def wrong_case(group):
     """Return errors where only the last rank has a wrong argument, at a first call."""
     found, given = {}, {"chunk_size": CHUNK, **drawn(4, 1, 1)[0]}
     for text, wrong in WRONG.items():
-        with allscan.Communicator(group, timeout=5) as comm:
+        with allscan.Communicator(group, timeout=60) as comm:
             # cu_seqlens may differ between ranks, and all ranks compare it
             own = {**given, **(wrong if comm.rank == comm.size - 1 or "cu_seqlens" in wrong else {})}
             found[text] = raised(allscan.zeco_ssd, comm=comm, **own)

@@ -191,7 +191,7 @@ def tangents_case(group, only):
     """Pass a tangent in each argument of each operator. With ``only`` one rank has a tangent, at a first call; the
     others must get an error."""
     found, right = {}, {}
-    with allscan.Communicator(group, timeout=5) as comm:
+    with allscan.Communicator(group, timeout=60) as comm:
         here = only in (None, comm.rank)
         all_calls = calls()
         all_calls["AllScan.scan"] = (

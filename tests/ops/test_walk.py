@@ -88,7 +88,7 @@ def walk_case(name):
 @pytest.mark.parametrize("with_gradients", ["", " with gradients"])
 @pytest.mark.parametrize("call", ["allscan", "zeco_gla", "zeco_kda"])
 def test_warm_calls(fresh, call, with_gradients):
-    walks, _ = fresh(2).run(walk_case, call + with_gradients, timeout=100)
+    walks, _ = fresh(2).run(walk_case, call + with_gradients)
     for part, (walk, names) in walks.items():
         print(part, walk, *names, sep="\n  ")
         assert all(a <= b for a, b in zip(walk, BOUNDS[part], strict=True)), (part, walk, BOUNDS[part])
@@ -114,6 +114,6 @@ INTERPRETED = "fast_ corrections nvshmem_device builtin wait.py links.py channel
 
 
 def test_a_first_call(fresh):
-    names, exchanges, ms = fresh(2).run(first_case, timeout=100)[0]
+    names, exchanges, ms = fresh(2).run(first_case)[0]
     print(len(names), exchanges, ms, *names, sep="\n  ")
     assert exchanges <= 2 and len(names) <= 60

@@ -131,12 +131,12 @@ def test_backwards_in_another_order(run):
 
 
 def test_resync_after_time_outs(run):
-    assert all(run(4, resync_case, options("recursive_doubling", (2, 2)) | dict(timeout=1.5)))
+    assert all(run(4, resync_case, options("recursive_doubling", (2, 2)) | dict(timeout=3.0)))
 
 
 def absent_case(group, nodes, absent, algorithm):
     """Return the ranks' errors where one of them never calls, and whether all return."""
-    comm = allscan.Communicator(group, timeout=1.0, nodes=nodes, algorithm=algorithm)
+    comm = allscan.Communicator(group, timeout=3.0, nodes=nodes, algorithm=algorithm)
     scan = allscan.AllScan(comm, (4, 4, 8), tile=(4, 8))
     state, out = torch.ones(scan.shape), torch.zeros(scan.shape)
     start, found, prev = time.monotonic(), None, None
@@ -162,8 +162,8 @@ def test_a_rank_that_never_comes_is_named(run, absent, algorithm):
     for rank, (found, spoiled, seconds, again) in enumerate(answers):
         assert again
         if rank != absent:
-            assert found and found[0] == rank and f"rank {rank} waited 1 s for rank {found[1]}" in found[2], answers
-            assert spoiled and seconds < 10
+            assert found and found[0] == rank and f"rank {rank} waited 3 s for rank {found[1]}" in found[2], answers
+            assert spoiled and seconds < 60
 
 
 def strided_case(group):
@@ -267,7 +267,7 @@ def test_the_choice(monkeypatch):
 
 def ahead_case(group, nodes, algorithm, protocol, depth, sleeper):
     """All ranks but one launch all their scans at once."""
-    with allscan.Communicator(group, timeout=5, nodes=nodes) as comm:
+    with allscan.Communicator(group, timeout=60, nodes=nodes) as comm:
         shape, count, worst = (3, 4, 8), 6, 0.0
         scan = allscan.AllScan(comm, shape, depth=depth, protocol=protocol, algorithm=algorithm, tile=(4, 8))
         for reverse in (False, True):
@@ -416,7 +416,7 @@ def test_every_slot_is_free_at_the_end(run, algorithm):
 
 def dropped_case(group, nodes, reverse):
     """Dropping a backward on all ranks is no error if one of them is a straggler."""
-    with allscan.Communicator(group, timeout=20, nodes=nodes, algorithm="rails") as comm:
+    with allscan.Communicator(group, timeout=60, nodes=nodes, algorithm="rails") as comm:
         for backward in (True, True, False, True):
             state = torch.ones(4, 4, 8, requires_grad=True)
             prev = allscan.allscan(state, comm=comm, reverse=reverse)

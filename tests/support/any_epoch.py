@@ -44,17 +44,33 @@ def take_any_later(channel, tile, epoch, word, ok):
     return tl.load(channel.inbox + slot_offsets(channel, tile, epoch), volatile=True), word, ok
 
 
-def control_case(group, epochs, control=True, most_s=0.0):
+def reverse(network, count):
+    """Deliver the puts of the interpreter's network in groups of ``count``, each group in reverse order."""
+    deliver, held = network.put_signal, []
+
+    def put_signal(*put):
+        held.append(put)
+        if len(held) == count:
+            while held:
+                deliver(*held.pop())
+
+    network.put_signal = put_signal
+
+
+def control_case(group, epochs, control=True, overtakes=None, timeout=20.0):
     """Check the values of ``epochs`` scans launched at once. control: use the links of this file; the process must not
-    have compiled a scan. most_s: largest delay of the interpreter's network."""
+    have compiled a scan. overtakes: whether a tile's puts of epochs 1, 2, 3, 4, ... arrive in the order 2, 1, 4, 3, ...
+    or in order, in the interpreter's own network; None: another network."""
     if control:
         channels.post = scan.post = post_to_one_word
         links._take_signal = take_any_later
-    comm = allscan.Communicator(group, timeout=3.0)
-    if network := getattr(comm.memory.heap, "network", None):  # the interpreter's
-        network.most_s = most_s
+    comm = allscan.Communicator(group, timeout=timeout)
     collective = allscan.AllScan(comm, (2, 16, 32), protocol="put", tile=(8, 32), depth=4)
     shape = collective.shape
+    if overtakes is not None:
+        comm.memory.heap.network.most_s = 0.0
+        if overtakes and comm.rank == 0:  # rank 1 sends only credits
+            reverse(comm.memory.heap.network, 2 * collective.num_tiles)
     given = [inputs(comm, shape, shape[:-1], epoch) for epoch in range(epochs)]
     own = [[x[comm.rank].to(comm.device) for x in both] for both in given]
     outs = [torch.full(shape, float("nan"), device=comm.device) for _ in given]

@@ -188,7 +188,7 @@ def other_backward_case(group, options=None):
 def resync_case(group, options=None):
     """Resync after a time-out, repeatedly, with the same objects and without a leak of memory."""
 
-    comm = allscan.Communicator(group, **dict(timeout=0.5) | (options or {}))
+    comm = allscan.Communicator(group, **dict(timeout=2.0) | (options or {}))
     scan = allscan.AllScan(comm, (2, 4, 8))
     free = heap.symmetric_heap().arena.free_bytes
     state = torch.ones(2, 4, 8, device=comm.device)

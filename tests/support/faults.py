@@ -29,10 +29,10 @@ def scan_until_timeout(comm, scan, epochs):
 
 
 def poisoned_case(absent, protocol):
-    comm = allscan.Communicator(timeout=1.0)
+    comm = allscan.Communicator(timeout=TIMEOUT)
     scan = allscan.AllScan(comm, (1, 4, 8), protocol=protocol)
     if comm.rank == absent:
-        time.sleep(3)
+        time.sleep(2 * TIMEOUT)
         return None
     out = torch.zeros(scan.shape, device=comm.device)
     try:

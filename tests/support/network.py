@@ -27,7 +27,7 @@ def build(folder: str, source: str, library: str, *options: str) -> str:
     """Compile a C source of tests/network into a shared library; return its path."""
     path = os.path.join(folder, library)
     command = [str(compiler()), "-O1", "-Wall", "-shared", "-fPIC", "-o", path, os.path.join(SOURCES, source), *options]
-    subprocess.run(command, check=True, timeout=120)
+    subprocess.run(command, check=True, timeout=900)
     return path
 
 

@@ -342,7 +342,7 @@ class Looking(TorchDispatchMode):
 
 def changed_case(group, custom):
     """Return the backward passes that differ if cu_seqlens is written to after the forward pass."""
-    with allscan.Communicator(group, timeout=10) as comm:
+    with allscan.Communicator(group, timeout=60) as comm:
         lengths, wrong = [0, 10, 20 * comm.size], []
         for name, call in calls(comm, 20).items():
             expected = forward_and_backward(call, lengths)
@@ -417,7 +417,7 @@ class OnGPU(torch.Tensor):
 def captured_case(group):
     """Return errors of calls in a capture with cu_seqlens on the GPU, and whether later calls are right."""
     answers, right = {}, []
-    with allscan.Communicator(group, timeout=10) as comm:
+    with allscan.Communicator(group, timeout=60) as comm:
         lengths = [0, 10, 20 * comm.size]
         on_gpu = torch.tensor(lengths).as_subclass(OnGPU)
         for name, call in calls(comm, 20).items():
@@ -451,7 +451,7 @@ def debug_case(group):
     def read(x):
         return torch.tensor(packing._read_boundaries(packing.TensorKey(x)))
 
-    with allscan.Communicator(group, timeout=2, debug=True) as comm, contextlib.ExitStack() as patches:
+    with allscan.Communicator(group, timeout=4, debug=True) as comm, contextlib.ExitStack() as patches:
         for module in ("operator", "halo"):
             patches.enter_context(mock.patch(f"allscan.ops.{module}.own_boundaries", read))
         for name, call in calls(comm, 20).items():
@@ -479,7 +479,7 @@ def test_debug_mode_compares_the_values_of_cu_seqlens(run, size=2):
 def chunks_case(group, layout):
     """One rank has more chunks than kernels support: all ranks raise; the next call is right."""
     partition.GRID_LIMIT = 4  # these ranks end with the test
-    with allscan.Communicator(group, timeout=5.0) as comm:
+    with allscan.Communicator(group, timeout=60) as comm:
         T, total = 8, 8 * comm.size
         q = torch.randn(1, T, 1, 16, generator=torch.Generator().manual_seed(comm.rank)).to(comm.device)
         many = [0, *range(total - 7, total + 1)] if layout == "contiguous" else [*range(8), total]
@@ -494,7 +494,7 @@ def chunks_case(group, layout):
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 def test_more_chunks_than_kernels_take(fresh, layout, size=3):
     of = size - 1 if layout == "contiguous" else 0
-    for found in fresh(size).run(chunks_case, None, layout, timeout=100):
+    for found in fresh(size).run(chunks_case, None, layout):
         assert found[0] == "ValueError" and f"packed sequences: rank {of} " in found[1], found
 
 

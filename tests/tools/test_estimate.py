@@ -327,7 +327,7 @@ def test_a_reader_that_closes_the_output(options, tmp_path):
     reader, writer = os.pipe()
     os.close(reader)
     command = [sys.executable, "-m", "allscan", *options.format(config=path).split()]
-    done = subprocess.run(command, cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=120)
+    done = subprocess.run(command, cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=900)
     os.close(writer)
     assert done.returncode == 141 and not done.stderr  # as of a program that SIGPIPE ends
 

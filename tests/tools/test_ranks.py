@@ -38,7 +38,7 @@ def test_large_messages_after_a_call_that_timed_out():
     with Ranks(1, "cpu") as ranks:
         with pytest.raises(RuntimeError, match="rank 0 did not answer within 0.5 s"):
             ranks.run(sleep_case, 2.0, 20 << 20, timeout=0.5)
-        assert ranks.run(length_case, bytes(20 << 20), timeout=60.0) == [20 << 20]
+        assert ranks.run(length_case, bytes(20 << 20)) == [20 << 20]
 
 
 def test_ranks_that_hang_are_killed_together():
@@ -47,7 +47,7 @@ def test_ranks_that_hang_are_killed_together():
     begun = time.monotonic()
     with pytest.raises(RuntimeError, match="rank 2 did not answer"), ranks:
         ranks.run(sleep_case, 600.0, timeout=0.5)
-    assert time.monotonic() - begun < 12.0
+    assert time.monotonic() - begun < 60.0
     assert not any(process.is_alive() for process in ranks.processes)
 
 
@@ -83,7 +83,7 @@ def test_ranks_end_when_their_parent_is_killed(tmp_path):
         pids = [int(pid) for pid in parent.stdout.readline().split()]
         parent.kill()
     assert len(pids) == 2
-    deadline = time.monotonic() + 10.0
+    deadline = time.monotonic() + 60.0
     while any(map(runs, pids)) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not any(map(runs, pids))
