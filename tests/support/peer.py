@@ -188,7 +188,6 @@ def allscan_ranks(request: pytest.FixtureRequest) -> Iterator[ranks.Ranks]:
     os.environ.setdefault("ALLSCAN_HEAP", "1G" if torch.cuda.is_available() else "256M")
     if torch.cuda.is_available() and count > torch.cuda.device_count():
         os.environ["ALLSCAN_TRANSPORT"] = "ipc"
-    ranks.PRELOAD = [*ranks.PRELOAD, "support.rewritten_kernels"]  # for ranks without GPUs
     with ranks.Ranks(count) as group:
         yield group
 
