@@ -9,6 +9,7 @@ exit status is 1 if an example fails.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import multiprocessing
 import os
 import re
@@ -22,6 +23,8 @@ from pathlib import Path
 DOCS = Path(__file__).resolve().parent
 BLOCK = re.compile(r"^```python\n(# runs on (?:one process|\d ranks)\n.*?)^```$", re.MULTILINE | re.DOTALL)
 TIMEOUT_S = 180
+# What examples import, at once or in a call; loaded once, before they are forked
+IMPORTED = "torch._dynamo", "transformers.modeling_utils", "transformers.trainer"
 
 
 def examples(names: list[str]) -> list[tuple[str, str]]:
@@ -104,10 +107,11 @@ def main() -> int:
     found = examples(sys.argv[1:])
     os.environ |= dict(TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")
     sys.path.insert(0, os.environ.get("ALLSCAN_SOURCE", str(DOCS.parent)))
-    import torch._dynamo  # noqa: F401  torch imports it at an operator's first call
-
     import allscan  # noqa: F401
 
+    for name in IMPORTED:
+        with contextlib.suppress(ImportError):  # the examples that need it say so
+            importlib.import_module(name)
     results = [run(program) for _, program in found]
     failed = [(name, output) for (name, _), (ok, output) in zip(found, results, strict=True) if not ok]
     for name, output in failed:

@@ -8,6 +8,7 @@ SequenceParallelTrainer is transformers' Trainer for a model from sequence_paral
 with the ordinary model in one process, and those of all ranks; with a difference above 1e-4 the exit status is 1.
 """
 
+import argparse
 import os
 import sys
 import tempfile
@@ -28,7 +29,7 @@ import allscan  # noqa: E402
 from allscan.integrations.transformers import SequenceParallelTrainer, sequence_parallel  # noqa: E402
 from allscan.tools.ranks import Ranks, launch, on_first  # noqa: E402
 
-STEPS, LENGTH = 10, 240
+LENGTH = 240
 CONFIG = dict(
     vocab_size=256,
     hidden_size=64,
@@ -49,7 +50,7 @@ CONFIG = dict(
 )
 
 
-def train(group):
+def train(group, steps):
     """Return the loss of each step; on one rank with the ordinary model, by Trainer itself."""
     rank, size = dist.get_rank(), dist.get_world_size()
     known = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, LOCAL_WORLD_SIZE=size, MASTER_ADDR="localhost")
@@ -60,10 +61,10 @@ def train(group):
         model, kind = Qwen3NextForCausalLM(Qwen3NextConfig(**CONFIG)), Trainer
         if comm.size > 1:
             model, kind = sequence_parallel(model, comm=comm), SequenceParallelTrainer
-        tokens = text_bytes()[: 2 * STEPS * LENGTH].view(-1, LENGTH).long()
+        tokens = text_bytes()[: 2 * steps * LENGTH].view(-1, LENGTH).long()
         arguments = TrainingArguments(
             folder,
-            max_steps=STEPS,
+            max_steps=steps,
             per_device_train_batch_size=1,
             gradient_accumulation_steps=2,
             learning_rate=3e-3,
@@ -85,10 +86,13 @@ def train(group):
 
 
 def main(ranks) -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=10)
+    steps = parser.parse_args().steps
     os.environ["WITHOUT_FLA"] = "1"  # for the process that starts here
     with Ranks(1, ranks.device) as one:
         del os.environ["WITHOUT_FLA"]
-        curves = [one.run(on_first, 1, train)[0], ranks.run(on_first, ranks.size, train)[0]]
+        curves = [one.run(on_first, 1, train, steps)[0], ranks.run(on_first, ranks.size, train, steps)[0]]
     print(f"loss by step: 1 rank, {ranks.size} ranks")
     for alone, split in zip(*curves, strict=True):
         print(f"  {alone:.6f}  {split:.6f}")

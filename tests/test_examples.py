@@ -44,7 +44,7 @@ def test_example(fresh, command, tmp_path, monkeypatch, capsys):
     "launcher, command",
     [
         ("", "own_kernel.py"),
-        ("", "train_transformers.py"),
+        ("", "train_transformers.py --steps 3"),
         pytest.param(
             "-m torch.distributed.run --nproc-per-node 2",
             "prefill_decode.py --length 1 --tokens 4",

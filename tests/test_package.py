@@ -22,6 +22,8 @@ import pytest
 import allscan
 import allscan.device
 import allscan.reference
+from allscan.__main__ import main
+from allscan.base.provenance import source_hash
 from allscan.bindings import nvshmem_device
 from support import gpu_record
 
@@ -244,10 +246,10 @@ def test_a_checkout_without_symbolic_links(tmp_path):
         from allscan.base.provenance import source_hash
         print(os.path.dirname(allscan.__file__), h.__file__, s.__file__, source_hash())
     """
-    paths, with_links = [python(code, tmp_path, PYTHONPATH=path).stdout.split() for path in (clone, ROOT)]
+    paths = python(code, tmp_path, PYTHONPATH=clone).stdout.split()
     assert len(paths) == 4 and all(path.startswith(clone) for path in paths[:3]), paths
     if not subprocess.run(["git", "status", "--porcelain"], cwd=ROOT, capture_output=True).stdout:
-        assert paths[3] == with_links[3]
+        assert paths[3] == source_hash()
 
 
 def python(code, tmp_path, **environment):
@@ -268,41 +270,51 @@ def test_modules_are_imported_when_they_are_asked_for(tmp_path):
     assert done.stdout.split() == ["gla_reference", "allscan.integrations.softmax"], done.stderr
 
 
-@pytest.mark.parametrize(
-    "module, missing, package",
-    [
-        ("fla", "fla", "flash-linear-attention"),
-        ("fla_cp", "fla", "flash-linear-attention"),
-        ("megatron", "megatron", "megatron-core"),
-        ("transformers", "transformers", "transformers"),
-    ],
+PACKAGE_OF = dict(
+    fla="flash-linear-attention",
+    fla_cp="flash-linear-attention",
+    megatron="megatron-core",
+    transformers="transformers",
 )
-def test_a_missing_package_is_named(module, missing, package, tmp_path):
+
+
+def test_a_missing_package_is_named(tmp_path):
     """The error names the package on the index, which differs from the module."""
     code = f"""
-        import sys
+        import sys, importlib
         from importlib import metadata
         class Nothing:
             def find_spec(self, name, path=None, target=None):
-                if name.split(".")[0] == {missing!r}:
+                if name.split(".")[0] in ("fla", "megatron", "transformers"):
                     raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
         sys.meta_path.insert(0, Nothing())
-        version, metadata.version = metadata.version, lambda name: version("no such" if name == {package!r} else name)
-        try:
-            from allscan.integrations.{module} import sequence_parallel
-        except ImportError as error:
-            print(error)
+        version, absent = metadata.version, {[*PACKAGE_OF.values()]}
+        metadata.version = lambda name: version("no such" if name in absent else name)
+        for module in {[*PACKAGE_OF]}:
+            try:
+                importlib.import_module("allscan.integrations." + module).sequence_parallel
+            except ImportError as error:
+                print(" ".join(str(error).split()))
     """
     done = python(code, tmp_path)
-    assert f"needs {package}" in done.stdout and f"pip install '{package}" in done.stdout, done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    assert len(lines) == len(PACKAGE_OF), done.stdout + done.stderr
+    for line, package in zip(lines, PACKAGE_OF.values(), strict=True):
+        assert f"needs {package}" in line and f"pip install '{package}" in line, line
 
 
 def test_a_forgotten_init_process_group_is_rejected(tmp_path):
     """Without it, processes started by torchrun would each be a rank of one."""
-    code = "import allscan; allscan.Communicator(transport='shm')"
-    assert python(code, tmp_path).returncode == 0
-    done = python(code, tmp_path, RANK="1", WORLD_SIZE="3")
-    assert done.returncode != 0 and "torch.distributed.init_process_group first" in done.stderr
+    code = """
+        import os, allscan
+        allscan.Communicator(transport='shm').close()
+        print("one rank")
+        os.environ |= dict(RANK="1", WORLD_SIZE="3")
+        allscan.Communicator(transport='shm')
+    """
+    done = python(code, tmp_path)
+    assert done.returncode != 0 and "one rank" in done.stdout, done
+    assert "torch.distributed.init_process_group first" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -325,10 +337,11 @@ def test_triton_interpret_that_is_set_too_late(first, then, value, words, tmp_pa
 def test_delta_rules_run_on_cpu_ranks_without_patches(tmp_path):
     """Alone and in a model of fla's, forward and backward, with a user's environment."""
     code = """
-        import torch, torch.distributed as dist, torch.nn.functional as F
+        import os, torch, torch._dynamo, torch.distributed as dist, torch.nn.functional as F
         from fla.models import KDAConfig, KDAForCausalLM
         import allscan
-        dist.init_process_group("gloo")
+        rank = int(os.fork() == 0)  # both ranks have all imports
+        dist.init_process_group("gloo", init_method="file://" + os.path.abspath("store"), rank=rank, world_size=2)
         with allscan.Communicator() as comm:
             torch.manual_seed(0)
             q, k, v, g = (torch.randn(1, 40, 2, 16).requires_grad_() for _ in "qkvg")
@@ -340,14 +353,15 @@ def test_delta_rules_run_on_cpu_ranks_without_patches(tmp_path):
             tokens = torch.randint(32, (1, 8))
             model(input_ids=tokens, labels=tokens).loss.backward()
             assert all(x.grad.isfinite().all() for x in (q, k, v, g, *model.parameters()))
-            print("right")
+            print("right", flush=True)
         dist.destroy_process_group()
+        assert rank or os.wait()[1] == 0
     """
     program = tmp_path / "program.py"
     program.write_text(textwrap.dedent(code))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(program)]
     environment = {name: x for name, x in os.environ.items() if name != "FLA_CACHE_RESULTS"}
     environment |= {"PYTHONPATH": ROOT, "TRITON_INTERPRET": "1"}
+    command = [sys.executable, str(program)]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=900)
     assert done.stdout.count("right") == 2, done.stdout + done.stderr
 
@@ -443,18 +457,20 @@ def test_types_are_consistent():
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_doctor():
-    done = subprocess.run(
-        [sys.executable, "-m", "allscan", "doctor"], cwd=ROOT, capture_output=True, text=True, timeout=900
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_doctor(monkeypatch, capsys):
+    def command(*arguments):
+        monkeypatch.setattr(sys, "argv", ["allscan", *arguments])
+        return main(), capsys.readouterr().out
+
+    status, told = command("doctor")
+    assert status == 0, told
     words = "torch", "Triton", "NVSHMEM", "transport   shm", "CUDA graphs on", "ALLSCAN_CUDA_GRAPHS"
     for word in (*words, "GPU tests", "self-test   3 ranks on cpu"):
-        assert word in done.stdout
-    assert subprocess.run([sys.executable, "-m", "allscan"], cwd=ROOT, capture_output=True).returncode == 2
+        assert word in told
+    assert command()[0] == 2
     for option, words in (("--version", allscan.__version__), ("--help", "allscan doctor")):
-        done = subprocess.run([sys.executable, "-m", "allscan", option], cwd=ROOT, capture_output=True, text=True)
-        assert done.returncode == 0 and words in done.stdout
+        status, told = command(option)
+        assert status == 0 and words in told
 
 
 def test_the_record_of_gpu_tests(tmp_path):
@@ -548,7 +564,7 @@ def test_make_test_gpu_finds_its_python(tmp_path, has_all):
 
 
 def test_pytest_runs_in_an_unpacked_sdist(tmp_path):
-    """It has all tests and their files: the quick ones are collected, and some of each type pass."""
+    """It has all tests and their files: all are collected, and some of each type pass."""
     code = f"import setuptools.build_meta as b; print(b.build_sdist({str(tmp_path)!r}))"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True)
     (archive,) = tmp_path.glob("*.tar.gz")
@@ -557,25 +573,27 @@ def test_pytest_runs_in_an_unpacked_sdist(tmp_path):
     (folder,) = (path for path in tmp_path.iterdir() if path.is_dir())
     environment = {name: x for name, x in os.environ.items() if name not in ("PYTHONPATH", "PYTEST_ADDOPTS")}
 
-    def run(*options):
-        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *options]
-        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=900)
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
-
-    assert "test_transformers.py" in run("--collect-only", "-m", "quick")
-    chosen = "layers or public_things or short or (test_values and shape2-decay_shape2-2)"
-    files = "tests/test_package.py", "tests/test_docs.py", "tests/scan/test_collective.py"
-    assert "passed" in run("-v", *files, "-k", chosen)
-    lie = subprocess.run(
-        [sys.executable, "-c", "import sys; sys.path.insert(0, '.'); import allscan.bindings as b; print(b.__file__)"],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert lie.stdout.startswith(str(folder))
+    chosen = "layers_know or public_things or short or (test_values and shape2-decay_shape2-4)"
+    options = ["-p", "no:cacheprovider", "-vv", "-m", "quick", "-k", chosen]
+    code = f"""
+        import sys
+        sys.path.insert(0, ".")
+        import allscan.bindings, pytest
+        print(allscan.bindings.__file__)
+        class Collected:
+            def pytest_itemcollected(self, item):
+                files.add(item.path.name)
+        files = set()
+        status = pytest.main({options}, plugins=[Collected()])
+        print("collected:", *files)
+        sys.exit(status)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0 and done.stdout.startswith(str(folder)), done.stdout + done.stderr
+    assert re.search(r"^collected: .*\btest_transformers.py", done.stdout, re.MULTILINE), done.stdout
+    for name in ("test_package", "test_docs", "scan/test_collective"):
+        assert re.search(rf"tests/{name}.py::.* PASSED", done.stdout), (name, done.stdout)
 
 
 @pytest.mark.parametrize("url", ["", "https://example.org/allscan"])

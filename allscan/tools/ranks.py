@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import faulthandler
+import gc
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -255,6 +256,7 @@ def _serve(which: tuple[int, int, str, str, int], pipe: Any, path: list[str], en
     os.environ.update(environment)
     sys.path[:] = path
     faulthandler.register(signal.SIGUSR2)
+    gc.freeze()  # collections, as of comm.resync(), need not read what the fork server has imported
     store = dist.TCPStore(LOOPBACK, port)
     where: dict[str, Any] = {}
     if device == "cuda":

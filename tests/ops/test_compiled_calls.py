@@ -98,7 +98,7 @@ def operator_case(group, name, layout, backend):
     return answers
 
 
-@pytest.mark.parametrize("name, layout", CASES)
+@pytest.mark.parametrize("name, layout", [x for x in CASES if x != ("zeco_gla", "zigzag")])  # an operator's once
 def test_every_call_is_made_once(run, name, layout):
     """Covers calls whose results a rank does not use, equal calls on a rank, and calls in a recomputed region
     (torch.utils.checkpoint, memory budgets), forward and backward."""
@@ -343,9 +343,14 @@ def value_and_gradient(function, gradients):
 
 
 @pytest.mark.cpu
-@pytest.mark.parametrize("gradients", [True, False])
 @pytest.mark.parametrize(
-    "backend, budget", [("aot_eager", 1.0), ("aot_eager", 0.5), ("aot_eager", 0.0), ("inductor", 1.0)]
+    "backend, budget, gradients",
+    [
+        ("aot_eager", 1.0, False),
+        *(("aot_eager", budget, True) for budget in (1.0, 0.5, 0.0)),  # of what forward saves
+        ("inductor", 1.0, True),
+        ("inductor", 1.0, False),
+    ],
 )
 def test_order(backend, budget, gradients):
     """A compiler keeps the order of calls that share no data."""

@@ -341,7 +341,7 @@ def saved_case(group, name):
     with allscan.Communicator(group) as comm:
         given = {k: x.to(comm.device) for k, x in drawn(name, 1, 128, 1).items() if k != "initial_state"}
         x = given["v"].requires_grad_()
-        for sequences in (1, 64):
+        for sequences in (1, 8, 64):
             last = 128 * (comm.size - 1)
             cuts = [*range(0, last + 1, 128), *(last + 128 * (i + 1) // sequences for i in range(sequences))]
             where = dict(comm=comm, cu_seqlens=cuts, first_token=128 * comm.rank)
@@ -351,7 +351,7 @@ def saved_case(group, name):
                 memory[t.data_ptr()] = t.nbytes
                 return t
 
-            for modes in ((False, False), (False, True), (True, False)):
+            for modes in ((False, False), (False, True), (True, False))[: 3 if sequences == 8 else 1]:
                 forward, backward = (FlopCounterMode(display=False) if m else contextlib.nullcontext() for m in modes)
                 hooks = contextlib.nullcontext() if any(modes) else saved_tensors_hooks(pack, lambda t: t)
                 with forward, hooks:
@@ -366,8 +366,8 @@ def saved_case(group, name):
 @pytest.mark.parametrize("name", ["zeco_gla", "zeco_kda", "zeco_gated_delta_rule"])
 def test_a_rank_saves_nothing_for_the_sequences_of_others(run, name, size=2):
     (first, last), equal = zip(*run(size, saved_case, name))
-    assert first[1] < 1.02 * first[0] and last[1] > 2 * last[0], (first, last)
-    assert all(map(all, equal))
+    assert first[2] < 1.02 * first[0] and last[2] > 2 * last[0], (first, last)
+    assert all(map(all, equal)) and len(equal[0]) == 2
 
 
 def many_finals_case(group):
@@ -377,7 +377,7 @@ def many_finals_case(group):
     with allscan.Communicator(group) as comm:
         generator = torch.Generator().manual_seed(comm.rank)
         x = torch.randn(1, 24, 2, 16, generator=generator).to(comm.device).requires_grad_()
-        for N in (1, 2, 3, 5, 8, 9, 11, 16, 17):
+        for N in (1, 2, 3, 8, 9, 16, 17):
             cuts = [i * 24 * comm.size // N for i in range(N + 1)]
             where = dict(comm=comm, cu_seqlens=cuts, first_token=24 * comm.rank)
             weight = torch.arange(N, device=comm.device)[:, None, None, None] + 1.0

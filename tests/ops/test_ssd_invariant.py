@@ -63,6 +63,15 @@ def case(group, tokens, packed, zigzag, dtype=torch.float32, invariant=S):
         return torch.arange(total)[mine], of_tokens, dict(final=final.detach().cpu(), initial=initial)
 
 
+def found_by_one(run, total, *options):
+    if (total, *options) not in _of_one_rank:
+        _of_one_rank[total, *options] = found(run, [total], *options)
+    return _of_one_rank[total, *options]
+
+
+_of_one_rank: dict = {}  # results by case, for comparison with each split
+
+
 def found(run, tokens, *options):
     parts = run(len(tokens), case, tokens, *options)
     order = torch.cat([mine for mine, *_ in parts]).argsort()
@@ -93,13 +102,15 @@ def test_the_law_in_float64(run, packed, size=2):
 )
 @pytest.mark.parametrize("packed, dtype", [(False, torch.float32), (True, torch.float32), (False, torch.bfloat16)])
 def test_contiguous(run, packed, dtype, size, tokens):
-    assert differing(found(run, [4 * S + 21], packed, False, dtype), found(run, tokens, packed, False, dtype)) == []
+    assert (
+        differing(found_by_one(run, 4 * S + 21, packed, False, dtype), found(run, tokens, packed, False, dtype)) == []
+    )
 
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_zigzag(run, packed, size):
-    assert differing(found(run, [8 * S], packed, False), found(run, [8 * S // size] * size, packed, True)) == []
+    assert differing(found_by_one(run, 8 * S, packed, False), found(run, [8 * S // size] * size, packed, True)) == []
 
 
 def _rejected(group):

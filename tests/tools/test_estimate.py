@@ -320,7 +320,7 @@ def test_a_step_of_the_config_in_the_documentation(fields, message, tmp_path, ca
         assert status == 2 and not found.out and found.err.count("\n") == 1 and message in found.err
 
 
-@pytest.mark.parametrize("options", ["--version", "--help", "estimate {config} --tokens 64 --ranks 2"])
+@pytest.mark.parametrize("options", ["--version", "estimate {config} --tokens 64 --ranks 2"])
 def test_a_reader_that_closes_the_output(options, tmp_path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(GLA))

@@ -1,4 +1,4 @@
-"""The command by which a cluster's user checks a network: here on CPU ranks, by torchrun."""
+"""The command by which a cluster's user checks a network, on CPU ranks."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import subprocess
 import sys
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from allscan.bindings.arena import check_nodes
 from allscan.tools import network_check
@@ -18,87 +20,83 @@ from support.network import compiler
 
 pytestmark = pytest.mark.cpu
 
-WRONG = """
-import sys, torch, allscan
-from allscan.tools import network_check
-def check_what_is_wrong(comm, epochs):
-    network_check._compare(torch.full((2,), float(comm.rank)), torch.zeros(2), "a sum")
-network_check.CHECKS = {network_check.check_halo: 1.0, check_what_is_wrong: 1.0, network_check.check_zigzag: 1.0}
-sys.exit(network_check.main())
-"""
+
+def program_case(arguments, port, checks, folder):
+    """Run main() as in a process of torchrun, after which this rank has no process group; return its exit status."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    job = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    os.environ |= {name: str(value) for name, value in job.items()}
+    network_check.CHECKS = checks or network_check.CHECKS
+    with open(os.path.join(folder, f"output{rank}"), "w", buffering=1) as output:
+        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+            try:
+                return network_check.main(arguments)
+            except SystemExit as error:
+                print(error, file=output)
+                return 1
 
 
-VARIABLES = {"TRITON_INTERPRET": "1", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": ROOT}
+@pytest.fixture
+def program(fresh, tmp_path):
+    """Return program(size, *arguments): it returns for each rank (whether it succeeded, its output)."""
+
+    def run(size, *arguments, checks=None):
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
+        ranks = fresh(size)
+        ranks.start(program_case, arguments, port, checks, str(tmp_path))
+        ended = [value == 0 for value, _ in ranks.results(timeout=900)]  # None: its process has ended
+        return [(ok, (tmp_path / f"output{rank}").read_text()) for rank, ok in enumerate(ended)]
+
+    return run
 
 
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return str(server.getsockname()[1])
-
-
-def torchrun(*program, size=2):
-    """Run a program with torchrun on this host."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(size)]
-    command += ["--master-addr", "127.0.0.1", "--master-port", free_port(), *program]
-    return subprocess.run(command, cwd=ROOT, env=os.environ | VARIABLES, capture_output=True, text=True, timeout=900)
-
-
-def one_by_one(*program, size):
-    """Run ranks without a launcher that ends all when one has failed; return their results."""
-    variables = os.environ | VARIABLES | dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port(), WORLD_SIZE=str(size))
-    options = dict(cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    ranks = [
-        subprocess.Popen([sys.executable, *program], env=variables | dict(RANK=str(rank), LOCAL_RANK="0"), **options)
-        for rank in range(size)
-    ]
-    try:
-        found = [rank.communicate(timeout=900) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    return [subprocess.CompletedProcess(program, rank.returncode, *out) for rank, out in zip(ranks, found, strict=True)]
-
-
-def test_a_report(tmp_path):
+def test_a_report(program, tmp_path):
     path = tmp_path / "report.txt"
-    module = ["-m", "allscan.tools.network_check"]
-    done = torchrun(*module, "--epochs", "10", "--output", str(path), size=3)
+    found = program(3, "--epochs", "10", "--output", str(path))
     report = path.read_text()
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert all(line in done.stdout for line in report.splitlines())
+    assert all(ok for ok, _ in found), found
+    assert found[0][1] == report and not found[1][1] and not found[2][1]
     for check in network_check.CHECKS:
         name = check.__name__.removeprefix("check_").replace("_", " ")
         assert [line for line in report.splitlines() if line.startswith(name) and "right" in line], (name, report)
     assert "nodes                      (3,)" in report and "all is right" in report
 
 
-def test_a_wrong_result_ends_it(tmp_path):
-    program = tmp_path / "wrong.py"
-    program.write_text(WRONG)
-    done = torchrun(str(program), "--epochs", "5")
-    assert done.returncode != 0
-    assert "FAILED on rank 1: WrongResultError: a sum: off by 1.00e+00" in done.stdout, done.stdout + done.stderr
-    assert "halo                       right" in done.stdout and "zigzag" not in done.stdout
-    assert "NOT right" in done.stdout
+def check_what_is_wrong(comm, epochs):
+    network_check._compare(torch.full((2,), float(comm.rank)), torch.zeros(2), "a sum")
 
 
-@pytest.mark.parametrize("launched", ["torchrun", "one by one"])
-def test_a_report_that_cannot_be_written(tmp_path, launched):
+def test_a_wrong_result_ends_it(program):
+    checks = {network_check.check_halo: 1.0, check_what_is_wrong: 1.0, network_check.check_zigzag: 1.0}
+    found = program(2, "--epochs", "5", checks=checks)
+    assert not any(ok for ok, _ in found), found
+    report = found[0][1]
+    assert "FAILED on rank 1: WrongResultError: a sum: off by 1.00e+00" in report, found
+    assert "halo                       right" in report and "zigzag" not in report
+    assert "NOT right" in report
+
+
+def test_a_report_that_cannot_be_written(program, tmp_path):
     """All ranks end before the checks, with the reason; also without a launcher that ends the other ranks."""
     path = str(tmp_path / "no such folder" / "report.txt")
-    program = ["-m", "allscan.tools.network_check", "--epochs", "2", "--output", path]
-    if launched == "torchrun":
-        done = [torchrun(*program, size=2)]
-    else:
-        done = one_by_one(*program, size=3)
-    for one in done:
-        assert one.returncode != 0 and "the first rank cannot write its report to --output=" in one.stderr, one
-        assert "No such file or directory" in one.stderr and "right" not in one.stdout
+    for ok, output in program(3, "--epochs", "2", "--output", path):
+        assert not ok and "the first rank cannot write its report to --output=" in output, output
+        assert "No such file or directory" in output and "right" not in output
 
 
-def test_one_process():
-    done = torchrun("-m", "allscan.tools.network_check", "--epochs", "1", size=1)
-    assert done.returncode and "at least 2 processes" in done.stderr and "right" not in done.stdout, done
+def test_by_torchrun():
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["-m", "allscan.tools.network_check", "--epochs", "2"]
+    variables = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": ROOT}
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | variables, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0 and "all is right" in done.stdout, done
+
+
+def test_one_process(program):
+    ((ok, output),) = program(1, "--epochs", "1")
+    assert not ok and "at least 2 processes" in output and "right" not in output, output
 
 
 def test_a_full_disk():
