@@ -19,14 +19,13 @@ import functools
 import importlib.util
 import sys
 import traceback
-import types
 
 import torch
 
 import allscan
 from allscan.reference import gla_reference, ssd_reference
 from bench.harness import Table, results
-from bench.tuning import Job, compile_ahead, time_quickly
+from bench.tuning import Job, compile_ahead, mamba, of_simple_gla, of_ssd, time_quickly
 
 SHAPES = "16384x128x64x8x128", "16384x80x64x1x128", "16384x64x128x64x128"
 BYTES_PER_US = 4.3e6
@@ -36,58 +35,12 @@ COLUMNS = (
 )
 
 
-def of_ssd(T, H, P, G, N, strong=False, device="cuda", dtype=torch.bfloat16):
-    """Draw ({name: tensor}, dy) for zeco_ssd."""
-    make = torch.Generator().manual_seed(0)
-
-    def normal(*shape):
-        return torch.randn(shape, generator=make)
-
-    mixed = torch.cat([normal(1, T, H * P), normal(1, T, 2 * G * N) / N**0.5], 2).to(device, dtype)
-    x, B, C = mixed.split([H * P, G * N, G * N], 2)
-    steps = torch.exp(torch.rand(H, generator=make) * 4.6 - 6.9)  # Mamba2's: 0.001 to 0.1
-    A = -torch.arange(1.0, H + 1) if strong else -(1 + 15 * torch.rand(H, generator=make))
-    given = dict(
-        x=x.unflatten(2, (H, P)),
-        dt=(normal(1, T, H) * 0.5).to(device, dtype),
-        A=A.to(device),
-        B=B.unflatten(2, (G, N)),
-        C=C.unflatten(2, (G, N)),
-        D=(torch.zeros(H) if T <= 512 else normal(H)).to(device),
-        dt_bias=(steps + torch.log(-torch.expm1(-steps))).to(device),
-    )
-    leaves = {name: t.detach().requires_grad_() for name, t in given.items()}
-    return leaves, normal(1, T, H, P).to(device, dtype)
-
-
-def of_simple_gla(T, H, P, G, N, strong=False, device="cuda", dtype=torch.bfloat16):
-    """Draw ({name: tensor}, do) for zeco_simple_gla. With g, fla rejects its backward on Hopper and Triton 3.6."""
-    make = torch.Generator().manual_seed(0)
-    q, k = (torch.randn(1, T, G, N, generator=make).to(device, dtype) for _ in "qk")
-    v, do = (torch.randn(1, T, H, P, generator=make).to(device, dtype) for _ in "vo")
-    g_gamma = torch.linspace(-1, -1e-3, H).to(device) * (100 if strong else 1)
-    return {name: t.requires_grad_() for name, t in dict(q=q, k=k, v=v).items()} | dict(g_gamma=g_gamma), do
-
-
 def simple_gla_reference(q, k, v, g_gamma):
     return gla_reference(q, k, v, g_gamma[:, None].expand_as(k))[0]
 
 
 def exact_ssd(**leaves):
     return ssd_reference(**leaves, dt_softplus=True)[0]
-
-
-def mamba():
-    """Return mamba_chunk_scan_combined, without the rest of mamba_ssm, which imports CUDA extensions."""
-    if "mamba_ssm" not in sys.modules:
-        spec = importlib.util.find_spec("mamba_ssm")
-        package = types.ModuleType("mamba_ssm")
-        package.__path__ = list(spec.submodule_search_locations)
-        package.__spec__ = spec
-        sys.modules["mamba_ssm"] = package
-    from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
-
-    return mamba_chunk_scan_combined
 
 
 def methods(shape, comm, alone):

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib.util
 import multiprocessing
 import os
 import sys
 import tempfile
 import time
 import traceback
+import types
 from typing import NamedTuple
 from unittest import mock
 
@@ -39,6 +41,52 @@ def inputs(rule, T, H, gate, device, seed, dtype=torch.bfloat16, K=128, V=None):
     v, do = (normal(1, T, H, V or K).to(dtype) for _ in "vo")
     g = F.logsigmoid(normal(1, T, H, K) if rule == "kda" else normal(1, T, H)) * gate
     return [q, k, v, g, normal(1, T, H).sigmoid()], do, normal(1, H, K, V or K)
+
+
+def of_ssd(T, H, P, G, N, strong=False, device="cuda", dtype=torch.bfloat16):
+    """Draw ({name: tensor}, dy) for zeco_ssd."""
+    make = torch.Generator().manual_seed(0)
+
+    def normal(*shape):
+        return torch.randn(shape, generator=make)
+
+    mixed = torch.cat([normal(1, T, H * P), normal(1, T, 2 * G * N) / N**0.5], 2).to(device, dtype)
+    x, B, C = mixed.split([H * P, G * N, G * N], 2)
+    steps = torch.exp(torch.rand(H, generator=make) * 4.6 - 6.9)  # Mamba2's: 0.001 to 0.1
+    A = -torch.arange(1.0, H + 1) if strong else -(1 + 15 * torch.rand(H, generator=make))
+    given = dict(
+        x=x.unflatten(2, (H, P)),
+        dt=(normal(1, T, H) * 0.5).to(device, dtype),
+        A=A.to(device),
+        B=B.unflatten(2, (G, N)),
+        C=C.unflatten(2, (G, N)),
+        D=(torch.zeros(H) if T <= 512 else normal(H)).to(device),
+        dt_bias=(steps + torch.log(-torch.expm1(-steps))).to(device),
+    )
+    leaves = {name: t.detach().requires_grad_() for name, t in given.items()}
+    return leaves, normal(1, T, H, P).to(device, dtype)
+
+
+def of_simple_gla(T, H, P, G, N, strong=False, device="cuda", dtype=torch.bfloat16):
+    """Draw ({name: tensor}, do) for zeco_simple_gla. With g, fla rejects its backward on Hopper and Triton 3.6."""
+    make = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(1, T, G, N, generator=make).to(device, dtype) for _ in "qk")
+    v, do = (torch.randn(1, T, H, P, generator=make).to(device, dtype) for _ in "vo")
+    g_gamma = torch.linspace(-1, -1e-3, H).to(device) * (100 if strong else 1)
+    return {name: t.requires_grad_() for name, t in dict(q=q, k=k, v=v).items()} | dict(g_gamma=g_gamma), do
+
+
+def mamba():
+    """Return mamba_chunk_scan_combined, without the rest of mamba_ssm, which imports CUDA extensions."""
+    if "mamba_ssm" not in sys.modules:
+        spec = importlib.util.find_spec("mamba_ssm")
+        package = types.ModuleType("mamba_ssm")
+        package.__path__ = list(spec.submodule_search_locations)
+        package.__spec__ = spec
+        sys.modules["mamba_ssm"] = package
+    from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
+
+    return mamba_chunk_scan_combined
 
 
 def fla_operator(rule):
@@ -123,17 +171,13 @@ class Job(NamedTuple):
     def _simple_gla(self, T: int, device: torch.device) -> None:
         from fla.ops.simple_gla import chunk_simple_gla
 
-        from bench import ssd
-
-        leaves, do = ssd.of_simple_gla(T, self.H, self.V, self.H, self.K, device=device)
+        leaves, do = of_simple_gla(T, self.H, self.V, self.H, self.K, device=device)
         chunk_simple_gla(**leaves)[0].backward(do)
 
     def _mamba(self, T: int, device: torch.device) -> None:
-        from bench import ssd
-
-        leaves, dy = ssd.of_ssd(T, self.H, self.V, self.G, self.K, device=device)
+        leaves, dy = of_ssd(T, self.H, self.V, self.G, self.K, device=device)
         x, dt, A, B, C, D, bias = leaves.values()
-        ssd.mamba()(x, dt, A, B, C, 256, D=D, dt_bias=bias, dt_softplus=True).backward(dy)
+        mamba()(x, dt, A, B, C, 256, D=D, dt_bias=bias, dt_softplus=True).backward(dy)
 
 
 def rejected(*, q, k, w, g, **_):
