@@ -43,8 +43,8 @@ def inputs(rule, T, H, gate, device, seed, dtype=torch.bfloat16, K=128, V=None):
     return [q, k, v, g, normal(1, T, H).sigmoid()], do, normal(1, H, K, V or K)
 
 
-def of_ssd(T, H, P, G, N, strong=False, device="cuda", dtype=torch.bfloat16):
-    """Draw ({name: tensor}, dy) for zeco_ssd."""
+def of_ssd(T, H, P, G, N, strong=False, skip=1.0, device="cuda", dtype=torch.bfloat16):
+    """Draw ({name: tensor}, dy) for zeco_ssd. skip: factor of D."""
     make = torch.Generator().manual_seed(0)
 
     def normal(*shape):
@@ -60,14 +60,14 @@ def of_ssd(T, H, P, G, N, strong=False, device="cuda", dtype=torch.bfloat16):
         A=A.to(device),
         B=B.unflatten(2, (G, N)),
         C=C.unflatten(2, (G, N)),
-        D=(torch.zeros(H) if T <= 512 else normal(H)).to(device),
+        D=normal(H).to(device) * skip,
         dt_bias=(steps + torch.log(-torch.expm1(-steps))).to(device),
     )
     leaves = {name: t.detach().requires_grad_() for name, t in given.items()}
     return leaves, normal(1, T, H, P).to(device, dtype)
 
 
-def of_simple_gla(T, H, P, G, N, strong=False, device="cuda", dtype=torch.bfloat16):
+def of_simple_gla(T, H, P, G, N, strong=False, skip=1.0, device="cuda", dtype=torch.bfloat16):
     """Draw ({name: tensor}, do) for zeco_simple_gla. With g, fla rejects its backward on Hopper and Triton 3.6."""
     make = torch.Generator().manual_seed(0)
     q, k = (torch.randn(1, T, G, N, generator=make).to(device, dtype) for _ in "qk")
@@ -131,7 +131,7 @@ class Job(NamedTuple):
     kind: str = "one rank"
     beta: torch.dtype = torch.float32
     normalized: tuple[int, ...] = ()
-    K: int = 128  # another only for "gla" and "mamba"
+    K: int = 128  # another only for "gla", "simple_gla" and "mamba"
     V: int = 128
     G: int = 1  # only for "mamba"
 

@@ -1,7 +1,7 @@
 """A scalar decay for each head (ssd_fwd.py), backward.
 
 With S the incoming state of a chunk, E the gradient of its outgoing one, and dy that of y before its product with
-silu(z), without the factor scale of C, which scores and reading_of contain:
+silu(z), without the factor scale of C, which scores, reading_of and the stored W contain:
 
 ssd_steps_kernel, ssd_scores_kernel: the factors and scores again
 ssd_output_kernel      with z alone: dz and dy
@@ -19,7 +19,8 @@ at last:
 ssd_step_grad_kernel   dg, ddt, and the parts of dA and ddt_bias, of a chunk and several heads
 ssd_sums_kernel        sums of parts: of dB and dC over several programs of a group; of dA, dD, ddt_bias over chunks
 
-dg_r is the sum of all terms whose decay contains g_r, without a difference of larger sums: so it is 0 where a decay is.
+dg_r is the sum of all terms whose decay contains g_r; it is 0 where a decay is. In bfloat16 no term is the difference
+of larger sums; in float32 the sum over s < r is one up to s <= r less its last term.
 With Q[t, s] = (C_t . B_s) W[t, s] / d_s:
 
     pairs s < r <= t:                      sum_{t >= r} sum_{s < r} Q[t, s] d_s
@@ -82,7 +83,7 @@ def _adjoint_of_head(
     return b_state
 
 
-@triton.jit(do_not_specialize=["first_chunk", "scale"])
+@triton.jit(do_not_specialize=["first_segment", "first_chunk", "scale"])
 def ssd_adjoint_kernel(
     p_c,  # [tokens, G, N]
     p_b,  # [tokens, G, N]
@@ -94,9 +95,10 @@ def ssd_adjoint_kernel(
     p_edge_gate,  # float32 [NS, H, N]
     p_prev,  # float32 [B, H, N, P]
     p_D,  # [H] or [H, P]; or None
-    p_dstates,  # [NC, H, N, P]; out, the gradient of each chunk's outgoing state
+    p_dstates,  # [chunks of the launch, H, N, P]; out, the gradient of each chunk's outgoing state
     p_dx,  # [tokens, H, P]; out
-    first_chunk,  # int, of the table; the first one in p_factors and p_dstates
+    first_segment,  # int, of the launch
+    first_chunk,  # int, of the launch
     scale,  # float
     H: tl.constexpr,
     G: tl.constexpr,
@@ -115,10 +117,10 @@ def ssd_adjoint_kernel(
     """E of every chunk and dx, of HEADS heads, BV columns, from the last chunk of a segment to the first."""
     V_BLOCKS: tl.constexpr = (P + BV - 1) // BV
     sizes: tl.constexpr = (H, N, P, DY_STRIDE)
-    i_v, h, s = tl.program_id(0) % V_BLOCKS, tl.program_id(0) // V_BLOCKS * HEADS, tl.program_id(1)
+    i_v, h, s = tl.program_id(0) % V_BLOCKS, tl.program_id(0) // V_BLOCKS * HEADS, first_segment + tl.program_id(1)
     p_segment, start, end, chunk, num_chunks = segment(p_segments, s, BT)
     b_first, b_second = states_of_heads(p_incoming, p_edge_gate, p_prev, p_segment, (s, h, i_v), H, N, P, BK, BV, HEADS)
-    chunk -= first_chunk
+    chunk, p_factors = chunk - first_chunk, p_factors + first_chunk.to(tl.int64) * (H * 3 * BT)
     for i in range(loop_bound(num_chunks)):
         n = num_chunks - 1 - i
         first = start + n * BT
@@ -206,7 +208,7 @@ def ssd_pairs_kernel(
     tl.store(p_weights + base_scores + at_scores, b_w * scale, mask=inside)
 
 
-@triton.jit(do_not_specialize=["tokens", "scale"])
+@triton.jit(do_not_specialize=["first_chunk", "tokens", "scale"])
 def ssd_gradients_kernel(
     p_c,  # [tokens, G, N]
     p_b,  # [tokens, G, N]
@@ -215,13 +217,14 @@ def ssd_gradients_kernel(
     p_weights,  # float32 [SPLIT, tokens, G, BT], see ssd_pairs_kernel
     p_factors,  # float32 [NC, H, 3, BT]
     p_chunks,  # int32 [NC, 2]
-    p_states,  # [NC, H, N, P], each chunk's incoming state
-    p_dstates,  # [NC, H, N, P], the gradient of its outgoing state
+    p_states,  # [chunks of the launch, H, N, P], each chunk's incoming state
+    p_dstates,  # like p_states, the gradient of its outgoing state
     p_dc,  # [SPLIT, tokens, G, N]; out
     p_db,  # [SPLIT, tokens, G, N]; out
     p_parts,  # float32 [NC, H, NJ, 2, BT]; out, of BJ rows of the states: e^G_t C_t . (S dy_t) and, without d_s,
     # e^(G - G_s) B_s . (E x_s)
     p_through,  # float32 [NC, H, N]; out, the sum of S E over columns
+    first_chunk,  # int, of the launch
     tokens,  # int
     scale,  # float
     H: tl.constexpr,
@@ -243,7 +246,8 @@ def ssd_gradients_kernel(
     NJ: tl.constexpr = (N + BJ - 1) // BJ
     V_BLOCKS: tl.constexpr = (P + BV - 1) // BV
     j, i = tl.program_id(0) % NJ, tl.program_id(0) // NJ
-    split, g, n = i % SPLIT, i // SPLIT % G, i // (SPLIT * G)
+    split, g, m = i % SPLIT, i // SPLIT % G, i // (SPLIT * G)
+    n = first_chunk + m
     start, end = tl.load(p_chunks + 2 * n), tl.load(p_chunks + 2 * n + 1)
     base_c, at_c, inside = tile(start, end, g * N, j, C_STRIDE, N, BT, BJ)
     base_b, at_b, inside = tile(start, end, g * N, j, B_STRIDE, N, BT, BJ)
@@ -263,7 +267,7 @@ def ssd_gradients_kernel(
         for i_v in tl.static_range(V_BLOCKS):
             base_x, at_x, inside_v = tile(start, end, h * P, i_v, X_STRIDE, P, BT, BV)
             base_dy, at_dy, inside_v = tile(start, end, h * P, i_v, DY_STRIDE, P, BT, BV)
-            at_s, inside_s = state_at(row, i_v, N, P, BJ, BV, j)
+            at_s, inside_s = state_at(m * H + h, i_v, N, P, BJ, BV, j)
             b_x, b_dy = load(p_x + base_x, at_x, inside_v), load(p_dy + base_dy, at_dy, inside_v)
             b_state, b_dstate = load(p_states, at_s, inside_s), load(p_dstates, at_s, inside_s)
             b_read = product(b_dy, tl.trans(b_state), b_read, PRECISION)

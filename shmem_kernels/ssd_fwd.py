@@ -201,7 +201,7 @@ def _next_state(
     return state_behind(b_state, b_x, b_b, b_factor, whole, part, PRECISION), whole + part
 
 
-@triton.jit(do_not_specialize=["first_chunk", "scale"])
+@triton.jit(do_not_specialize=["first_segment", "first_chunk", "scale"])
 def ssd_state_kernel(
     p_b,  # B, REVERSE C [tokens, G, N]
     p_x,  # x, REVERSE dy [tokens, H, P]
@@ -210,10 +210,11 @@ def ssd_state_kernel(
     p_incoming,  # float32 [NS, H, N, P], the segments' incoming states from this rank; None for zeros: see below
     p_edge_gate,  # float32 [NS, H, N]; None without p_incoming
     p_prev,  # float32 [B, H, N, P]; None without p_incoming
-    p_states,  # [NC, H, N, P]; out, each chunk's incoming state; None without p_incoming
+    p_states,  # [chunks of the launch, H, N, P]; out, each chunk's incoming state; None without p_incoming
     p_local,  # float32 [NS, H, N, P]; out; None with p_incoming
     p_gate,  # float32 [NS, H, N]; out; None with p_incoming
-    first_chunk,  # int, of the table; the first one in p_factors and p_states
+    first_segment,  # int, of the launch
+    first_chunk,  # int, of the launch
     scale,  # float
     H: tl.constexpr,
     G: tl.constexpr,
@@ -233,10 +234,10 @@ def ssd_state_kernel(
     its incoming state: the incoming state of each chunk."""
     V_BLOCKS: tl.constexpr = (P + BV - 1) // BV
     sizes: tl.constexpr = (H, N, P, X_STRIDE)
-    i_v, h, s = tl.program_id(0) % V_BLOCKS, tl.program_id(0) // V_BLOCKS * HEADS, tl.program_id(1)
+    i_v, h, s = tl.program_id(0) % V_BLOCKS, tl.program_id(0) // V_BLOCKS * HEADS, first_segment + tl.program_id(1)
     p_segment, start, end, chunk, num_chunks = segment(p_segments, s, BT)
     b_first, b_second = states_of_heads(p_incoming, p_edge_gate, p_prev, p_segment, (s, h, i_v), H, N, P, BK, BV, HEADS)
-    chunk -= first_chunk
+    chunk, p_factors = chunk - first_chunk, p_factors + first_chunk.to(tl.int64) * (H * 3 * BT)
     gate, second_gate = 0.0, 0.0
     for i in range(loop_bound(num_chunks)):
         n = num_chunks - 1 - i if REVERSE else i

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+import types
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import allscan
-from allscan.ops.ssd.ssd_plans import Inputs, strides_of
+from allscan.ops.ssd.ssd_plans import BackwardPlan, Inputs, strides_of
 from allscan.reference import ssd_reference
 from support.values import error, place
 
@@ -228,3 +230,20 @@ def test_what_is_copied():
     assert all(t is None or t.is_contiguous() for t in taken)
     assert strides_of(given._replace(x=x[:, :4]))[1].x == 32  # batch entries are further apart than their tokens
     assert strides_of(given._replace(x=x[:1, ::2]))[1].x == 64
+
+
+@pytest.mark.cpu
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    "chunks, expected",
+    [([32] * 8, [128, 128]), ([32] * 3, [96]), ([0], [0]), ([], [0]), ([0, 1, 2, 5] * 32, [128, 128])],
+    ids=["dense", "short", "no tokens", "no segments", "packed"],
+)
+def test_parts_of_backward(chunks, expected):
+    """Segments with these numbers of chunks are cut into parts with ``expected``, on 132 multiprocessors."""
+    shape = types.SimpleNamespace(num_sms=132, segment=2048, blocks=(128, 64, 2))
+    plan = types.SimpleNamespace(cuda=True, P=64, H=128, shape=shape, heads=lambda name: 2)
+    parts = BackwardPlan._cut(plan, [*itertools.accumulate(chunks, initial=0)])
+    assert [part.end_chunk - part.first_chunk for part in parts] == expected
+    ends = [0, *(part.end for part in parts)]
+    assert [part.segment for part in parts] == ends[:-1] and ends[-1] == len(chunks)

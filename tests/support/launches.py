@@ -102,8 +102,9 @@ def compiled_launches(most_spilled=None, more_on_sm_100=None, seen=None, look=Tr
     integers = {kernel: [("N", "i32")] for kernel in (strong_decay_kernel, strong_decay_grad_kernel)}
     integers[ssd_sums_kernel] = [("parts", "i32"), ("width", "i32")]
     integers[ssd_pairs_kernel] = [("tokens", "i32")]
-    integers[ssd_gradients_kernel] = [("tokens", "i32")]
-    integers[ssd_state_kernel] = integers[ssd_adjoint_kernel] = [("first_chunk", "i32")]
+    integers[ssd_gradients_kernel] = [("first_chunk", "i32"), ("tokens", "i32")]
+    firsts = [("first_segment", "i32"), ("first_chunk", "i32")]
+    integers[ssd_state_kernel] = integers[ssd_adjoint_kernel] = firsts
     for kernel, values, options in Launches.made:
         given = dict(zip(kernel.arg_names, values)) | options
         arguments = {n: kinds[x.dtype] for n, x in given.items() if isinstance(x, torch.Tensor)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import functools
 import itertools
@@ -201,17 +202,18 @@ class SSDPlan(CarryPlan):
     def local_states(self, b: Buffer, x: Buffer, factors: Buffer, states: Buffer) -> Buffer:
         """Record the kernel that writes each segment's local state to ``states``; return the sums of gates
         [NS, H, N]. b, x: B and x; in backward C and dy."""
-        number = self.layout.num_segments
-        sums = self.scratch(number, self.H, self.N)
+        sums = self.scratch(self.layout.num_segments, self.H, self.N)
         strides = ("C", "dy") if self.reverse else ("B", "x")
+        every = Part(0, self.layout.num_segments, 0, self.layout.num_chunks)
         tensors = b, x, factors, self.segments, *[None] * 4, states, sums
-        self.state_kernel(number, strides, *tensors, first_chunk=0, REVERSE=self.reverse)
+        self.state_kernel(strides, *tensors, part=every, REVERSE=self.reverse)
         return sums
 
-    def state_kernel(self, segments: int, strides: tuple[str, str], *tensors: Buffer | None, **fixed: Any) -> None:
+    def state_kernel(self, strides: tuple[str, str], *tensors: Buffer | None, part: Part, REVERSE: bool) -> None:
+        """Record ssd_state_kernel of a part."""
         B, X = (self.strides[name] for name in strides)
-        fixed |= dict(scale=self.scale, B_STRIDE=B, X_STRIDE=X)
-        self.walk(ssd_state_kernel, "state", segments, *tensors, **fixed)
+        fixed = dict(first_segment=part.segment, first_chunk=part.first_chunk, B_STRIDE=B, X_STRIDE=X, REVERSE=REVERSE)
+        self.walk(ssd_state_kernel, "state", part.end - part.segment, *tensors, scale=self.scale, **fixed)
 
     def outputs(
         self,
@@ -247,19 +249,22 @@ class BackwardPlan(SSDPlan):
         self.BJ = min(BK, GRADIENT_ROWS if shape.is_bf16 else 64) if self.cuda else BK
         self.BV = min(BV, 64 if shape.is_bf16 else 32) if self.cuda else BV
         self.NJ, self.split = cdiv(self.N, self.BJ), cdiv(self.H // self.G, SPLIT_HEADS)
-        segments, chunks = layout.num_segments, layout.first_chunks
-        ends = [*(range(0, segments, self.segments_at_once()) or [0]), segments]
-        self.parts = [Part(a, b, chunks[a], chunks[b]) for a, b in itertools.pairwise(ends)]
+        self.parts = self._cut(layout.first_chunks)
 
-    def segments_at_once(self) -> int:
-        """Segments of a part: the fewest that fill a GPU at least twice, and most of their last wave."""
-        if not self.cuda:
-            return 3
-        at_once, number = self.shape.num_sms, 1
-        of_one = cdiv(self.P, self.shape.blocks[1]) * self.H // self.heads("adjoint")
-        while of_one * number < FULL * at_once * max(2, cdiv(of_one * number, at_once)):
-            number += 1
-        return number
+    def _cut(self, first_chunks: Sequence[int]) -> list[Part]:
+        """Cut segments with these first chunks into parts of about as many chunks, whose programs fill a GPU nearly
+        twice or more."""
+        *firsts, chunks = first_chunks
+        number = 2
+        if self.cuda:
+            at_once, programs = self.shape.num_sms, cdiv(self.P, self.shape.blocks[1]) * self.H // self.heads("adjoint")
+            least = 1  # segments
+            while programs * least < FULL * at_once * max(2, cdiv(programs * least, at_once)):
+                least += 1
+            number = max(1, min(len(firsts), chunks * CHUNK_TOKENS // self.shape.segment) // least)
+        inner = {bisect.bisect_left(firsts, chunks * i // number) for i in range(1, number)}
+        cuts = sorted({0, *inner, len(firsts)}) if firsts else [0, 0]
+        return [Part(a, b, first_chunks[a], first_chunks[b]) for a, b in itertools.pairwise(cuts)]
 
     def allocate(self, x: Inputs, grads: Inputs) -> Work:
         NC, H, G, tokens = self.layout.num_chunks, self.H, self.G, self.shape.B * self.shape.T
@@ -280,17 +285,6 @@ class BackwardPlan(SSDPlan):
             db=db,
         )
 
-    def rows(self, x: Buffer, first: int, end: int) -> Buffer:
-        """Return x[first:end]."""
-        return self.view(x, first * math.prod(x.shape[1:]), end - first, *x.shape[1:], dtype=x.dtype)
-
-    def of_segments(self, part: Part, factors: Buffer, incoming: IncomingStates) -> tuple[Any, ...]:
-        """A part's factors, its table of segments, and its IncomingStates."""
-        factors = self.rows(factors, part.first_chunk, part.end_chunk + 1)
-        segments = self.constant(self.layout.segments[part.segment : part.end])
-        states, through = (self.rows(x, part.segment, part.end) for x in incoming[:2])
-        return factors, segments, states, through, incoming.prev
-
     def pairs(self, x: Inputs, dy: Buffer, scores: Buffer, factors: Buffer, work: Work) -> None:
         """Record ssd_pairs_kernel."""
         warps, stages = TUNED["pairs"] if self.shape.is_bf16 else (4, 1)
@@ -307,9 +301,8 @@ class BackwardPlan(SSDPlan):
 
     def chunk_states(self, x: Inputs, factors: Buffer, incoming: IncomingStates, part: Part, work: Work) -> None:
         """Record the kernel that writes the incoming state of each chunk of a part."""
-        tensors = x.B, x.x, *self.of_segments(part, factors, incoming), work.states, None, None
-        number, chunk = part.end - part.segment, part.first_chunk
-        self.state_kernel(number, ("B", "x"), *tensors, first_chunk=chunk, REVERSE=False)
+        tensors = x.B, x.x, factors, self.segments, *incoming, work.states, None, None
+        self.state_kernel(("B", "x"), *tensors, part=part, REVERSE=False)
 
     def adjoint(
         self,
@@ -327,7 +320,8 @@ class BackwardPlan(SSDPlan):
             ssd_adjoint_kernel,
             "adjoint",
             part.end - part.segment,
-            *(x.C, x.B, dy, scores, *self.of_segments(part, factors, back), x.D, work.dstates, dx),
+            *(x.C, x.B, dy, scores, factors, self.segments, *back, x.D, work.dstates, dx),
+            first_segment=part.segment,
             first_chunk=part.first_chunk,
             scale=self.scale,
             **self.strided("C", "B", "dy"),
@@ -338,14 +332,12 @@ class BackwardPlan(SSDPlan):
         """Record ssd_gradients_kernel of a part."""
         # of float32: with 8 warps, ptxas loses operands of products in TF32 (tests/support/sm90.py)
         warps, stages = TUNED["gradients"] if self.shape.is_bf16 else (4, 1)
-        first, end = part.first_chunk, part.end_chunk
-        chunks = self.constant(self.layout.chunks[first:end])
-        factors, terms, through = (self.rows(x, first, end) for x in (factors, work.terms, work.through))
         self.launch(
             ssd_gradients_kernel,
-            ((end - first) * self.G * self.split * self.NJ,),
-            *(x.C, x.B, x.x, dy, work.weights, factors, chunks, work.states, work.dstates),
-            *(work.dc, work.db, terms, through),
+            ((part.end_chunk - part.first_chunk) * self.G * self.split * self.NJ,),
+            *(x.C, x.B, x.x, dy, work.weights, factors, self.chunks, work.states, work.dstates),
+            *(work.dc, work.db, work.terms, work.through),
+            first_chunk=part.first_chunk,
             **self._of_groups("C", "B", "x", "dy"),
             **self.common,
             BJ=self.BJ,
@@ -420,7 +412,7 @@ def backward_plan(
     """Return the plan of backward, whose outputs are the gradients of the Inputs that are not None. ``tensors``:
     Inputs, dy, dfinal or None, dinitial or None, saved_buffer.
 
-    The kernel that makes the chunks' states again needs no remote gradient and overlaps with the carry."""
+    The chunks' states of the first part, and the pairs, need no remote gradient and overlap with the carry."""
     plan = BackwardPlan(carrier, shape, options, strides, layout)
     buffers = plan.inputs(tensors)
     x, (dy, dfinal, dinitial, saved_buffer) = Inputs(*buffers[:-4]), buffers[-4:]
