@@ -43,8 +43,8 @@ def inputs(rule, T, H, gate, device, seed, dtype=torch.bfloat16, K=128, V=None):
     return [q, k, v, g, normal(1, T, H).sigmoid()], do, normal(1, H, K, V or K)
 
 
-def of_ssd(T, H, P, G, N, strong=False, skip=1.0, device="cuda", dtype=torch.bfloat16):
-    """Draw ({name: tensor}, dy) for zeco_ssd. skip: factor of D."""
+def of_ssd(T, H, P, G, N, strong=False, device="cuda", dtype=torch.bfloat16):
+    """Draw ({name: tensor}, dy) for zeco_ssd."""
     make = torch.Generator().manual_seed(0)
 
     def normal(*shape):
@@ -60,14 +60,14 @@ def of_ssd(T, H, P, G, N, strong=False, skip=1.0, device="cuda", dtype=torch.bfl
         A=A.to(device),
         B=B.unflatten(2, (G, N)),
         C=C.unflatten(2, (G, N)),
-        D=normal(H).to(device) * skip,
+        D=normal(H).to(device),
         dt_bias=(steps + torch.log(-torch.expm1(-steps))).to(device),
     )
     leaves = {name: t.detach().requires_grad_() for name, t in given.items()}
     return leaves, normal(1, T, H, P).to(device, dtype)
 
 
-def of_simple_gla(T, H, P, G, N, strong=False, skip=1.0, device="cuda", dtype=torch.bfloat16):
+def of_simple_gla(T, H, P, G, N, strong=False, device="cuda", dtype=torch.bfloat16):
     """Draw ({name: tensor}, do) for zeco_simple_gla. With g, fla rejects its backward on Hopper and Triton 3.6."""
     make = torch.Generator().manual_seed(0)
     q, k = (torch.randn(1, T, G, N, generator=make).to(device, dtype) for _ in "qk")

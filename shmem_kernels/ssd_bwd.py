@@ -29,7 +29,8 @@ With Q[t, s] = (C_t . B_s) W[t, s] / d_s:
     from state to state:                   e^G sum S E
 
 dd_s = A dg_s + sum_{t >= s} Q[t, s] + e^(G - G_s) B_s . (E x_s), exact also where d_s is 0.
-All these are made of the same tiles in float32: factors are applied to products of the tensors as they are.
+Factors are applied in float32 to products of the tensors as they are; S and E are stored in the dtype of products, and
+W and Q are float32, in bfloat16's products the sum of two parts.
 """
 
 from __future__ import annotations

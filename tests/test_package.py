@@ -201,6 +201,8 @@ def test_import_is_quick_and_needs_no_gpu():
         done = subprocess.run([sys.executable, "-c", code], env=environment, check=True, capture_output=True, text=True)
         of_torch, own = map(float, done.stdout.split())
         shares.append(own / of_torch)
+        if shares[-1] < 0.6:
+            break
     assert min(shares) < 0.6, shares
 
 

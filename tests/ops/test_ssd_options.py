@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import allscan
-from allscan.ops.ssd.ssd_plans import BackwardPlan, Inputs, strides_of
+from allscan.ops.ssd.ssd_plans import BackwardPlan, Inputs, shape_of, strides_of
 from allscan.reference import ssd_reference
 from support.values import error, place
 
@@ -241,8 +241,9 @@ def test_what_is_copied():
 )
 def test_parts_of_backward(chunks, expected):
     """Segments with these numbers of chunks are cut into parts with ``expected``, on 132 multiprocessors."""
-    shape = types.SimpleNamespace(num_sms=132, segment=2048, blocks=(128, 64, 2))
-    plan = types.SimpleNamespace(cuda=True, P=64, H=128, shape=shape, heads=lambda name: 2)
+    sizes = 1, 16384, 128, 128, 64, 1, torch.bfloat16, torch.bfloat16, "cuda", 0, 132, False, 0, 8, True
+    plan = types.SimpleNamespace(cuda=True, shape=shape_of(*sizes))
+    assert plan.shape.segment == 2048
     parts = BackwardPlan._cut(plan, [*itertools.accumulate(chunks, initial=0)])
     assert [part.end_chunk - part.first_chunk for part in parts] == expected
     ends = [0, *(part.end for part in parts)]

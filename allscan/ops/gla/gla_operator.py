@@ -136,7 +136,7 @@ class BufferedCall(PreparedCall):
         what else is equal on all ranks."""
         self.layout.use(self.comm)
         key = type(self.carrier), self.carrier.handle, self.shape, self.call, *variant
-        of_all_ranks = self.call.rule, self.shape.B, str(self.shape.dtype), *alike, *self.call.agreed
+        of_all_ranks = self.shape.B, str(self.shape.dtype), *alike, *self.call.agreed
         return self.layout.derived(key, lambda: make(self.layout.for_calls(*of_all_ranks)))
 
 

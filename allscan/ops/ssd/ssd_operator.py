@@ -206,7 +206,7 @@ class PreparedSSD(BufferedCall):
             def new(layout: Layout) -> Plan:
                 return make(self.shape, options, strides, layout, self.carrier, *taken, *rest)
 
-            plan = self._plans[variant] = self._record((*variant, kinds), new, self.shape.G, options)
+            plan = self._plans[variant] = self._record((*variant, kinds), new, self.shape.G)
         return plan.run(self.carrier, *[x for x in (*taken, *rest) if x is not None])
 
 

@@ -54,6 +54,12 @@ class SSDShape(Shape):
         BV = min(BV, (16384 if self.is_bf16 else 4096) // max(128, BK))
         return BK, BV, 2 if self.is_bf16 and BK * BV <= 8192 and self.H // self.G % 2 == 0 else 1
 
+    def filled(self, segments: int, waves: int) -> float:
+        """The part of its waves, at least ``waves``, that a kernel fills by so many segments, most heads a program."""
+        _, BV, heads = self.blocks
+        programs = segments * cdiv(self.V, BV) * self.H // heads
+        return programs / (self.num_sms * max(waves, cdiv(programs, self.num_sms)))
+
     @functools.cached_property
     def segment(self) -> int:
         """Tokens of a segment."""
@@ -61,13 +67,10 @@ class SSDShape(Shape):
             return self.invariant
         if not self.num_sms:
             return 2 * CHUNK_TOKENS
-        _, BV, heads = self.blocks
-        of_one = self.B * cdiv(self.V, BV) * self.H // heads  # programs
         waves, best = (2 if self.sequences > self.B else 1), (0.0, SHORTEST)
         length = LONGEST
         while length >= SHORTEST:
-            programs = of_one * cdiv(self.T, length)
-            full = programs / (self.num_sms * max(waves, cdiv(programs, self.num_sms)))
+            full = self.filled(self.B * cdiv(self.T, length), waves)
             if full >= FULL:
                 return length
             best = max(best, (full, length))
@@ -139,7 +142,6 @@ class SSDPlan(CarryPlan):
         self.N, self.P, self.G = shape.K, shape.V, shape.G
         self.cuda = shape.device == "cuda"
         self.chunks = self.constant(layout.chunks)
-        self.dtype = torch.bfloat16 if shape.is_bf16 else torch.float32  # of stored states
         self.common: dict[str, Any] = dict(H=self.H, G=self.G, N=self.N, P=self.P, BT=CHUNK_TOKENS)
         self.common["PRECISION"] = "bf16" if shape.is_bf16 else "tf32x3"
         BH = min(16 if self.cuda else 1024, next_power_of_2(self.H))
@@ -148,14 +150,10 @@ class SSDPlan(CarryPlan):
         self.steps: dict[str, Any] = dict(least=least, most=most, STRIDE=strides.dt, SOFTPLUS=softplus)
         self.steps |= dict(H=self.H, BT=CHUNK_TOKENS, BH=BH, num_warps=4)
 
-    def heads(self, name: str) -> int:
-        """Heads of a program of this kernel."""
-        return self.shape.blocks[2] if name in TWO_HEADS or not self.cuda else 1
-
     def walk(self, kernel: Any, name: str, segments: int, *tensors: Buffer | None, **fixed: Any) -> None:
         """Record a kernel that goes from chunk to chunk of so many segments."""
-        BK, BV, _ = self.shape.blocks
-        heads = self.heads(name)
+        BK, BV, heads = self.shape.blocks
+        heads = heads if name in TWO_HEADS or not self.cuda else 1
         tuned = TUNED if BK * BV <= 8192 else WIDE
         warps, stages = tuned[name] if self.shape.is_bf16 and BK <= 128 else (8, 1)
         self.launch(
@@ -257,10 +255,7 @@ class BackwardPlan(SSDPlan):
         *firsts, chunks = first_chunks
         number = 2
         if self.cuda:
-            at_once, programs = self.shape.num_sms, cdiv(self.P, self.shape.blocks[1]) * self.H // self.heads("adjoint")
-            least = 1  # segments
-            while programs * least < FULL * at_once * max(2, cdiv(programs * least, at_once)):
-                least += 1
+            least = next(n for n in itertools.count(1) if self.shape.filled(n, 2) >= FULL)
             number = max(1, min(len(firsts), chunks * CHUNK_TOKENS // self.shape.segment) // least)
         inner = {bisect.bisect_left(firsts, chunks * i // number) for i in range(1, number)}
         cuts = sorted({0, *inner, len(firsts)}) if firsts else [0, 0]
@@ -269,7 +264,8 @@ class BackwardPlan(SSDPlan):
     def allocate(self, x: Inputs, grads: Inputs) -> Work:
         NC, H, G, tokens = self.layout.num_chunks, self.H, self.G, self.shape.B * self.shape.T
         most = max(1, *(part.end_chunk - part.first_chunk for part in self.parts))
-        states, dstates = (self.scratch(most, H, self.N, self.P, dtype=self.dtype) for _ in "SE")
+        dtype = torch.bfloat16 if self.shape.is_bf16 else torch.float32
+        states, dstates = (self.scratch(most, H, self.N, self.P, dtype=dtype) for _ in "SE")
         dc, db = grads.C, grads.B
         if self.split > 1:
             dc, db = (self.scratch(self.split, tokens, G, self.N) for _ in "cb")
