@@ -113,15 +113,16 @@ def by_kernel(call, runs=5):
 def floors(T, H, P, G, N):
     """Return {kernel: us} of each kernel's minimal bytes, bfloat16, both passes."""
     x, b, states, factors = T * H * P * 2, T * G * N * 2, T // 64 * H * N * P * 2, T * H * 12
-    scores = T * G * 256
+    pairs = T * G * 256  # of the sums of W, and of the scores
+    scores, of_scores = (pairs, 0) if G < H else (0, 2 * b)  # stored and read, or computed from B and C
     found = dict(
         ssd_steps_kernel=2 * factors,
         ssd_scores_kernel=4 * b + 2 * scores,
         ssd_state_kernel=3 * (x + b + factors) + states,
         ssd_output_kernel=2 * x + 2 * b + scores + factors,
         ssd_adjoint_kernel=2 * x + 2 * b + scores + factors + states,
-        ssd_pairs_kernel=2 * x + 2 * scores + factors,
-        ssd_gradients_kernel=2 * x + 4 * b + scores + factors + 2 * states,
+        ssd_pairs_kernel=2 * x + scores + of_scores + pairs + factors,
+        ssd_gradients_kernel=2 * x + 4 * b + pairs + factors + 2 * states,
     )
     return {name: nbytes / BYTES_PER_US for name, nbytes in found.items()}
 

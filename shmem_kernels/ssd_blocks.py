@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .blocks import LOG2_E, exp2, lower, product, upper
+from .blocks import LOG2_E, exp2, load, lower, product, upper
 
 NEVER = tl.constexpr(-256.0)  # exponent of a decay that is exactly 0
 
@@ -17,6 +17,31 @@ def tile(start, end, first, i_w, STRIDE: tl.constexpr, W: tl.constexpr, BT: tl.c
     t, w = tl.arange(0, BT), i_w * BW + tl.arange(0, BW)
     base = start.to(tl.int64) * STRIDE + first
     return base, t[:, None] * STRIDE + w[None, :], (start + t < end)[:, None] & (w < W)[None, :]
+
+
+@triton.jit
+def scores_of(
+    p_c,
+    p_b,
+    start,
+    end,
+    g,
+    scale,
+    N: tl.constexpr,
+    C_STRIDE: tl.constexpr,
+    B_STRIDE: tl.constexpr,
+    BT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Return scale C B^T [BT, BT] of the tokens start .. of one group, 64 columns of C and B at a time."""
+    BK: tl.constexpr = 64 if N > 32 else (32 if N > 16 else 16)
+    b_scores = tl.zeros([BT, BT], tl.float32)
+    for j in tl.static_range((N + BK - 1) // BK):
+        base, at, inside = tile(start, end, g * N, j, C_STRIDE, N, BT, BK)
+        b_c = load(p_c + base, at, inside)
+        base, at, inside = tile(start, end, g * N, j, B_STRIDE, N, BT, BK)
+        b_scores = product(b_c, tl.trans(load(p_b + base, at, inside)), b_scores, PRECISION)
+    return b_scores * scale
 
 
 @triton.jit

@@ -40,7 +40,7 @@ import triton.language as tl
 
 from .blocks import cast, dot_split, load, loop_bound, lower, product, state_at
 from .segment_table import segment
-from .ssd_blocks import behind_of, decay_of, decays_of, factors_of, reading_of, state_behind, tile
+from .ssd_blocks import behind_of, decay_of, decays_of, factors_of, reading_of, scores_of, state_behind, tile
 from .ssd_fwd import of_columns, raw_steps, states_of_heads, steps_of
 
 
@@ -89,7 +89,7 @@ def ssd_adjoint_kernel(
     p_c,  # [tokens, G, N]
     p_b,  # [tokens, G, N]
     p_dy,  # [tokens, H, P]
-    p_scores,  # float32 [tokens, G, BT]
+    p_scores,  # float32 [tokens, G, BT]; None: computed
     p_factors,  # float32 [NC, H, 3, BT]
     p_segments,  # int32 [NS, SEGMENT_WORDS]
     p_incoming,  # float32 [NS, H, N, P], gradients of the segments' outgoing states from this rank
@@ -128,8 +128,11 @@ def ssd_adjoint_kernel(
         base_c, at_c, inside = tile(first, end, h // (H // G) * N, 0, C_STRIDE, N, BT, BK)
         base_b, at_b, inside = tile(first, end, h // (H // G) * N, 0, B_STRIDE, N, BT, BK)
         b_c, b_b = load(p_c + base_c, at_c, inside), load(p_b + base_b, at_b, inside)
-        base, at, inside = tile(first, end, h // (H // G) * BT, 0, G * BT, BT, BT, BT)
-        b_scores = tl.trans(load(p_scores + base, at, inside))
+        if p_scores is None:
+            b_scores = product(b_b, tl.trans(b_c), tl.zeros([BT, BT], tl.float32), PRECISION) * scale
+        else:
+            base, at, inside = tile(first, end, h // (H // G) * BT, 0, G * BT, BT, BT, BT)
+            b_scores = tl.trans(load(p_scores + base, at, inside))
         tensors = (p_dy, p_factors, p_D, p_dstates, p_dx)
         place = (chunk + n, first, end, h, i_v)
         b_first = _adjoint_of_head(
@@ -144,9 +147,11 @@ def ssd_adjoint_kernel(
 
 @triton.jit(do_not_specialize=["tokens", "scale"])
 def ssd_pairs_kernel(
+    p_c,  # [tokens, G, N]
+    p_b,  # [tokens, G, N]
     p_x,  # [tokens, H, P]
     p_dy,  # [tokens, H, P]
-    p_scores,  # float32 [tokens, G, BT]
+    p_scores,  # float32 [tokens, G, BT]; None: computed
     p_factors,  # float32 [NC, H, 3, BT]
     p_chunks,  # int32 [NC, 2]
     p_scalars,  # float32 [NC, H, 2, BT]; out: dg and, without A dg, dd from the pairs of tokens
@@ -156,7 +161,10 @@ def ssd_pairs_kernel(
     scale,  # float
     H: tl.constexpr,
     G: tl.constexpr,
+    N: tl.constexpr,
     P: tl.constexpr,
+    C_STRIDE: tl.constexpr,
+    B_STRIDE: tl.constexpr,
     X_STRIDE: tl.constexpr,
     DY_STRIDE: tl.constexpr,
     BT: tl.constexpr,
@@ -172,7 +180,10 @@ def ssd_pairs_kernel(
     split, g, n = tl.program_id(0) % SPLIT, tl.program_id(0) // SPLIT % G, tl.program_id(0) // (SPLIT * G)
     start, end = tl.load(p_chunks + 2 * n), tl.load(p_chunks + 2 * n + 1)
     base_scores, at_scores, inside = tile(start, end, g * BT, 0, G * BT, BT, BT, BT)
-    b_scores = load(p_scores + base_scores, at_scores, inside)
+    if p_scores is None:
+        b_scores = scores_of(p_c, p_b, start, end, g, scale, N, C_STRIDE, B_STRIDE, BT, PRECISION)
+    else:
+        b_scores = load(p_scores + base_scores, at_scores, inside)
     t = tl.arange(0, BT)
     b_before = tl.where(t[:, None] < t[None, :], 1.0, 0.0).to(tl.bfloat16)
     b_w = tl.zeros([BT, BT], tl.float32)

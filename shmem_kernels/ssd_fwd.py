@@ -5,7 +5,7 @@
 For zeco_simple_gla C, B, x are q, k, v; d_t is 1, and the gate A or, without it, dt_t (g); scale is 1 for zeco_ssd.
 
 ssd_steps_kernel    d_t, and the sums of d A up to each token of its chunk, of a chunk and several heads
-ssd_scores_kernel   scale C B^T of a chunk and group
+ssd_scores_kernel   scale C B^T of a chunk and group; with G = H other kernels compute it
 ssd_state_kernel    each segment alone, from a zero state: its local state, and the sum of its gates; or, from its
                     incoming state, the incoming state of every chunk, which backward takes
 carry_kernel, scan_kernel, final_kernel: as in gla_fwd.py, with gates that are equal for all rows of a state
@@ -36,7 +36,7 @@ from .blocks import cast, load, loop_bound, product, state_at
 from .gates import sigmoid
 from .gla_blocks import load_incoming_state
 from .segment_table import segment
-from .ssd_blocks import behind_of, decays_of, factors_of, gates_of, reading_of, state_behind, tile
+from .ssd_blocks import behind_of, decays_of, factors_of, gates_of, reading_of, scores_of, state_behind, tile
 
 
 @triton.jit
@@ -117,20 +117,14 @@ def ssd_scores_kernel(
     C_STRIDE: tl.constexpr,
     B_STRIDE: tl.constexpr,
     BT: tl.constexpr,
-    BK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """scale C B^T of one chunk and group, BK columns of C and B at a time."""
+    """scale C B^T of one chunk and group."""
     n, g = tl.program_id(0) // G, tl.program_id(0) % G
     start, end = tl.load(p_chunks + 2 * n), tl.load(p_chunks + 2 * n + 1)
-    b_scores = tl.zeros([BT, BT], tl.float32)
-    for j in tl.static_range((N + BK - 1) // BK):
-        base, at, inside = tile(start, end, g * N, j, C_STRIDE, N, BT, BK)
-        b_c = load(p_c + base, at, inside)
-        base, at, inside = tile(start, end, g * N, j, B_STRIDE, N, BT, BK)
-        b_scores = product(b_c, tl.trans(load(p_b + base, at, inside)), b_scores, PRECISION)
+    b_scores = scores_of(p_c, p_b, start, end, g, scale, N, C_STRIDE, B_STRIDE, BT, PRECISION)
     base, at, inside = tile(start, end, g * BT, 0, G * BT, BT, BT, BT)
-    tl.store(p_scores + base + at, b_scores * scale, mask=inside)
+    tl.store(p_scores + base + at, b_scores, mask=inside)
 
 
 @triton.jit
@@ -331,7 +325,7 @@ def ssd_output_kernel(
     p_c,  # [tokens, G, N]
     p_b,  # [tokens, G, N]
     p_x,  # [tokens, H, P]
-    p_scores,  # float32 [tokens, G, BT]
+    p_scores,  # float32 [tokens, G, BT]; None: computed
     p_factors,  # float32 [NC, H, 3, BT]
     p_segments,  # int32 [NS, SEGMENT_WORDS]
     p_incoming,  # float32 [NS, H, N, P], the segments' incoming states from this rank
@@ -371,8 +365,11 @@ def ssd_output_kernel(
         base_c, at_c, inside = tile(first, end, h // (H // G) * N, 0, C_STRIDE, N, BT, BK)
         base_b, at_b, inside = tile(first, end, h // (H // G) * N, 0, B_STRIDE, N, BT, BK)
         b_c, b_b = load(p_c + base_c, at_c, inside), load(p_b + base_b, at_b, inside)
-        base, at, inside = tile(first, end, h // (H // G) * BT, 0, G * BT, BT, BT, BT)
-        b_scores = load(p_scores + base, at, inside)
+        if p_scores is None:
+            b_scores = product(b_c, tl.trans(b_b), tl.zeros([BT, BT], tl.float32), PRECISION) * scale
+        else:
+            base, at, inside = tile(first, end, h // (H // G) * BT, 0, G * BT, BT, BT, BT)
+            b_scores = load(p_scores + base, at, inside)
         tensors = (p_x, p_factors, p_D, p_z, p_dy, p_y, p_dz)
         place = (chunk + n, first, end, h, i_v)
         b_first = _outputs_of_head(

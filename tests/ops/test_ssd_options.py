@@ -236,14 +236,14 @@ def test_what_is_copied():
 @pytest.mark.quick
 @pytest.mark.parametrize(
     "chunks, expected",
-    [([32] * 8, [128, 128]), ([32] * 3, [96]), ([0], [0]), ([], [0]), ([0, 1, 2, 5] * 32, [128, 128])],
+    [([64] * 4, [128, 128]), ([64] * 3, [192]), ([0], [0]), ([], [0]), ([0, 1, 2, 5] * 32, [128, 128])],
     ids=["dense", "short", "no tokens", "no segments", "packed"],
 )
 def test_parts_of_backward(chunks, expected):
     """Segments with these numbers of chunks are cut into parts with ``expected``, on 132 multiprocessors."""
     sizes = 1, 16384, 128, 128, 64, 1, torch.bfloat16, torch.bfloat16, "cuda", 0, 132, False, 0, 8, True
     plan = types.SimpleNamespace(cuda=True, shape=shape_of(*sizes))
-    assert plan.shape.segment == 2048
+    assert plan.shape.segment == 4096
     parts = BackwardPlan._cut(plan, [*itertools.accumulate(chunks, initial=0)])
     assert [part.end_chunk - part.first_chunk for part in parts] == expected
     ends = [0, *(part.end for part in parts)]

@@ -28,14 +28,16 @@ from ..carrier import IncomingStates, StateCarrier
 from ..gla.gla_plans import CarryPlan, Shape
 
 SPLIT_HEADS = 32  # most heads whose contributions to dB and dC one program adds up
-LONGEST, SHORTEST = 2048, 512  # tokens of a segment on a GPU
+LONGEST, SHORTEST = 4096, 512  # tokens of a segment on a GPU
 FULL = 0.9  # a segment is the longest whose programs fill this part of their waves
+PART = 8192  # least tokens of a part of the segments in backward
 
-# (num_warps, num_stages) of bfloat16 inputs and large states; rows of the states in a program of ssd_gradients_kernel
-TUNED = dict(state=(8, 3), output=(4, 1), adjoint=(8, 3), pairs=(4, 3), gradients=(4, 3))
-WIDE = dict(state=(8, 3), output=(8, 2), adjoint=(8, 2))  # of states of more than 8,192 elements in a program
-GRADIENT_ROWS = 64
-TWO_HEADS = {"state", "adjoint"}  # kernels whose programs take two heads of up to 64 columns
+# (num_warps, num_stages) of bfloat16 inputs and large states
+TUNED = dict(local=(4, 3), state=(4, 3), output=(4, 1), adjoint=(4, 1), pairs=(4, 3), gradients=(4, 3))
+TWO_HEADS = dict(local=(8, 3), state=(8, 3), adjoint=(8, 3))  # of programs with two heads of up to 8,192 elements
+WIDE = dict(local=(8, 3), state=(8, 3), adjoint=(8, 3))  # of states of more than 8,192 elements in a program
+RESIDENT = dict(local=2, state=1, adjoint=1)  # programs with two heads that a multiprocessor has registers for
+GRADIENT_ROWS = 64  # rows of the states in a program of ssd_gradients_kernel
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -54,11 +56,12 @@ class SSDShape(Shape):
         BV = min(BV, (16384 if self.is_bf16 else 4096) // max(128, BK))
         return BK, BV, 2 if self.is_bf16 and BK * BV <= 8192 and self.H // self.G % 2 == 0 else 1
 
-    def filled(self, segments: int, waves: int) -> float:
-        """The part of its waves, at least ``waves``, that a kernel fills by so many segments, most heads a program."""
+    def filled(self, segments: int, waves: int, resident: int = 1) -> float:
+        """The part of its waves, at least ``waves``, that a kernel fills by so many segments, most heads a program.
+        resident: programs of a multiprocessor at once."""
         _, BV, heads = self.blocks
-        programs = segments * cdiv(self.V, BV) * self.H // heads
-        return programs / (self.num_sms * max(waves, cdiv(programs, self.num_sms)))
+        programs, at_once = segments * cdiv(self.V, BV) * self.H // heads, self.num_sms * resident
+        return programs / (at_once * max(waves, cdiv(programs, at_once)))
 
     @functools.cached_property
     def segment(self) -> int:
@@ -153,8 +156,12 @@ class SSDPlan(CarryPlan):
     def walk(self, kernel: Any, name: str, segments: int, *tensors: Buffer | None, **fixed: Any) -> None:
         """Record a kernel that goes from chunk to chunk of so many segments."""
         BK, BV, heads = self.shape.blocks
-        heads = heads if name in TWO_HEADS or not self.cuda else 1
         tuned = TUNED if BK * BV <= 8192 else WIDE
+        if self.cuda and name == "output":
+            BV, heads, tuned = min(BV, 8192 // min(BK, 128)), 1, TUNED
+        elif self.cuda and heads == 2:
+            heads = 2 if self.shape.filled(segments, 1, RESIDENT[name]) >= FULL else 1
+            tuned = TWO_HEADS if heads == 2 else TUNED
         warps, stages = tuned[name] if self.shape.is_bf16 and BK <= 128 else (8, 1)
         self.launch(
             kernel,
@@ -180,8 +187,10 @@ class SSDPlan(CarryPlan):
         self.launch(ssd_steps_kernel, (self.by_heads,), x.dt, x.A, x.dt_bias, self.chunks, factors, **self.steps)
         return factors
 
-    def scores(self, x: Inputs) -> Buffer:
-        """Record ssd_scores_kernel; return the scores [B, T, G, BT]."""
+    def scores(self, x: Inputs) -> Buffer | None:
+        """Record ssd_scores_kernel; return the scores [B, T, G, BT]. None if no two heads share them."""
+        if self.G == self.H:
+            return None
         scores = self.scratch(self.shape.B, self.shape.T, self.G, CHUNK_TOKENS)
         sizes = {name: self.common[name] for name in ("G", "N", "BT", "PRECISION")}
         self.launch(
@@ -190,7 +199,6 @@ class SSDPlan(CarryPlan):
             *(x.C, x.B, self.chunks, scores),
             scale=self.scale,
             **self.strided("C", "B"),
-            BK=min(self.shape.blocks[0], 64),
             **sizes,
             num_warps=4,
             num_stages=1,
@@ -204,19 +212,21 @@ class SSDPlan(CarryPlan):
         strides = ("C", "dy") if self.reverse else ("B", "x")
         every = Part(0, self.layout.num_segments, 0, self.layout.num_chunks)
         tensors = b, x, factors, self.segments, *[None] * 4, states, sums
-        self.state_kernel(strides, *tensors, part=every, REVERSE=self.reverse)
+        self.state_kernel("local", strides, *tensors, part=every, REVERSE=self.reverse)
         return sums
 
-    def state_kernel(self, strides: tuple[str, str], *tensors: Buffer | None, part: Part, REVERSE: bool) -> None:
-        """Record ssd_state_kernel of a part."""
+    def state_kernel(
+        self, name: str, strides: tuple[str, str], *tensors: Buffer | None, part: Part, REVERSE: bool
+    ) -> None:
+        """Record ssd_state_kernel of a part, for "local" states or each chunk's "state"."""
         B, X = (self.strides[name] for name in strides)
         fixed = dict(first_segment=part.segment, first_chunk=part.first_chunk, B_STRIDE=B, X_STRIDE=X, REVERSE=REVERSE)
-        self.walk(ssd_state_kernel, "state", part.end - part.segment, *tensors, scale=self.scale, **fixed)
+        self.walk(ssd_state_kernel, name, part.end - part.segment, *tensors, scale=self.scale, **fixed)
 
     def outputs(
         self,
         x: Inputs,
-        scores: Buffer,
+        scores: Buffer | None,
         factors: Buffer,
         incoming: IncomingStates,
         y: Buffer,
@@ -250,12 +260,13 @@ class BackwardPlan(SSDPlan):
         self.parts = self._cut(layout.first_chunks)
 
     def _cut(self, first_chunks: Sequence[int]) -> list[Part]:
-        """Cut segments with these first chunks into parts of about as many chunks, whose programs fill a GPU nearly
-        twice or more."""
+        """Cut segments with these first chunks into parts of about as many chunks, at least PART tokens and segments
+        that fill a GPU."""
         *firsts, chunks = first_chunks
         number = 2
         if self.cuda:
-            least = next(n for n in itertools.count(1) if self.shape.filled(n, 2) >= FULL)
+            least = next(n for n in itertools.count(1) if self.shape.filled(n, 1) >= FULL)
+            least = max(least, cdiv(PART, self.shape.segment))
             number = max(1, min(len(firsts), chunks * CHUNK_TOKENS // self.shape.segment) // least)
         inner = {bisect.bisect_left(firsts, chunks * i // number) for i in range(1, number)}
         cuts = sorted({0, *inner, len(firsts)}) if firsts else [0, 0]
@@ -281,15 +292,15 @@ class BackwardPlan(SSDPlan):
             db=db,
         )
 
-    def pairs(self, x: Inputs, dy: Buffer, scores: Buffer, factors: Buffer, work: Work) -> None:
+    def pairs(self, x: Inputs, dy: Buffer, scores: Buffer | None, factors: Buffer, work: Work) -> None:
         """Record ssd_pairs_kernel."""
         warps, stages = TUNED["pairs"] if self.shape.is_bf16 else (4, 1)
         self.launch(
             ssd_pairs_kernel,
             (self.layout.num_chunks * self.G * self.split,),
-            *(x.x, dy, scores, factors, self.chunks, work.scalars, work.weights, work.skip),
-            **self._of_groups("x", "dy"),
-            **{name: value for name, value in self.common.items() if name != "N"},
+            *(x.C, x.B, x.x, dy, scores, factors, self.chunks, work.scalars, work.weights, work.skip),
+            **self._of_groups("C", "B", "x", "dy"),
+            **self.common,
             PER_CHANNEL=per_channel(x.D),
             num_warps=warps,
             num_stages=stages,
@@ -298,13 +309,13 @@ class BackwardPlan(SSDPlan):
     def chunk_states(self, x: Inputs, factors: Buffer, incoming: IncomingStates, part: Part, work: Work) -> None:
         """Record the kernel that writes the incoming state of each chunk of a part."""
         tensors = x.B, x.x, factors, self.segments, *incoming, work.states, None, None
-        self.state_kernel(("B", "x"), *tensors, part=part, REVERSE=False)
+        self.state_kernel("state", ("B", "x"), *tensors, part=part, REVERSE=False)
 
     def adjoint(
         self,
         x: Inputs,
         dy: Buffer,
-        scores: Buffer,
+        scores: Buffer | None,
         factors: Buffer,
         back: IncomingStates,
         part: Part,
