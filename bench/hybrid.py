@@ -113,9 +113,6 @@ class Family(NamedTuple):
     operator: Callable
     kernels: tuple[str, ...] = DELTA_STATES
 
-    def class_of(self, module, suffix: str):
-        return getattr(module, f"{self.prefix}{suffix}")
-
 
 FAMILIES = dict(
     kimi_linear=Family(
@@ -264,7 +261,7 @@ def made(hybrid, device, dtype, layers=12, width=2048, heads=16, head=128, vocab
     config = hybrid.config(layers, width, heads, head, vocabulary)
     torch.manual_seed(0)
     with torch.device(device):
-        model = hybrid.of.class_of(hybrid.modeling, "ForCausalLM")(config)
+        model = getattr(hybrid.modeling, f"{hybrid.of.prefix}ForCausalLM")(config)
     with torch.no_grad():
         for name, p in model.named_parameters():
             if name.endswith("A_log"):
