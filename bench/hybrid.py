@@ -1,15 +1,17 @@
 """Measures training of transformers' own hybrids of recurrent and softmax layers over several GPUs.
 
     python -m bench.hybrid     # all GPUs; needs fla; writes hybrid.csv, where rows of other models and ranks stay
-    python -m bench.hybrid --model kimi_linear qwen3_next --mla 128 192 --only "allscan, zigzag" heads --profile
+    python -m bench.hybrid --model kimi_linear qwen3_next nemotron_h --mla 128 192 --only heads --profile
 
-3 recurrent layers to 1 of softmax, 12 in all, width 2,048, dense MLPs, a vocabulary of 32,000 (more logits would not
-fit in memory), random weights, bfloat16, T tokens a rank, DistributedDataParallel and AdamW, called from Python:
+3 recurrent layers to 1 of softmax, 12 in all, each with a dense MLP, a vocabulary of 32,000 (more logits would not
+fit in memory), random weights, bfloat16, T tokens a rank, DistributedDataParallel and AdamW, called from Python; width
+2,048, nemotron_h 4,096:
 
 * kimi_linear: KDA, 16 heads of 128; MLA, 16 heads, latents of 512. --mla 128: keys of 96 + 32, values of 128; 192:
   Kimi's own, keys of 128 + 64.
 * qwen3_next: Gated DeltaNet, 16 heads of 128 for keys and 32 for values; gated softmax, 16 heads of 256, 2 of them for
-  keys and values.
+  keys and values;
+* nemotron_h: Mamba2, 128 heads of 64, state of 128, 8 groups; softmax, 32 heads of 128, 8 of them for keys and values.
 
 All methods use allscan's kernels inside the chunks of recurrent layers. They are faster than fla's, so the split's cost
 is a larger share. A rank that computes a layer alone uses allscan's operator on one rank (column ``rule``). --chunk
@@ -50,6 +52,7 @@ import random
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from typing import NamedTuple
 from unittest import mock
 
@@ -100,6 +103,40 @@ METHODS = ("allscan", "allscan, zigzag", "heads", "gathered")
 STATE = *DELTA_STATES, "transition_kernel"
 
 
+class Family(NamedTuple):
+    """Names of transformers: of its classes, of those of recurrent and softmax layers, of the function of a recurrent
+    layer; allscan's operator in place of the function; kernels of which each method runs one in a recurrent layer."""
+
+    prefix: str
+    layers: tuple[str, str]
+    rule: str
+    operator: Callable
+    kernels: tuple[str, ...] = DELTA_STATES
+
+
+FAMILIES = dict(
+    kimi_linear=Family(
+        "KimiLinear",
+        ("KimiLinearDeltaAttention", "KimiLinearAttention"),
+        "chunk_kimi_delta_attention",
+        allscan.zeco_kda,
+    ),
+    qwen3_next=Family(
+        "Qwen3Next",
+        ("Qwen3NextGatedDeltaNet", "Qwen3NextAttention"),
+        "torch_chunk_gated_delta_rule",
+        allscan.zeco_gated_delta_rule,
+    ),
+    nemotron_h=Family(
+        "NemotronH",
+        ("NemotronHMamba2Mixer", "NemotronHAttention"),
+        "mamba2_chunk_scan",
+        allscan.zeco_ssd,
+        ("ssd_output_kernel",),
+    ),
+)
+
+
 class Hybrid(NamedTuple):
     """A model of transformers and its sizes."""
 
@@ -116,24 +153,26 @@ class Hybrid(NamedTuple):
         return importlib.import_module(f"transformers.models.{self.family}.modeling_{self.family}")
 
     @property
-    def rule(self) -> str:
-        return "chunk_kimi_delta_attention" if self.mla else "torch_chunk_gated_delta_rule"
+    def of(self) -> Family:
+        return FAMILIES[self.family]
 
     @property
-    def layers(self) -> tuple[str, str]:
-        """Return the classes of recurrent and softmax layers."""
-        kimi = "KimiLinearDeltaAttention", "KimiLinearAttention"
-        return kimi if self.mla else ("Qwen3NextGatedDeltaNet", "Qwen3NextAttention")
-
-    @property
-    def operator(self):
-        """Return allscan's operator."""
-        operator = allscan.zeco_kda if self.mla else allscan.zeco_gated_delta_rule
-        return functools.partial(operator, chunk=self.chunk)
+    def is_ssd(self) -> bool:
+        return self.of.operator is allscan.zeco_ssd
 
     def alone(self, device) -> bool:
         """Check whether a rank that is alone uses allscan's operator."""
         return device.type == "cuda" and (self.chunk == "allscan" or not self.mla)
+
+    def alone_by(self, one) -> Callable:
+        """Return allscan's operator on one rank in place of the model's function. one: this rank's communicator."""
+        if self.is_ssd:
+            return functools.partial(scan_alone, one)
+        return functools.partial(alone, functools.partial(self.of.operator, chunk=self.chunk), one)
+
+    def state(self, head: int) -> tuple[int, int]:
+        """Return the rows and columns of a state."""
+        return head, head // 2 if self.is_ssd else head
 
     def config(self, layers, width, heads, head, vocabulary):
         file = importlib.import_module(f"transformers.models.{self.family}.configuration_{self.family}")
@@ -148,6 +187,20 @@ class Hybrid(NamedTuple):
             attn_implementation="sdpa",
             layer_types=["full_attention" if i % 4 == 3 else "linear_attention" for i in range(layers)],
         )
+        if self.is_ssd:
+            kinds = [kind for mixer in common.pop("layer_types") for kind in (mixer, "mlp")]
+            width *= 2
+            common |= dict(hidden_size=width, num_hidden_layers=len(kinds), intermediate_size=width * 11 // 4)
+            return file.NemotronHConfig(
+                layers_block_type=kinds,
+                mamba_num_heads=8 * heads,
+                mamba_head_dim=head // 2,
+                ssm_state_size=head,
+                n_groups=heads // 2,
+                num_key_value_heads=heads // 2,
+                head_dim=head,
+                **common | dict(num_attention_heads=2 * heads),
+            )
         if not self.mla:
             return file.Qwen3NextConfig(
                 num_key_value_heads=2,
@@ -174,24 +227,24 @@ class Hybrid(NamedTuple):
         )
 
 
-def seen(layers, alone=False) -> dict:
+def seen(layers, alone=False, of_state=DELTA_STATES) -> dict:
     """Return by method ({kernels that a step must run: how often, None for any}, kernels that it must not). alone:
-    whether the operator on one rank is allscan's."""
+    whether the operator on one rank is allscan's. of_state: kernels of which allscan's operator runs one."""
     # a layer's collectives are one group call, which NCCL maps to one or several kernels
-    ours = {"|".join(DELTA_STATES): None, "AllGather": None, "ReduceScatter": None}, ("SendRecv",)
-    of_state = () if alone else STATE
+    ours = {"|".join(of_state): None, "AllGather": None, "ReduceScatter": None}, ("SendRecv",)
+    no_state = () if alone else STATE
     return {
         "allscan": ours,
         "allscan, zigzag": ours,
-        "heads": ({"SendRecv": 4 * layers}, (*of_state, "AllGather")),
-        "gathered": ({"AllGather": None, "ReduceScatter": None}, (*of_state, "SendRecv")),
-        "data parallel": ({"AllReduce": None}, (*of_state, "SendRecv", "AllGather", "ReduceScatter")),
+        "heads": ({"SendRecv": 4 * layers}, (*no_state, "AllGather")),
+        "gathered": ({"AllGather": None, "ReduceScatter": None}, (*no_state, "SendRecv")),
+        "data parallel": ({"AllReduce": None}, (*no_state, "SendRecv", "AllGather", "ReduceScatter")),
     }
 
 
-def scans(comm, head) -> tuple:
-    """Return the number of All-Scan's scans of states [head, head] on this rank, forward and reverse."""
-    counted = [scan.epochs for scan in comm.collectives if tuple(scan.shape[-2:]) == (head, head)]
+def scans(comm, state) -> tuple:
+    """Return the number of All-Scan's scans of states with these rows and columns on this rank, forward and reverse."""
+    counted = [scan.epochs for scan in comm.collectives if tuple(scan.shape[-2:]) == state]
     return tuple(map(sum, zip((0, 0), *counted)))
 
 
@@ -208,8 +261,7 @@ def made(hybrid, device, dtype, layers=12, width=2048, heads=16, head=128, vocab
     config = hybrid.config(layers, width, heads, head, vocabulary)
     torch.manual_seed(0)
     with torch.device(device):
-        kind = "KimiLinearForCausalLM" if hybrid.mla else "Qwen3NextForCausalLM"
-        model = getattr(hybrid.modeling, kind)(config)
+        model = getattr(hybrid.modeling, f"{hybrid.of.prefix}ForCausalLM")(config)
     with torch.no_grad():
         for name, p in model.named_parameters():
             if name.endswith("A_log"):
@@ -236,6 +288,20 @@ def rule_of_heads(original, sequence, q, k, v, g, beta, use_qk_l2norm_in_kernel=
 
     of_values = (t.to(q.dtype).unflatten(2, (-1, each)).flatten(3) for t in (v, g, beta))
     return turned(sequence.comm, (q, k, *of_values), rule).unflatten(3, (each, -1)).flatten(2, 3), None
+
+
+def scan_of_heads(original, sequence, x, dt, A, B, C, chunk_size, *, D, dt_bias, **options):
+    """As rule_of_heads, for Mamba2: a rank has some groups, with their heads."""
+    comm, each = sequence.comm, x.shape[2] // B.shape[2]  # heads per group
+    A, D, dt_bias = (t.chunk(comm.size)[comm.rank] for t in (A, D, dt_bias))
+
+    def scan(x, dt, B, C):
+        x, dt = x.unflatten(3, (each, -1)).flatten(2, 3), dt.flatten(2)
+        y = original(x, dt, A, B, C, chunk_size, D=D, dt_bias=dt_bias, **options)
+        return y.unflatten(2, (-1, each)).flatten(3)
+
+    x = x.unflatten(2, (-1, each)).flatten(3)
+    return turned(comm, (x, dt.unflatten(2, (-1, each)), B, C), scan).unflatten(3, (each, -1)).flatten(2, 3)
 
 
 def attention_of_heads(module, query, key, value, attention_mask, scaling=None, allscan_sequence=None, **_):
@@ -277,31 +343,32 @@ def method(name, hybrid, model, comm, one):
     from allscan.integrations import transformers as integration
     from allscan.integrations import transformers_layers as layers
 
-    modeling = hybrid.modeling
-    recurrent, attentions = ([m for m in model.modules() if type(m).__name__ == kind] for kind in hybrid.layers)
+    modeling, name_of_rule = hybrid.modeling, hybrid.of.rule
+    recurrent, attentions = ([m for m in model.modules() if type(m).__name__ == kind] for kind in hybrid.of.layers)
     layout = "zigzag" if name == "allscan, zigzag" else "contiguous"
     integration.sequence_parallel(model, comm=None if name == "data parallel" else comm, layout=layout)
-    rule = vars(modeling)[hybrid.rule]
+    rule = vars(modeling)[name_of_rule]
     own = getattr(rule, "original", rule)
     if hybrid.alone(one.device):
-        own = functools.partial(alone, hybrid.operator, one)
+        own = hybrid.alone_by(one)
     try:
         if name == "heads":
-            setattr(modeling, hybrid.rule, layers.SplitOperator(own, rule_of_heads))
+            of_heads = scan_of_heads if hybrid.is_ssd else rule_of_heads
+            setattr(modeling, name_of_rule, layers.SplitOperator(own, of_heads))
             AttentionInterface.register(layers.NAME, attention_of_heads)
             for layer in attentions:
                 del layer.forward
         if name == "gathered":
-            setattr(modeling, hybrid.rule, layers.SplitOperator(own, None))
+            setattr(modeling, name_of_rule, layers.SplitOperator(own, None))
             for layer in recurrent:
                 layer.forward = functools.partial(gathering, layer)
         if name == "data parallel":
-            setattr(modeling, hybrid.rule, own)
+            setattr(modeling, name_of_rule, own)
             AttentionInterface.register("sdpa", attention_of_one)
         yield
     finally:
         AttentionInterface.register("sdpa", sdpa_attention_forward)
-        setattr(modeling, hybrid.rule, rule)
+        setattr(modeling, name_of_rule, rule)
         AttentionInterface.register(layers.NAME, layers._attention)
         for layer in recurrent:
             vars(layer).pop("forward", None)
@@ -312,18 +379,26 @@ def alone(operator, one, query, key, value, g, beta, use_qk_l2norm_in_kernel=Fal
     return operator(query, key, value, g, beta, comm=one, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)
 
 
+def scan_alone(one, x, dt, A, B, C, chunk_size, *, D, dt_bias, dt_softplus, dt_limit, **_):
+    options = dict(D=D, dt_bias=dt_bias, dt_softplus=dt_softplus, dt_limit=dt_limit)
+    return allscan.zeco_ssd(x, dt, A, B, C, chunk_size, comm=one, **options)
+
+
 @contextlib.contextmanager
 def functions(hybrid, device):
     """Set the model's operators: on GPUs allscan's with the model's ``chunk``; on CPUs, where fla's functions do not
     run, transformers' in torch."""
     from allscan.integrations import transformers_layers as layers
 
-    own = vars(hybrid.modeling)[hybrid.rule]
+    own = vars(hybrid.modeling)[hybrid.of.rule]
     if device.type == "cpu":
         own = getattr(own, "original", own)
         own = getattr(own, "__wrapped__", own)
     ours = {name: functools.partial(operator, chunk=hybrid.chunk) for name, operator in layers.OURS.items()}
-    with mock.patch.object(hybrid.modeling, hybrid.rule, own), mock.patch.dict(layers.OURS, ours):
+    replaced = {hybrid.of.rule: own}
+    if hybrid.is_ssd:  # mamba_ssm's kernel of a whole layer
+        replaced["mamba2_split_conv1d_scan_combined"] = lambda *_, **__: None
+    with mock.patch.multiple(hybrid.modeling, **replaced), mock.patch.dict(layers.OURS, ours):
         yield
 
 
@@ -352,13 +427,13 @@ def check(group, hybrid, names, T, heads, head) -> dict:
         errors, expected = {}, None
         for name in ("data parallel", *names):
             mine = zigzag_positions(T, comm=comm) if name == "allscan, zigzag" else consecutive
-            before = scans(comm, head)
+            before = scans(comm, hybrid.state(head))
             comm.step()
             with method(name, hybrid, model, comm, one):
                 part = whole if expected is None else whole[:, mine]
                 loss = model(input_ids=part, labels=part).loss
                 loss.backward()
-            prove_scans(name, 3, before, scans(comm, head))
+            prove_scans(name, 3, before, scans(comm, hybrid.state(head)))
             found = torch.cat([loss.detach()[None], *(p.grad.flatten() for p in model.parameters())]).float()
             model.zero_grad()
             if expected is None:
@@ -381,7 +456,7 @@ def measure(group, hybrid, names, T, shape, steps) -> dict:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
         data = text(T, VOCABULARY, comm.device, comm.rank)[:, :-1]
         recurrent = model.config.layer_types.count("linear_attention")
-        wanted = seen(shape["layers"], hybrid.alone(comm.device))
+        wanted = seen(shape["layers"], hybrid.alone(comm.device), hybrid.of.kernels)
         names = (*names, "data parallel")
         peaks, proofs, profiles = {}, {}, {}
         times, in_a_row = ({name: [] for name in names} for _ in range(2))
@@ -400,7 +475,7 @@ def measure(group, hybrid, names, T, shape, steps) -> dict:
             count, where = (1, times) if single else (IN_A_ROW, in_a_row)
             for name in random.Random(turn).sample(names, len(names)):
                 with method(name, hybrid, model, comm, one):
-                    before = scans(comm, shape["head"])
+                    before = scans(comm, hybrid.state(shape["head"]))
                     torch.cuda.reset_peak_memory_stats()
                     comm.barrier()
                     start = time.perf_counter()
@@ -408,7 +483,7 @@ def measure(group, hybrid, names, T, shape, steps) -> dict:
                     where[name].append((time.perf_counter() - start) / count)
                     if single:
                         peaks[name] = torch.cuda.max_memory_allocated() / (1 << 30)
-                prove_scans(name, recurrent * count, before, scans(comm, shape["head"]))
+                prove_scans(name, recurrent * count, before, scans(comm, hybrid.state(shape["head"])))
                 if turn < 2 and comm.rank == 0:
                     print(f"  {name}: step {turn}, {times[name][-1]:.2f} s", file=sys.stderr, flush=True)
         for name in names:
@@ -581,7 +656,7 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--heads", type=int, default=16)
     parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("--model", nargs="+", choices=("kimi_linear", "qwen3_next"), default=["kimi_linear"])
+    parser.add_argument("--model", nargs="+", choices=FAMILIES, default=["kimi_linear"])
     parser.add_argument("--mla", type=int, nargs="+", choices=(128, 192), default=[128], help="kimi_linear key width")
     parser.add_argument("--chunk", choices=CHUNKS, default="allscan", help="whose kernels to use inside chunks")
     parser.add_argument("--only", nargs="+", choices=METHODS, default=METHODS, help="methods besides data parallel")
@@ -590,7 +665,7 @@ def main() -> int:
     parser.add_argument("--csv", default=results("hybrid.csv"))
     arguments = parser.parse_args()
     hybrids = [
-        Hybrid(family, mla, arguments.chunk)
+        Hybrid(family, mla, arguments.chunk if family != "nemotron_h" else "allscan")
         for family in arguments.model
         for mla in (arguments.mla if family == "kimi_linear" else [0])
     ]
@@ -608,7 +683,8 @@ def main() -> int:
         if arguments.chunk == "allscan":
             ahead()
         else:
-            compile_ahead([job for h in hybrids for job in jobs(h, count, arguments.heads, arguments.tokens)], ahead)
+            of_fla = [hybrid for hybrid in hybrids if hybrid.chunk == "fla"]
+            compile_ahead([job for h in of_fla for job in jobs(h, count, arguments.heads, arguments.tokens)], ahead)
     measured = {(hybrid.name, str(count)) for hybrid in hybrids}
     with Table(arguments.csv, COLUMNS, keep=lambda row: (row["model"], row["ranks"]) not in measured) as table:
         for hybrid in hybrids:

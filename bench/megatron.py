@@ -12,11 +12,12 @@ DistributedDataParallel and AdamW, called from Python. Methods:
 * all-to-all: Megatron's own mixers under context parallelism, with all-to-all from tokens to heads and back;
 * data parallel: a sequence of T tokens a rank, by the ordinary model: 100 %. Its softmax layers have fewer keys.
 
-All methods use the same stand-ins, since neither mamba_ssm nor Transformer Engine is required (column ``stand_ins``;
-see tests/support/megatron.py): for mamba_ssm's chunk scan transformers' in torch, in float32; for its gated norm and
+All methods use the same kernels in Mamba2 and Gated DeltaNet: a rank that computes a layer alone, all its heads or some
+of them, calls allscan's operator on one rank in place of mamba_ssm's chunk scan, and of fla's rule, whose backward fla
+rejects on Hopper before Triton 3.7.1. Other stand-ins, also the same for all methods, since neither mamba_ssm nor
+Transformer Engine is required (column ``stand_ins``; see tests/support/megatron.py): for mamba_ssm's gated norm and
 Transformer Engine's norm torch's; for Transformer Engine's attention that of allscan.integrations.attention, which
-gathers keys, also with Megatron's all-to-all. Gated delta rules of a rank alone use allscan's operator on one rank: fla
-rejects their backward on Hopper before Triton 3.7.1. Functions that Megatron compiles with torch.compile run eagerly.
+gathers keys, also with Megatron's all-to-all. Functions that Megatron compiles with torch.compile run eagerly.
 
 The methods alternate step by step in a new order each time; a time is the median step of the slowest rank. They are
 checked first on a small model: loss and gradients against one rank with the whole sequence. Afterwards the kernels of
@@ -69,8 +70,8 @@ COLUMNS = (
     "sources",
 )
 METHODS = ("allscan, zigzag", "allscan", "all-to-all")
-STAND_INS = {"M": "chunk scan, gated norm", "G": "rule of a rank alone", "*": "core attention"}
-RECURRENT = "MG"
+STAND_INS = {"M": "scan of a rank alone, gated norm", "G": "rule of a rank alone", "*": "core attention"}
+RECURRENT = {"M": "ssd_output_kernel", "G": "|".join(DELTA_STATES)}  # a kernel of the layer in every method
 STATES, STATES_ON_CPU = ((128, 64), (128, 128)), ((6, 4), (8, 8))  # (rows, columns), which identify scans
 
 
@@ -114,29 +115,13 @@ def support():
     return megatron
 
 
-def chunk_scan(x, dt, A, B, C, chunk_size, D=None, dt_bias=None, seq_idx=None, return_final_states=False, **options):
-    """Replace mamba_ssm's chunk scan by transformers' in torch. seq_idx: used for both halves of the zigzag layout."""
-    from transformers.models.mamba2 import modeling_mamba2
-
-    own = modeling_mamba2.mamba2_chunk_scan
-    own, batch = getattr(own, "__wrapped__", own), x.shape[0]
-    if seq_idx is not None:
-        x, dt, B, C = (t.unflatten(1, (2, -1)).flatten(0, 1) for t in (x, dt, B, C))
-    options = {name: value for name, value in options.items() if name in ("dt_softplus", "dt_limit")}
-    y, final = own(
-        x, dt.float(), A, B, C, min(chunk_size, 128), D=D, dt_bias=dt_bias, return_final_states=True, **options
-    )
-    y = y.to(x.dtype)
-    if seq_idx is not None:
-        y, final = y.unflatten(0, (batch, 2)).flatten(1, 2), final.unflatten(0, (batch, 2))[:, 1]
-    return (y, final) if return_final_states else y
-
-
 @contextlib.contextmanager
-def stand_ins():
+def stand_ins(one):
+    """Set the stand-ins of all methods. one: the communicator of this rank alone."""
     from megatron.core.ssm import mamba_mixer
 
-    with support().stand_ins(), mock.patch.object(mamba_mixer, "mamba_chunk_scan_combined", chunk_scan):
+    alone = functools.partial(allscan.zeco_ssd, comm=one)
+    with support().stand_ins(), mock.patch.object(mamba_mixer, "mamba_chunk_scan_combined", alone):
         yield
 
 
@@ -183,20 +168,21 @@ def prove_scans(name, shape, comm, before) -> None:
 def seen(shape) -> dict:
     """Return by method the kernels that a step must run, and those that it must not."""
     gathers = {"AllGather": None, "ReduceScatter": None} if "*" in shape.pattern else {}
-    of_scans = "scan_kernel|gated_segments_kernel" if "M" in shape.pattern else "|".join(DELTA_STATES)
+    rules = {kernel: None for letter, kernel in RECURRENT.items() if letter in shape.pattern}
     no_gathers = () if gathers else ("AllGather", "ReduceScatter")
+    ours = {**rules, **gathers}, ("SendRecv", *no_gathers)
     return {
-        "allscan, zigzag": ({of_scans: None, **gathers}, ("SendRecv", *no_gathers)),
-        "allscan": ({of_scans: None, **gathers}, ("SendRecv", *no_gathers)),
-        "all-to-all": ({"SendRecv": None, **gathers}, no_gathers),
-        "data parallel": ({"AllReduce": None}, ("SendRecv", "AllGather", "ReduceScatter")),
+        "allscan, zigzag": ours,
+        "allscan": ours,
+        "all-to-all": ({"SendRecv": None, **rules, **gathers}, no_gathers),
+        "data parallel": ({"AllReduce": None, **rules}, ("SendRecv", "AllGather", "ReduceScatter")),
     }
 
 
 def check(group, shape, names, T) -> dict:
     """Return {method: largest relative error of the loss and of each weight's gradient} of a small model against one
     rank with the whole sequence."""
-    with communicators(group) as (comm, one), stand_ins():
+    with communicators(group) as (comm, one), stand_ins(one):
         limit = 1e-4 if shape.cpu else 0.1  # worst of many weights in bfloat16; without a state the error is 0.6
         whole = text(T * comm.size, VOCABULARY, comm.device, 0)
         tokens, labels = whole[:, :-1], whole[:, 1:]
@@ -226,7 +212,7 @@ def check(group, shape, names, T) -> dict:
 
 def measure(group, shape, names, T, steps) -> dict:
     """Return {method: (seconds of a step, peak GiB, parameters, proof)}."""
-    with communicators(group) as (comm, one), stand_ins():
+    with communicators(group) as (comm, one), stand_ins(one):
         names, models = (*names, "data parallel"), {}
         whole = text(T, VOCABULARY, comm.device, comm.rank)
         data, labels = whole[:, :-1], whole[:, 1:]

@@ -91,8 +91,8 @@ KINDS = {
     "softmax": "sdpa flash_fwd flash_bwd fmha dot_do_o convert_dq flashattn flash:: "
     "merge_kernel fold_kernel reverse_kernel",
     "cat": "CatArray",
-    "recurrences": "scan_kernel segments_kernel delta_ kda chunk_ transition_ recompute_w_u prepare_wy merge_16 solve_ "
-    "l2norm cumsum summary_kernel adjoint_kernel operands_kernel output_kernel pairs_kernel gradient_kernel "
+    "recurrences": "scan_kernel segments_kernel ssd_ delta_ kda chunk_ transition_ recompute_w_u prepare_wy merge_16 "
+    "solve_ l2norm cumsum summary_kernel adjoint_kernel operands_kernel output_kernel pairs_kernel gradient_kernel "
     "factors_kernel scalar_states_kernel gradients_kernel parts_kernel "
     "normalize_ gate_kernel gate_back sums_kernel",
     "convolutions": "conv dgrad wgrad",  # before GEMM, since cuDNN's convolutions also match GEMM's names

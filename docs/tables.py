@@ -256,6 +256,7 @@ HYBRIDS = {
     "kimi_linear, MLA 128": "heads of 128",
     "kimi_linear, MLA 192": "Kimi's own, 192 / 128",
     "qwen3_next": "Qwen3-Next",
+    "nemotron_h": "Nemotron-H",
 }
 
 

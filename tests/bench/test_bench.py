@@ -23,6 +23,7 @@ import allscan
 from allscan.comm import topology
 from allscan.launch.compiled_kernel import Launch
 from allscan.scan.launcher import name_of
+from allscan.shmem_kernels import ssd_fwd
 from allscan.tools.ranks import Ranks
 from bench import (
     against,
@@ -41,6 +42,7 @@ from bench import (
     proof,
     scaling,
     segments,
+    ssd_split,
     timeline,
     transitions,
     tuning,
@@ -276,19 +278,28 @@ def test_every_method_trains_the_model_alike():
 
 
 @pytest.mark.cpu
+def test_the_split_of_scalar_decays(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["ssd_split"])
+    assert ssd_split.main() == 0
+    lines = capsys.readouterr().out.splitlines()[1:]
+    assert [line.split()[0] for line in lines] == [*ssd_split.RULES]
+
+
+@pytest.mark.cpu
 def test_every_method_trains_the_hybrid_alike(capsys, monkeypatch):
     pytest.importorskip("transformers", minversion="5.23", reason="needs transformers")
-    monkeypatch.setattr(sys, "argv", "hybrid --model kimi_linear qwen3_next --mla 128 192".split())
+    monkeypatch.setattr(sys, "argv", "hybrid --model kimi_linear qwen3_next nemotron_h --mla 128 192".split())
     assert hybrid.main() == 0
     lines = capsys.readouterr().out.splitlines()[1:]
-    assert [line[23:45].rstrip() for line in lines] == ["allscan", "allscan, zigzag", "heads", "gathered"] * 3
-    assert [line[:22].rstrip() for line in lines[::4]] == ["kimi_linear, MLA 128", "kimi_linear, MLA 192", "qwen3_next"]
+    models = ["kimi_linear, MLA 128", "kimi_linear, MLA 192", "qwen3_next", "nemotron_h"]
+    assert [line[23:45].rstrip() for line in lines] == ["allscan", "allscan, zigzag", "heads", "gathered"] * 4
+    assert [line[:22].rstrip() for line in lines[::4]] == models
     assert all(float(line.split()[-1]) < 1e-5 for line in lines), lines
 
 
 @pytest.mark.cpu
 def test_every_method_trains_megatrons_hybrid_alike(capsys, monkeypatch):
-    for name in ("megatron", "fla", "transformers"):
+    for name in ("megatron", "fla"):
         pytest.importorskip(name)
     monkeypatch.setattr(sys, "argv", ["megatron"])
     assert megatron.main() == 0
@@ -441,6 +452,7 @@ def test_what_the_delta_rules_are_measured_at():
 @pytest.mark.parametrize("rule", ["kda", "gated_delta_rule"])
 def test_kernels_that_delta_benches_expect_are_those_of_the_plans(rule, monkeypatch):
     """Our own chunk kernels of both passes, and the kernels of all methods' communication."""
+    assert {*hybrid.FAMILIES["nemotron_h"].kernels, megatron.RECURRENT["M"]} < {*dir(ssd_fwd)}
     launch_chunks(128, 128, BF16, rule == "gated_delta_rule", monkeypatch)
     found = collections.Counter(kernel.__name__ for kernel, *_ in Launches.made)
     for name, method in local_delta.METHODS.items():

@@ -44,7 +44,9 @@ CHOICES = {
     "simple_gla, grouped": dict(num_hidden_layers=1, use_short_conv=True, num_kv_heads=1, feature_map="relu"),
     "retnet, hybrid": dict(attn=SOFTMAX),
     "retnet, grouped": dict(num_hidden_layers=1, num_kv_heads=1, feature_map="relu", use_output_gate=False),
-    "mamba2, norm": dict(state_size=16, chunk_size=16, D_has_hdim=True, dt_limit=(0.001, 0.05)),
+    "mamba2, norm": dict(
+        num_heads=4, head_dim=32, n_groups=2, state_size=16, chunk_size=16, D_has_hdim=True, dt_limit=(0.001, 0.05)
+    ),
     "mamba2, gate": dict(num_hidden_layers=1, state_size=16, chunk_size=16, rmsnorm=False, hidden_act="relu"),
 }
 MODELS = dict(gla="GLA", kda="KDA", gated_deltanet="GatedDeltaNet", simple_gla="GLA", retnet="RetNet", mamba2="Mamba2")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from itertools import pairwise
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -45,11 +46,16 @@ def scalar_recurrence(q, k, v, g=None, initial_state=None, state_v_first=False, 
 
 
 def by_document(forward):
-    """A layer's forward without packed sequences, such as that of fla's Mamba2, as one that runs each by itself."""
+    """The forward of fla's Mamba2 layer, which ignores packed sequences, for each by itself. Consecutive heads share a
+    group of B and C, as in mamba_ssm and fla's decoding: fla's prefill in torch gives groups to the heads in turns."""
+
+    def of_consecutive_heads(x, *times):
+        return x.repeat_interleave(times[2], 2)
 
     def call(layer, hidden_states, cu_seqlens=None, **options):
         lengths = [0, hidden_states.shape[1]] if cu_seqlens is None else cu_seqlens.tolist()
-        found = [forward(layer, hidden_states[:, a:b], **options) for a, b in pairwise(lengths)]
+        with mock.patch.object(torch.Tensor, "repeat", of_consecutive_heads):
+            found = [forward(layer, hidden_states[:, a:b], **options) for a, b in pairwise(lengths)]
         return torch.cat([o for o, *_ in found], 1), *found[-1][1:]
 
     return call

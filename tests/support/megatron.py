@@ -43,39 +43,12 @@ class GatedNorm(torch.nn.Module):
         return (x * (x.square().mean(-1, keepdim=True) + self.eps).rsqrt()).flatten(-2) * self.weight
 
 
-def chunk_scan(
-    x,
-    dt,
-    A,
-    B,
-    C,
-    chunk_size,
-    D=None,
-    z=None,
-    dt_bias=None,
-    dt_softplus=False,
-    seq_idx=None,
-    return_final_states=False,
-    initial_states=None,
-    state_dtype=None,
-):
-    """Replace mamba_ssm's mamba_chunk_scan_combined by the token-by-token recurrence in float64."""
+def chunk_scan(x, dt, A, B, C, chunk_size, state_dtype=None, return_final_states=False, **options):
+    """Replace mamba_ssm's mamba_chunk_scan_combined on one rank by the token-by-token recurrence in float64."""
     from megatron.core.ssm import mamba_mixer
 
-    assert (state_dtype is not None) == mamba_mixer.MAMBA_HAS_STATE_DTYPE
-    parts = []
-    for i in range(len(x)):
-        cuts = [0, x.shape[1]]
-        if seq_idx is not None:
-            cuts[1:1] = (seq_idx[i].diff().nonzero()[:, 0] + 1).tolist()
-        tensors = dict(x=x, dt=dt, B=B, C=C) | ({} if z is None else dict(z=z))
-        tensors = {name: t[i : i + 1].double() for name, t in tensors.items()}
-        given = dict(A=A, D=D, dt_bias=dt_bias)
-        tensors |= {name: t.double() for name, t in given.items() if t is not None}
-        y, final = ssd_reference(**tensors, dt_softplus=dt_softplus, cu_seqlens=cuts)
-        parts.append((y.to(x.dtype), final[-1:].float()))
-    y, final = (torch.cat(some) for some in zip(*parts, strict=True))
-    return (y, final) if return_final_states else y
+    assert (state_dtype is not None) == mamba_mixer.MAMBA_HAS_STATE_DTYPE and not return_final_states
+    return ssd_reference(x, dt, A, B, C, **options)[0].to(x.dtype)
 
 
 def rule(q, k, v, g, beta, **_):
