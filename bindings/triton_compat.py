@@ -14,9 +14,8 @@ from __future__ import annotations
 import hashlib
 import inspect
 import re
-import struct
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import triton
@@ -26,11 +25,6 @@ from triton.compiler import ASTSource as ASTSource
 from triton.language import core  # builtins: inline assembly, functions of linked libraries, ``_semantic``
 from triton.runtime.cache import get_cache_manager as get_cache_manager
 from triton.runtime.jit import JITCallable
-
-from .cuda_driver import KernelNode
-
-SCRATCH = (0, 8)  # (bits, bytes) of a null pointer: two follow a kernel's arguments, for unused scratch memory
-FLOATS = {"fp32": ("<f", 4), "f32": ("<f", 4), "fp64": ("<d", 8)}
 
 # Options of all kernels of this package: x * y + z is rounded once, as for the errors in docs/versions.md
 OPTIONS: dict[str, Any] = {"enable_fp_fusion": True}
@@ -42,7 +36,7 @@ _held: set[Any] = set()
 
 
 def hold(compiled: Any) -> None:
-    """Keep a compiled kernel for the rest of the process. Launches and CUDA graphs, also callers' graphs, hold only its
+    """Keep a compiled kernel for the rest of the process. Launches and callers' CUDA graphs hold only its
     handle, and from Triton 3.8 on a deleted kernel unloads its module."""
     _held.add(compiled)
 
@@ -187,40 +181,3 @@ def builtin(function: Any) -> Callable:
     setattr(function, core.TRITON_BUILTIN, True)
     function.__triton_aggregate__, function.hash_attrs = True, [_Source(function)]
     return function
-
-
-def kernel_node(compiled: Any, grid: tuple[int, int, int], arguments: Sequence[Any]) -> KernelNode:
-    """Return the launch of a compiled kernel as a node of a CUDA graph. arguments: all arguments of the Python
-    function, in its order: addresses for tensors, tuples for tuples, any value for constants.
-
-    Raises NotImplementedError for clusters, cooperative grids, tensor descriptors and scratch memory.
-    """
-    metadata = compiled.metadata
-    for name in ("num_ctas", "launch_cooperative_grid", "launch_pdl", "global_scratch_size", "profile_scratch_size"):
-        if (getattr(metadata, name, 0) or 0) > (name == "num_ctas"):
-            raise NotImplementedError(f"{compiled.name} has {name}={getattr(metadata, name)}")
-    argument_words = words(tuple(compiled.src.signature.values()), arguments)
-    return KernelNode(compiled.function, grid, 32 * metadata.num_warps, metadata.shared, argument_words)
-
-
-def words(types: Sequence[Any], values: Sequence[Any]) -> list[tuple[int, int]]:
-    """Return (bits, bytes) of each parameter of a kernel with arguments of these types."""
-    return [*_words(types, values), SCRATCH, SCRATCH]
-
-
-def _words(types: Sequence[Any], values: Sequence[Any]) -> Iterator[tuple[int, int]]:
-    for kind, value in zip(types, values, strict=True):
-        if isinstance(kind, tuple):
-            yield from _words(kind, value)
-        elif kind == "constexpr":
-            continue
-        elif kind.startswith("*"):
-            yield value or 0, 8
-        elif kind in FLOATS:
-            form, size = FLOATS[kind]
-            yield int.from_bytes(struct.pack(form, value), "little"), size
-        elif kind[0] in "iu" and kind[1:].isdigit():
-            size = max(1, int(kind[1:]) // 8)
-            yield int(value) & ((1 << 8 * size) - 1), size
-        else:
-            raise NotImplementedError(f"CUDA graph nodes do not support kernel parameters of type {kind}")

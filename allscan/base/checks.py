@@ -68,9 +68,9 @@ def checked_first_token(first_token: Any, cu_seqlens: object) -> int | None:
     return integer("first_token", first_token, 0)
 
 
-def switch(name: str, default: str = "1") -> bool:
+def switch(name: str) -> bool:
     """Whether the environment variable ``name`` is 1. Raises ValueError unless it is 0, 1 or empty."""
-    value = os.environ.get(name, "").strip() or default
+    value = os.environ.get(name, "").strip() or "0"
     if value not in ("0", "1"):
         raise ValueError(f"{name} must be 0 or 1, got {value!r}")
     return value == "1"

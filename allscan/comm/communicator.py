@@ -22,7 +22,6 @@ from ..base.checks import integer, switch
 from ..base.errors import AllScanOutOfStep, AllScanRejected, described
 from ..bindings import versions
 from ..bindings.interpreter import prepare_interpreter
-from ..launch.graph_cache import MOST_BYTES, GraphCounts, Graphs
 from ..launch.streams import Streams
 from ..shmem_kernels import wait
 from .call_order import Order
@@ -62,7 +61,7 @@ class Communicator(Calls):
 
     Attributes: rank, size, group, device, transport; timeout, max_ctas, algorithm and nodes, which are fixed (nodes is
     None if the ranks of a node are not consecutive); mapped (whether all neighbours reach each other by loads and
-    stores); broken (whether a kernel has recorded a fault: a time-out or different tags); closed; cuda_graphs (counts);
+    stores); broken (whether a kernel has recorded a fault: a time-out or different tags); closed;
     debug and invariant, which must not be changed either.
 
     The constructor is collective over the group. The first constructor in a job also creates the arena (``init``) and
@@ -98,9 +97,6 @@ class Communicator(Calls):
         algorithm: how allscan(), zeco_gla(), zeco_ssd() and ``AllScan`` scan over several nodes: "chain", "rails",
             "recursive_doubling" (docs/rails.md), or "auto": a chain, until the others were timed on a network. The same
             on every rank.
-        cuda_graphs: whether launches that repeat with the same addresses become CUDA graphs (built without stream
-            capture); or the maximum bytes of GPU memory for these, 256 MiB by default. ``close`` frees them. Default:
-            True unless the environment has ALLSCAN_CUDA_GRAPHS=0. Ranks may differ.
         invariant: default segment length in tokens, a multiple of 64, for calls of operators (zeco_gla() and the
             others): their results then have the same bits for every number of ranks (docs/invariant.md). 0: no
             segments. The same on every rank.
@@ -130,7 +126,6 @@ class Communicator(Calls):
         max_ctas: int | None = None,
         nodes: Sequence[int] | None = None,
         algorithm: str = "auto",
-        cuda_graphs: bool | int | None = None,
         invariant: int = 0,
     ) -> None:
         self._closed = True  # until construction has succeeded
@@ -148,10 +143,8 @@ class Communicator(Calls):
                 raise ValueError(f"timeout must be a positive number of seconds below 1e9, got {timeout!r}")
             self._timeout = float(timeout)
             most = max_ctas if max_ctas is None else integer("max_ctas", max_ctas)
-            self.debug = switch("ALLSCAN_DEBUG", "0") if debug is None else bool(debug)
+            self.debug = switch("ALLSCAN_DEBUG") if debug is None else bool(debug)
             self._algorithm = check_algorithm(algorithm)
-            limit = switch("ALLSCAN_CUDA_GRAPHS") if cuda_graphs is None else cuda_graphs
-            self.graphs = Graphs(MOST_BYTES * limit if isinstance(limit, bool) else integer("cuda_graphs", limit, 0))
             if integer("invariant", invariant, 0) % 64:
                 raise ValueError(f"invariant must be a multiple of 64 tokens, got {invariant}")
             self.invariant = int(invariant)
@@ -262,13 +255,6 @@ class Communicator(Calls):
     def nodes(self) -> tuple[int, ...] | None:
         """Number of ranks on each node, fixed; None if the ranks of a node are not consecutive."""
         return self.topology.nodes
-
-    @property
-    def cuda_graphs(self) -> GraphCounts:
-        """Counts of CUDA graphs so far, a NamedTuple: enabled, kept (graphs in the cache), bytes (their GPU memory),
-        most_bytes (its limit), built, launched, declined (launches without a graph due to that limit), failed (failures
-        to build or launch one), why (reason of the last failure)."""
-        return self.graphs.counts()
 
     def check(self) -> None:
         """Raise if a kernel of this rank has given up so far.
@@ -435,7 +421,6 @@ class Communicator(Calls):
             self.memory.free()
         for cache in (self.attributes, self.calls, self.checked, self.agreed, self.agreed.scans, self.tables):
             cache.clear()
-        self.graphs.close()
         self._closed = True
         if len(set(counts)) > 1:
             desynchronized = "the ranks have made different numbers of calls: " + by_rank(counts)
@@ -471,7 +456,6 @@ class Communicator(Calls):
             self._leave(f"has left its communicator's block by {described(error)}")
             record_ended_alone()
             self.memory.abandon()
-            self.graphs.close()
             self._closed = True
 
     def __del__(self) -> None:

@@ -1,1 +1,1 @@
-"""Kernel launches: single kernels, recorded sequences (plans), CUDA graphs of them, and streams."""
+"""Kernel launches: single kernels, recorded sequences (plans), and streams."""

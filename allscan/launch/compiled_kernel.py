@@ -7,13 +7,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, ParamSpec, TypeVar
 
 import torch
-import triton
 from torch import Tensor
 
 from ..bindings import nvshmem_module
-from ..bindings.cuda_driver import KernelNode, parameter_sizes, set_shared_memory_carveout
+from ..bindings.cuda_driver import set_shared_memory_carveout
 from ..bindings.torch_compat import current_stream_of
-from ..bindings.triton_compat import OPTIONS, kernel_node, launchable, launcher
+from ..bindings.triton_compat import OPTIONS, launchable, launcher
 from ..shmem_kernels.channel import Channel
 from .machine_code import options_of_right_code
 
@@ -86,8 +85,6 @@ class Launch:
         self._first = self._arguments == list(range(len(self._arguments)))  # they are the first parameters
         self.ready = False  # whether the kernel is compiled; then ``at`` launches it with an address for a tensor and
         self.at: Callable[[Sequence[Any]], Any] = _not_compiled  # a tuple of addresses and constants for a channel
-        self._compiled: Any = None
-        self._sizes: list[int] | None = None  # bytes of the compiled kernel's parameters
 
     def __call__(self, *args: Tensor | Channel) -> Any:
         """Launch on the current stream. Returns the result of Triton: the compiled kernel, None in the interpreter."""
@@ -103,26 +100,12 @@ class Launch:
             self._keep(compiled)
         return compiled
 
-    def node(self, addresses: Sequence[Any]) -> KernelNode:
-        """The launch of ``at`` as a node of a CUDA graph. Raises NotImplementedError if the launch cannot be a node, or
-        if this Triton version passes other kernel parameters than expected."""
-        arguments = [self.fixed.get(name) for name in self._names]
-        for place, address in zip(self._arguments, addresses, strict=True):
-            arguments[place] = address
-        node = kernel_node(self._compiled, (*self.grid, 1, 1)[:3], arguments)  # type: ignore[arg-type]
-        if self._sizes is None:
-            self._sizes = parameter_sizes(node.function)
-        if self._sizes != [size for _, size in node.arguments]:
-            sizes = f"unexpected kernel parameters, of sizes {self._sizes}"
-            raise NotImplementedError(f"Triton {triton.__version__} passes {sizes}")
-        return node
-
     def _keep(self, compiled: Any) -> None:
         """Let ``at`` launch ``compiled``, a kernel compiled for addresses that are multiples of 16 bytes."""
         arguments = [self.fixed.get(name) for name in self._names]
         grid, device = (*self.grid, 1, 1)[:3], torch.cuda.current_device()
         self.at = launcher(compiled, grid, arguments, self._arguments, current_stream_of, device)  # type: ignore[arg-type]
-        self.ready, self._compiled = True, compiled
+        self.ready = True
 
 
 def _not_compiled(addresses: Sequence[Any]) -> NoReturn:

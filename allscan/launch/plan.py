@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
@@ -14,14 +12,10 @@ from torch import Tensor
 
 from ..bindings.triton_compat import launchable
 from .compiled_kernel import Launch
-from .graph_cache import Builder, Graphs
-from .streams import Side
 
 WORD = 4  # bytes of float32, the dtype of a run's scratch memory
 ALIGNMENT = 256  # bytes
 OWN, TABLE = -2, -1  # indices of a run's memories: scratch, constants; after inputs and outputs
-
-_numbers = itertools.count(1)
 
 
 class Buffer(NamedTuple):
@@ -54,15 +48,12 @@ class Plan:
         [y] = plan.run(None, x)
 
     All runs have contiguous tensors of the same shapes and dtypes. With compiled kernels, a run makes one allocation
-    for each output and one for all scratch buffers, computes addresses, and launches. The launches are one CUDA graph
-    if the same addresses occurred before and the plan has no Python calls, see ``allscan.launch.graph_cache.Graphs``.
-    In the interpreter, and if a ``Launch`` has to go through Triton, every buffer is a separate tensor, except
-    views, and scratch in the memory of an output.
-
-    graphs: the communicator's cache of CUDA graphs; None: no CUDA graphs.
+    for each output and one for all scratch buffers, computes addresses, and launches. In the interpreter, and if a
+    ``Launch`` has to go through Triton, every buffer is a separate tensor, except views, and scratch in the memory of
+    an output.
     """
 
-    def __init__(self, graphs: Graphs | None = None) -> None:
+    def __init__(self) -> None:
         self.buffers: list[Buffer] = []
         self.wholes: dict[int, Buffer] = {}  # by number of a view of scratch memory: the buffer that it is a view of
         self.tables: dict[int, Tensor] = {}  # constants by number of the buffer
@@ -74,10 +65,6 @@ class Plan:
         self._launches: list[Launch] = []
         self._steps: list[Callable[[PlanExecution], object]] = []
         self._checks: list[Callable[[], None]] = []
-        self._builds: list[Callable[[Builder], None]] | None = []  # of the steps; None if a step cannot be graph nodes
-        self._graphs, self.number, self.num_nodes, self.failures = graphs, next(_numbers), 0, 0
-        if graphs is not None:
-            weakref.finalize(self, graphs.forget, self.number).atexit = False
 
     def input(self, like: Tensor) -> Buffer:
         """The next input tensor of a run. All inputs are declared before anything else is recorded."""
@@ -156,57 +143,30 @@ class Plan:
             else:
                 launch.at(arguments([run.places[memory] + offset for memory, offset in places]))
 
-        def build(builder: Builder) -> None:
-            builder.kernel(launch.node(arguments([builder.places[memory] + offset for memory, offset in places])))
-
         self._launches.append(launch)
-        self._add(step, build, 1)
+        self._steps.append(step)
         self._checks += [] if check is None else [check]
 
     def zero(self, x: Buffer) -> None:
         """Record a fill of the buffer with zeros."""
-        _, memory, offset, shape, dtype = x
-        nbytes = math.prod(shape) * dtype.itemsize
-        if not nbytes:  # on a rank without tokens; the driver rejects a node of 0 bytes
-            return
-        self._add(
-            lambda run: run.tensor(x.number).zero_(),
-            lambda builder: builder.zeros(builder.places[memory] + offset, nbytes),
-            1,
-        )
+        self._steps.append(lambda run: run.tensor(x.number).zero_())
 
     def call_python(self, function: Callable[..., None], *buffers: Buffer) -> None:
         """Record the call ``function(context, *tensors)``, with the context of the run."""
         numbers = [x.number for x in buffers]
-        self._add(lambda run: function(run.context, *(run.tensor(n) for n in numbers)))
-
-    def _add(
-        self,
-        step: Callable[[PlanExecution], object],
-        build: Callable[[Builder], None] | None = None,
-        num_nodes: int = 0,
-    ) -> None:
-        self._steps.append(step)
-        self.num_nodes += num_nodes
-        if build is None:
-            self._builds = None
-        elif self._builds is not None:
-            self._builds.append(build)
+        self._steps.append(lambda run: function(run.context, *(run.tensor(n) for n in numbers)))
 
     @contextmanager
     def side_stream(self, stream: Callable[[Any], AbstractContextManager[Callable[[], None]]]) -> Iterator[None]:
         """Record the steps in the with block on the side stream ``stream(context)``, a context manager that returns a
         function to join it. May be nested; ``join`` then belongs in the outer block."""
-        self._add(
-            lambda run: run.enter(stream(run.context)),
-            lambda builder: builder.enter(_priority(stream(builder.context))),
-        )
+        self._steps.append(lambda run: run.enter(stream(run.context)))
         yield
-        self._add(lambda run: run.leave(), lambda builder: builder.leave())
+        self._steps.append(lambda run: run.leave())
 
     def join(self) -> None:
         """Record that the current stream waits for the side stream that was entered last and is not joined yet."""
-        self._add(lambda run: run.join(), lambda builder: builder.join())
+        self._steps.append(lambda run: run.join())
 
     def run(self, context: Any, *inputs: Tensor) -> list[Tensor]:
         """Run all steps. ``inputs``: tensors in the order of ``input``. Returns the outputs in the order of ``output``
@@ -222,16 +182,8 @@ class Plan:
             return tensors[len(inputs) :]
         memory = new_empty(self.bytes // WORD, dtype=torch.float32)
         places += memory.data_ptr(), 0
-        if self._graphs is not None and self._builds is not None and self.num_nodes > 1:
-            self._graphs.launch(inputs[0].get_device(), self, places, self._launch, context, tensors, memory, places)
-        else:
-            self._launch(context, tensors, memory, places)
+        self._launch(context, tensors, memory, places)
         return tensors[len(inputs) :]
-
-    def build(self, builder: Builder) -> None:
-        """Add the nodes of a run to a graph."""
-        for build in self._builds or ():
-            build(builder)
 
     def _launch(self, *args: Any) -> None:
         """Run the steps one by one. If a step raises, join the side streams first: their kernels use memory that is
@@ -256,18 +208,8 @@ def _round_up(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-def _priority(side: object) -> int:
-    """Priority of a side stream of Streams.side. Raises NotImplementedError for another context manager, whose order of
-    launches is unknown."""
-    if not isinstance(side, Side):
-        raise NotImplementedError(
-            f"CUDA graphs support launches on streams of Streams.side only, got {type(side).__name__}"
-        )
-    return side.priority
-
-
 class PlanExecution:
-    """Memory and streams of one run whose launches are made one by one.
+    """Memory and streams of one run.
 
     tensors: the run's inputs and outputs. places: base addresses of these, of scratch memory and of constants (0); None
     if buffers are separate tensors, see Plan."""

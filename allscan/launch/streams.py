@@ -143,7 +143,7 @@ class Side:
     launches inside; with it the current stream does not wait for the start of this stream."""
 
     def __init__(self, streams: Streams, priority: int, done: torch.cuda.Event | None = None) -> None:
-        self._streams, self._stream, self._done, self.priority = streams, streams.own(priority), done, priority
+        self._streams, self._stream, self._done = streams, streams.own(priority), done
         self._first = done is None and priority == SCANS
 
     def __enter__(self) -> Callable[[], None]:

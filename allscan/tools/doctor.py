@@ -111,7 +111,6 @@ def report() -> list[str]:
     """Print the parts of this machine; returns those that are required and missing."""
     import torch
 
-    from ..base.checks import switch
     from ..bindings.arena import arena_bytes
 
     gpus = torch.cuda.device_count()
@@ -146,12 +145,6 @@ def report() -> list[str]:
     if not gpus:
         room = os.statvfs("/dev/shm")
         print(f"/dev/shm    {room.f_bavail * room.f_frsize:,} of {room.f_blocks * room.f_frsize:,} bytes free")
-    try:
-        graphs = "on" if switch("ALLSCAN_CUDA_GRAPHS") else "off"
-        print(f"CUDA graphs {graphs}: repeated launches are replayed (ALLSCAN_CUDA_GRAPHS=0 or 1)")
-    except ValueError as error:
-        print(f"CUDA graphs {error}")
-        needs.append("export ALLSCAN_CUDA_GRAPHS=1      # or 0")
     print("GPU tests   " + _last_run())
     return needs
 

@@ -92,8 +92,7 @@ class _Apart:
 
     def __init__(self, ranks: int) -> None:
         attributes = {(AllScanCarrier, True): self}
-        of_gpu = dict(device=torch.device("cuda"), graphs=None)
-        self.comm: Any = types.SimpleNamespace(size=ranks, attributes=attributes, **of_gpu)
+        self.comm: Any = types.SimpleNamespace(size=ranks, attributes=attributes, device=torch.device("cuda"))
 
     def prepare(self, *_: Any, **__: Any) -> None:
         """No agreement with other ranks."""

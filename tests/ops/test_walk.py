@@ -20,12 +20,12 @@ BOUNDS = {
     "allscan": (12, 5, 4),
     "allscan with gradients": (18, 10, 5),
     "backward of allscan": (15, 6, 5),
-    "zeco_gla": (12, 9, 2),
-    "zeco_gla with gradients": (16, 11, 4),
-    "backward of zeco_gla": (16, 10, 3),
-    "zeco_kda": (18, 12, 3),
-    "zeco_kda with gradients": (22, 14, 5),
-    "backward of zeco_kda": (19, 12, 3),
+    "zeco_gla": (12, 8, 3),
+    "zeco_gla with gradients": (16, 10, 5),
+    "backward of zeco_gla": (16, 9, 4),
+    "zeco_kda": (16, 10, 4),
+    "zeco_kda with gradients": (20, 12, 6),
+    "backward of zeco_kda": (19, 11, 4),
 }
 
 

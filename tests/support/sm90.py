@@ -3,53 +3,15 @@
 from __future__ import annotations
 
 import re
-import struct
 
-from allscan.bindings.triton_compat import words
 from allscan.launch.machine_code import unset_registers
 from allscan.tools import compiled
 
 from .descriptors import Follower
 
 
-def parameters_in(cubin: bytes, kernel: str) -> list[int]:
-    """Return the bytes of each parameter, from the KPARAM_INFO attributes in an ELF file's section .nv.info.KERNEL."""
-    table, size, count, names = struct.unpack_from("<Q10xHHH", cubin, 40)[:1] + struct.unpack_from("<HHH", cubin, 58)
-    sections = [struct.unpack_from("<IIQQQQIIQQ", cubin, table + size * i) for i in range(count)]
-
-    def name(section):
-        start = sections[names][4] + section[0]
-        return cubin[start : cubin.index(b"\0", start)].decode()
-
-    [info] = [x for x in sections if name(x) == f".nv.info.{kernel}"]
-    at, end, found = info[4], info[4] + info[5], {}
-    while at < end:
-        form, attribute, length = struct.unpack_from("<BBH", cubin, at)
-        if form == 4:
-            if attribute == 0x17:
-                _, ordinal, offset, flags = struct.unpack_from("<IHHI", cubin, at + 4)
-                found[ordinal] = flags >> 18
-            at += length
-        at += 4
-    return [found[i] for i in range(len(found))]
-
-
-def parameter_sizes(signature) -> list[int]:
-    """Return the bytes of each parameter in a graph's node, for a kernel with arguments of these types."""
-
-    def none(kind):
-        return [*map(none, kind)] if isinstance(kind, tuple) else 0
-
-    return [size for _, size in words(signature, [*map(none, signature)])]
-
-
 class Compiled(compiled.Compiled):
-    """A compiled kernel with checks of its parameters in a graph's node, and of its machine code."""
-
-    def __init__(self, *arguments, **options):
-        super().__init__(*arguments, **options)
-        sizes = parameter_sizes([*self.signature.values()])
-        assert parameters_in(self.cubin, self.name) == sizes, f"Triton hands {self.name} other parameters"
+    """A compiled kernel with checks of its machine code."""
 
     def lost_operands(self) -> list[tuple[str, str, str]]:
         """Return products with operands outside of shared memory or at unknown addresses, for each of up to two groups

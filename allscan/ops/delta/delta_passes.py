@@ -242,7 +242,7 @@ class StatePass:
 
     def recorded(self, name: str, *arguments: Any) -> tuple[Plan, Sequence[Buffer | None]]:
         """Record the plan of the ``planned`` method ``name``; return (the plan, the buffers of the results)."""
-        plan = Plan(self.comm.graphs)
+        plan = Plan()
 
         def placed(x: Any) -> Any:
             if isinstance(x, tuple):

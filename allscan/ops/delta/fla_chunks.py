@@ -82,7 +82,6 @@ class KDA(FlaPass):
         between = ChunkOperands(kg, w, u, sums, qg)
         h, v_new, *incoming = self.turn(between, LocalGrads(do, None, scores), ends.inputs, saved_states, scale)
         d_scores, dv = chunk_kda_bwd_dAv(q=q, k=k, v=v_new, do=do, A=scores, scale=scale, **self.options)
-        between = between._replace(u=None)  # an unused address would be a part of the key of CUDA graphs
         dh, dv = self.backward(between, LocalGrads(do, dv), IncomingStates(*incoming), ends.outputs, scale)
         del w, u, qg, kg, between
         of_states = dict(h=h, do=do, dh=dh, dv=dv, scale=scale)
@@ -130,7 +129,6 @@ class GatedDeltaNet(FlaPass):
         dv = chunk_bwd_dv_local(q=q, k=k, g=sums, do=do, scale=scale, **self.options)
         between = ChunkOperands(k, w, u, sums, q)
         h, v_new, *incoming = self.turn(between, LocalGrads(do, dv), ends.inputs, saved_states, scale)
-        between = between._replace(u=None)  # an unused address would be a part of the key of CUDA graphs
         dh, dv = self.backward(between, LocalGrads(do, dv), IncomingStates(*incoming), ends.outputs, scale)
         # fla rejects its own kernel for this on Hopper before Triton 3.7.1
         dq, dk, dw, dg = self.gradients(between, v_new, LocalGrads(do, dv), (h, dh), scale)

@@ -107,7 +107,7 @@ class RawInputs:
     """Plans of a communicator. Each is recorded once and serves all calls that differ in their tensors only."""
 
     def __init__(self, comm: Communicator) -> None:
-        self._graphs, self._cuda = comm.graphs, comm.device.type == "cuda"
+        self._cuda = comm.device.type == "cuda"
         self._plans = Recent()
 
     @staticmethod
@@ -120,7 +120,7 @@ class RawInputs:
         key = name, *fixed.values(), *[x if x is None else (x.shape, x.dtype) for x in tensors]
         found = self._plans.get(key)
         if found is None:
-            plan = Plan(self._graphs)
+            plan = Plan()
             inputs = [x if x is None else plan.input(x) for x in tensors]
             found = self._plans.remember(key, with_places(plan, RECORDS[name](plan, self._cuda, *inputs, **fixed)))
         plan, order = found

@@ -164,7 +164,7 @@ class CarryPlan(Plan):
     """
 
     def __init__(self, carrier: StateCarrier, shape: Shape, layout: Layout, reverse: bool) -> None:
-        super().__init__(carrier.comm.graphs)
+        super().__init__()
         self.stamp = layout.stamp
         self.shape, self.layout, self.reverse = shape, layout, reverse
         self.H, self.K, self.V = shape.H, shape.K, shape.V
