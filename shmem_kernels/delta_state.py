@@ -321,25 +321,17 @@ def delta_states_kernel(
 
 
 @triton.jit
-def final_gradient(p_outside, p_segment, h, i_v, d: tl.constexpr):
-    """Load the gradient behind a segment [BV, BK]: the final state's, if its sequence ends and p_outside is no None;
-    else zeros."""
+def gradient_behind(p_incoming, p_through, p_prev, p_outside, p_segment, s, h, i_v, d: tl.constexpr):
+    """Load the gradient that a pass through a segment starts from, [BV, BK]: load_incoming's; without p_incoming the
+    final state's, if the segment's sequence ends with it and p_outside is no None; else zeros."""
     b_state = zeros(d.BV, d.BK)
-    if p_outside is not None:
+    if p_incoming is not None:
+        b_state = load_incoming(p_incoming, p_through, p_prev, p_segment, s, h, i_v, d, LEFT)
+    elif p_outside is not None:
         ends = (tl.load(p_segment + FLAGS) & LAST) != 0
         at, inside = transposed_at(tl.load(p_segment + SEQUENCE) * d.H + h, i_v, d)
         b_state = load(p_outside, at, inside & ends)
     return b_state
-
-
-@triton.jit
-def gradient_behind(p_incoming, p_through, p_prev, p_outside, p_segment, s, h, i_v, d: tl.constexpr):
-    """Load the gradient that a pass through a segment starts from, [BV, BK]: load_incoming's, without p_incoming
-    final_gradient's."""
-    if p_incoming is not None:
-        return load_incoming(p_incoming, p_through, p_prev, p_segment, s, h, i_v, d, LEFT)
-    else:
-        return final_gradient(p_outside, p_segment, h, i_v, d)
 
 
 @triton.jit
