@@ -28,6 +28,7 @@ from allscan.ops.delta.kda_plans import chunk_blocks
 from allscan.reference import delta_reference
 from allscan.shmem_kernels import kda_bwd as bwd
 from allscan.shmem_kernels import kda_fwd
+from allscan.shmem_kernels.delta_state import DeltaSizes
 from allscan.tokens import packing
 
 C, K = 64, 128
@@ -75,8 +76,11 @@ TYPES |= dict.fromkeys("p_g p_beta p_sums p_parts p_dg p_dbeta".split(), F32) | 
 
 
 def fixed(variant: Variant, H: int) -> dict[str, Any]:
-    sizes = dict(H=H, HK=H, K=K, V=K, BT=C, PRECISION="bf16")
-    return sizes | variant.constants | variant.options
+    blocks, options = (
+        {x: y for x, y in variant.options.items() if (x in DeltaSizes._fields) == field} for field in (True, False)
+    )
+    d = DeltaSizes(H=H, HK=H, K=K, V=K, BT=C, **blocks)
+    return dict(d=d, PRECISION="bf16") | variant.constants | options
 
 
 def compile_one(name: str, H: int) -> None:
@@ -166,9 +170,9 @@ class Chunks:
 def anchored(chunks: Chunks, ALL: bool = False) -> None:
     """Compute the flags of strong chunks, and their anchors, with ALL also those of weak ones."""
     chunks.launch(variants()["operands"])
-    sizes = dict(H=chunks.H, K=K, BT=C, BK=K, ALL=ALL, num_warps=1)
+    fixed = dict(d=DeltaSizes(H=chunks.H, K=K, BT=C, BK=K), ALL=ALL, num_warps=1)
     given = [chunks.x[f"p_{name}"] for name in ("g", "chunks", "strong")]
-    kda_fwd.anchors_kernel[(chunks.N * chunks.H,)](*given, **sizes, **OPTIONS)
+    kda_fwd.anchors_kernel[(chunks.N * chunks.H,)](*given, **fixed, **OPTIONS)
 
 
 def measure(chunks: Chunks, name: str, known: dict[str, Variant], timed: bool) -> dict[str, float]:

@@ -177,6 +177,15 @@ def state_at(i_state, i_v, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, B
 
 
 @triton.jit
+def zeros(M: tl.constexpr, N: tl.constexpr = None):
+    """Zeros [M, N], float32; [M] without N. Before Triton 3.8 ``tl.zeros`` takes no shape of fields of a constant."""
+    if N is None:
+        return tl.zeros([M], tl.float32)
+    else:
+        return tl.zeros([M, N], tl.float32)
+
+
+@triton.jit
 def load(p, at, inside):
     """A block, 0 outside."""
     return tl.load(p + at, mask=inside, other=0.0)

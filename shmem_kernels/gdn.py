@@ -34,11 +34,20 @@ from .blocks import (
     rows,
     state_at,
     upper,
+    zeros,
 )
-from .delta_state import gradient_behind, load_incoming, store_gradients, store_summary, times_keys, transposed_at
+from .delta_state import (
+    gradient_behind,
+    load_incoming,
+    store_before,
+    store_final,
+    store_gradients,
+    store_summary,
+    times_keys,
+)
 from .kda_bwd import of_values, same_of, times_values
 from .kda_fwd import chunk_of, inverse, state_tile, tile
-from .segment_table import ENTERED, FIRST, FLAGS, LAST, SEQUENCE, segment
+from .segment_table import ENTERED, FIRST, FLAGS, LAST, segment
 
 
 @triton.jit
@@ -49,12 +58,12 @@ def gate_sums_of(p_g, at_t, inside_t):
 
 
 @triton.jit
-def store_factors(p_factors, b_sums, b_g, b_beta, n, h, H: tl.constexpr, BT: tl.constexpr):
+def store_factors(p_factors, b_sums, b_g, b_beta, n, h, d: tl.constexpr):
     """Store the factors of chunk n."""
-    p_factors += (n * H + h).to(tl.int64) * (3 * BT) + tl.arange(0, BT)
+    p_factors += (n * d.H + h).to(tl.int64) * (3 * d.BT) + tl.arange(0, d.BT)
     tl.store(p_factors, b_beta)
-    tl.store(p_factors + BT, exp2(b_sums.to(tl.float32)))
-    tl.store(p_factors + 2 * BT, exp2((tl.sum(b_g, 0) - b_sums).to(tl.float32)))
+    tl.store(p_factors + d.BT, exp2(b_sums.to(tl.float32)))
+    tl.store(p_factors + 2 * d.BT, exp2((tl.sum(b_g, 0) - b_sums).to(tl.float32)))
 
 
 @triton.jit
@@ -63,14 +72,13 @@ def factors_kernel(
     p_beta,  # [tokens, H]
     p_chunks,  # int32 [NC, 2]
     p_factors,  # float32 [NC, H, 3, BT]; out
-    H: tl.constexpr,
-    BT: tl.constexpr,
+    d: tl.constexpr,  # H BT
 ):
     """The factors alone."""
-    n, h = tl.program_id(0) // H, tl.program_id(0) % H
-    start, end, at_t, inside_t, b_beta = chunk_of(p_chunks, p_beta, n, h, H, BT)
+    n, h = tl.program_id(0) // d.H, tl.program_id(0) % d.H
+    start, end, at_t, inside_t, b_beta = chunk_of(p_chunks, p_beta, n, h, d)
     b_sums, b_g = gate_sums_of(p_g, at_t, inside_t)
-    store_factors(p_factors, b_sums, b_g, b_beta, n, h, H, BT)
+    store_factors(p_factors, b_sums, b_g, b_beta, n, h, d)
 
 
 @triton.jit
@@ -85,28 +93,15 @@ def decays_of(b_sums, BT: tl.constexpr):
 
 
 @triton.jit
-def pairs_of(
-    p_x,
-    p_k,
-    b_sums,
-    b_factor,
-    place,
-    H: tl.constexpr,
-    HK: tl.constexpr,
-    K: tl.constexpr,
-    BT: tl.constexpr,
-    BJ: tl.constexpr,
-    PRECISION: tl.constexpr,
-    EARLIER: tl.constexpr,
-):
+def pairs_of(p_x, p_k, b_sums, b_factor, place, d: tl.constexpr, PRECISION: tl.constexpr, EARLIER: tl.constexpr):
     """x_t k_s e^(G_t - G_s) b_factor of tokens s <= t, EARLIER: s < t; else 0 [BT, BT]. place: h, first and last
     token."""
     h, start, end = place
-    b_a = tl.zeros([BT, BT], tl.float32)
-    for j in tl.static_range((K + BJ - 1) // BJ):
-        base, at, inside = tile(h // (H // HK), start, end, HK, K, BT, BJ, j)
+    b_a = zeros(d.BT, d.BT)
+    for j in tl.static_range((d.K + d.BJ - 1) // d.BJ):
+        base, at, inside = tile(h // (d.H // d.HK), start, end, d.HK, d.K, d.BT, d.BJ, j)
         b_a = product(load(p_x + base, at, inside), tl.trans(load(p_k + base, at, inside)), b_a, PRECISION)
-    return tl.where(lower(BT, EARLIER), b_a * decays_of(b_sums, BT) * b_factor, 0.0)
+    return tl.where(lower(d.BT, EARLIER), b_a * decays_of(b_sums, d.BT) * b_factor, 0.0)
 
 
 @triton.jit
@@ -120,58 +115,46 @@ def scalar_operands_kernel(
     p_solved,  # T - 1 [tokens, H, BT]; out
     p_factors,  # float32 [NC, H, 3, BT]; out
     scale,  # float
-    H: tl.constexpr,
-    HK: tl.constexpr,
-    K: tl.constexpr,
-    BT: tl.constexpr,
-    BJ: tl.constexpr,
+    d: tl.constexpr,  # H HK K BT BJ
     PRECISION: tl.constexpr,
 ):
     """Aqk, T - 1 and the factors of one chunk and head: even programs compute T - 1 and the factors, odd ones Aqk."""
     i = tl.program_id(0)
-    n, h = i // (2 * H), i // 2 % H  # heads of a token are adjacent in memory
-    start, end, at_t, inside_t, b_beta = chunk_of(p_chunks, p_beta, n, h, H, BT)
+    n, h = i // (2 * d.H), i // 2 % d.H  # heads of a token are adjacent in memory
+    start, end, at_t, inside_t, b_beta = chunk_of(p_chunks, p_beta, n, h, d)
     b_sums, b_g = gate_sums_of(p_g, at_t, inside_t)
     place = h, start, end
     if i % 2 == 0:
-        store_factors(p_factors, b_sums, b_g, b_beta, n, h, H, BT)
-        b_a = pairs_of(p_k, p_k, b_sums, b_beta[:, None], place, H, HK, K, BT, BJ, PRECISION, 1)
-        b_a = inverse(b_a, BT, PRECISION)
-        base, at, inside = tile(h, start, end, H, BT, BT, BT)
+        store_factors(p_factors, b_sums, b_g, b_beta, n, h, d)
+        b_a = pairs_of(p_k, p_k, b_sums, b_beta[:, None], place, d, PRECISION, 1)
+        b_a = inverse(b_a, d.BT, PRECISION)
+        base, at, inside = tile(h, start, end, d.H, d.BT, d.BT, d.BT)
         tl.store(p_solved + base + at, cast(b_a, p_solved.dtype.element_ty), mask=inside)
     else:
-        b_a = pairs_of(p_q, p_k, b_sums, scale, place, H, HK, K, BT, BJ, PRECISION, 0)
-        base, at, inside = tile(h, start, end, H, BT, BT, BT)
+        b_a = pairs_of(p_q, p_k, b_sums, scale, place, d, PRECISION, 0)
+        base, at, inside = tile(h, start, end, d.H, d.BT, d.BT, d.BT)
         tl.store(p_scores + base + at, cast(b_a, p_scores.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def factors_of(p_factors, n, h, H: tl.constexpr, BT: tl.constexpr):
+def factors_of(p_factors, n, h, d: tl.constexpr):
     """(beta, before, behind [BT], D) of chunk n."""
-    t = tl.arange(0, BT)
-    p_factors += (n * H + h).to(tl.int64) * (3 * BT)
-    b_beta, b_before, b_behind = (tl.load(p_factors + t), tl.load(p_factors + BT + t), tl.load(p_factors + 2 * BT + t))
-    return b_beta, b_before, b_behind, tl.load(p_factors + 2 * BT - 1)
+    t = tl.arange(0, d.BT)
+    p_factors += (n * d.H + h).to(tl.int64) * (3 * d.BT)
+    b_beta, b_before, b_behind = (
+        tl.load(p_factors + t),
+        tl.load(p_factors + d.BT + t),
+        tl.load(p_factors + 2 * d.BT + t),
+    )
+    return b_beta, b_before, b_behind, tl.load(p_factors + 2 * d.BT - 1)
 
 
 @triton.jit
-def places(
-    h,
-    first,
-    end,
-    i_v,
-    H: tl.constexpr,
-    HK: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BT: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-):
+def places(h, first, end, i_v, d: tl.constexpr):
     """blocks.rows of a chunk's keys, values and rows of T."""
-    at_k, inside_k = rows(h // (H // HK), first, end, HK, K, BT, BK)
-    at_v, inside_v = rows(h, first, end, H, V, BT, BV, i_v)
-    at_a, inside_a = rows(h, first, end, H, BT, BT, BT)
+    at_k, inside_k = rows(h // (d.H // d.HK), first, end, d.HK, d.K, d.BT, d.BK)
+    at_v, inside_v = rows(h, first, end, d.H, d.V, d.BT, d.BV, i_v)
+    at_a, inside_a = rows(h, first, end, d.H, d.BT, d.BT, d.BT)
     return at_k, inside_k, at_v, inside_v, at_a, inside_a
 
 
@@ -184,39 +167,32 @@ def scalar_summary_kernel(
     p_segments,  # int32 [NS, SEGMENT_WORDS]
     p_transition,  # float32 [NS, H, K, K]; out
     p_local,  # float32 [NS, H, K, V]; out
-    H: tl.constexpr,
-    HK: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BT: tl.constexpr,
-    BR: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
+    d: tl.constexpr,  # H HK K V BT BR BK BV
     PRECISION: tl.constexpr,
 ):
     """As summary_kernel of delta_state.py, of a chunk's Z:
     A = Z (behind k)^T T beta,  R = R + A v,  Z = Z D - A before k."""
-    NR: tl.constexpr = (K + BR - 1) // BR
+    NR: tl.constexpr = (d.K + d.BR - 1) // d.BR
     i_r, i_v, s, h = tl.program_id(0) % NR, tl.program_id(0) // NR, tl.program_id(1), tl.program_id(2)
-    p_segment, start, end, chunk, num_chunks = segment(p_segments, s, BT)
+    p_segment, start, end, chunk, num_chunks = segment(p_segments, s, d.BT)
     if (tl.load(p_segment + FLAGS) & LAST) != 0:
         return
-    r, k = i_r * BR + tl.arange(0, BR), tl.arange(0, BK)
+    r, k = i_r * d.BR + tl.arange(0, d.BR), tl.arange(0, d.BK)
     diagonal = r[:, None] == k[None, :]
-    b_z, b_local = tl.where(diagonal, 1.0, 0.0), tl.zeros([BR, BV], tl.float32)
+    b_z, b_local = tl.where(diagonal, 1.0, 0.0), zeros(d.BR, d.BV)
     for i in range(loop_bound(num_chunks)):
         n = num_chunks - 1 - i
-        first = start + n * BT
-        b_beta, b_before, b_behind, decay = factors_of(p_factors, chunk + n, h, H, BT)
-        at_k, inside_k, at_v, inside_v, at_a, inside_a = places(h, first, end, i_v, H, HK, K, V, BT, BK, BV)
+        first = start + n * d.BT
+        b_beta, b_before, b_behind, decay = factors_of(p_factors, chunk + n, h, d)
+        at_k, inside_k, at_v, inside_v, at_a, inside_a = places(h, first, end, i_v, d)
         b_k = load(p_k, at_k, inside_k)
-        b_a = times_keys(b_z, b_k, p_k, diagonal, h // (H // HK), first, end, i_r, HK, K, BT, BR, PRECISION)
+        b_a = times_keys(b_z, b_k, p_k, diagonal, h, first, end, i_r, d, PRECISION)
         b_a *= b_behind[None, :]
         b_a = product(b_a, load(p_solved, at_a, inside_a), b_a, PRECISION)
         b_a *= b_beta[None, :]
         b_local = product(b_a, load(p_v, at_v, inside_v), b_local, PRECISION)
         b_z = product(b_a * -b_before[None, :], b_k, b_z * decay, PRECISION)
-    store_summary(p_transition, p_local, b_z, b_local, s, h, i_r, i_v, H, K, V, BR, BK, BV)
+    store_summary(p_transition, p_local, b_z, b_local, s, h, i_r, i_v, d)
 
 
 @triton.jit
@@ -236,46 +212,35 @@ def scalar_states_kernel(
     p_v_new,  # [tokens, H, V]; out; None with p_o
     p_final,  # float32 [N, H, K, V]; out; or None
     scale,  # float
-    H: tl.constexpr,
-    HK: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BT: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    BJ: tl.constexpr,
+    d: tl.constexpr,  # H HK K V BT BK BV BJ
     PRECISION: tl.constexpr,
 ):
     """Through the chunks of one segment, from its incoming state: o, or what backward takes. The state is held as by
     delta_states_kernel of delta_state.py."""
-    HAS_PREV: tl.constexpr = p_through is not None
     i_v, s, h = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    p_segment, start, end, chunk, num_chunks = segment(p_segments, s, BT)
-    b_state = load_incoming(p_incoming, p_through, p_prev, p_segment, s, h, i_v, H, K, V, BK, BV, BJ, HAS_PREV, ENTERED)
+    p_segment, start, end, chunk, num_chunks = segment(p_segments, s, d.BT)
+    b_state = load_incoming(p_incoming, p_through, p_prev, p_segment, s, h, i_v, d, ENTERED)
     for n in range(loop_bound(num_chunks)):
-        first = start + n * BT
-        b_beta, b_before, b_behind, decay = factors_of(p_factors, chunk + n, h, H, BT)
-        at_k, inside_k, at_v, inside_v, at_a, inside_a = places(h, first, end, i_v, H, HK, K, V, BT, BK, BV)
+        first = start + n * d.BT
+        b_beta, b_before, b_behind, decay = factors_of(p_factors, chunk + n, h, d)
+        at_k, inside_k, at_v, inside_v, at_a, inside_a = places(h, first, end, i_v, d)
         b_k = load(p_k, at_k, inside_k)
-        b_p = product(b_state, tl.trans(b_k), tl.zeros([BV, BT], tl.float32), PRECISION)
+        b_p = product(b_state, tl.trans(b_k), zeros(d.BV, d.BT), PRECISION)
         b_v = tl.trans(load(p_v, at_v, inside_v)).to(tl.float32)
         b_v = (b_v - b_p * b_before[None, :]) * b_beta[None, :]
         b_solved = tl.trans(load(p_solved, at_a, inside_a))
         b_v = product(b_v, b_solved, b_v, PRECISION)
         if p_o is not None:
-            b_o = product(b_state, tl.trans(load(p_q, at_k, inside_k)), tl.zeros([BV, BT], tl.float32), PRECISION)
+            b_o = product(b_state, tl.trans(load(p_q, at_k, inside_k)), zeros(d.BV, d.BT), PRECISION)
             b_o *= (b_before * scale)[None, :]
             b_o = product(b_v, tl.trans(load(p_scores, at_a, inside_a)), b_o, PRECISION)
             tl.store(p_o + at_v, tl.trans(cast(b_o, p_o.dtype.element_ty)), mask=inside_v)
         else:
-            at_s, inside_s = state_at((chunk + n) * H + h, i_v, K, V, BK, BV)
+            at_s, inside_s = state_at((chunk + n) * d.H + h, i_v, d.K, d.V, d.BK, d.BV)
             tl.store(p_states + at_s, tl.trans(cast(b_state, p_states.dtype.element_ty)), mask=inside_s)
             tl.store(p_v_new + at_v, tl.trans(cast(b_v, p_v_new.dtype.element_ty)), mask=inside_v)
         b_state = product(b_v * b_behind[None, :], b_k, b_state * decay, PRECISION)
-    if p_final is not None:
-        if (tl.load(p_segment + FLAGS) & LAST) != 0:
-            at, inside = transposed_at(tl.load(p_segment + SEQUENCE) * H + h, i_v, K, V, BK, BV)
-            tl.store(p_final + at, b_state, mask=inside)
+    store_final(p_final, p_segment, b_state, h, i_v, d)
 
 
 @triton.jit
@@ -296,84 +261,58 @@ def scalar_adjoint_kernel(
     p_local,  # float32 [NS, H, K, V]; out, what each segment leaves from zero; None with p_incoming
     p_outside,  # float32 [N, H, K, V], gradients of final states; or None
     scale,  # float
-    H: tl.constexpr,
-    HK: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BT: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    BJ: tl.constexpr,
+    d: tl.constexpr,  # H HK K V BT BK BV BJ
     PRECISION: tl.constexpr,
 ):
     """As adjoint_kernel of delta_state.py, with r in place of dv_new."""
     i_v, s, h = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    p_segment, start, end, chunk, num_chunks = segment(p_segments, s, BT)
+    p_segment, start, end, chunk, num_chunks = segment(p_segments, s, d.BT)
     EVERY_CHUNK: tl.constexpr = p_incoming is not None
     begins = (tl.load(p_segment + FLAGS) & FIRST) != 0
     if not EVERY_CHUNK:
         if begins:
             return
-    b_state = gradient_behind(p_incoming, p_through, p_prev, p_outside, p_segment, s, h, i_v, H, K, V, BK, BV, BJ)
+    b_state = gradient_behind(p_incoming, p_through, p_prev, p_outside, p_segment, s, h, i_v, d)
     for i in range(loop_bound(num_chunks)):
         n = num_chunks - 1 - i
-        first = start + n * BT
-        b_beta, b_before, b_behind, decay = factors_of(p_factors, chunk + n, h, H, BT)
-        at_k, inside_k, at_v, inside_v, at_a, inside_a = places(h, first, end, i_v, H, HK, K, V, BT, BK, BV)
+        first = start + n * d.BT
+        b_beta, b_before, b_behind, decay = factors_of(p_factors, chunk + n, h, d)
+        at_k, inside_k, at_v, inside_v, at_a, inside_a = places(h, first, end, i_v, d)
         b_do = tl.trans(load(p_do, at_v, inside_v))
         b_k = load(p_k, at_k, inside_k)
-        b_dv = product(b_state, tl.trans(b_k), tl.zeros([BV, BT], tl.float32), PRECISION) * b_behind[None, :]
+        b_dv = product(b_state, tl.trans(b_k), zeros(d.BV, d.BT), PRECISION) * b_behind[None, :]
         b_dv = product(b_do, load(p_scores, at_a, inside_a), b_dv, PRECISION)
         b_r = product(b_dv, load(p_solved, at_a, inside_a), b_dv, PRECISION)
         if EVERY_CHUNK:
-            at_s, inside_s = state_at((chunk + n) * H + h, i_v, K, V, BK, BV)
+            at_s, inside_s = state_at((chunk + n) * d.H + h, i_v, d.K, d.V, d.BK, d.BV)
             store_gradients(p_dstates, p_r, b_state, b_r, at_s, inside_s, at_v, inside_v)
         b_do = b_do.to(tl.float32) * (b_before * scale)[None, :]
         b_state = product(b_do, load(p_q, at_k, inside_k), b_state * decay, PRECISION)
         b_state = product(b_r * -(b_before * b_beta)[None, :], b_k, b_state, PRECISION)
-    at, inside = transposed_at(s * H + h, i_v, K, V, BK, BV)
-    if EVERY_CHUNK:
-        if p_dinitial is not None:
-            if begins:
-                at, inside = transposed_at(tl.load(p_segment + SEQUENCE) * H + h, i_v, K, V, BK, BV)
-                tl.store(p_dinitial + at, b_state, mask=inside)
-    else:
-        tl.store(p_local + at, b_state, mask=inside)
+    store_before(p_dinitial, p_local, p_segment, begins, b_state, s, h, i_v, d)
 
 
 @triton.jit
-def times_state(
-    p_x,
-    p_states,
-    place,
-    place_s,
-    H: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BT: tl.constexpr,
-    BJ: tl.constexpr,
-    BV: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+def times_state(p_x, p_states, place, place_s, d: tl.constexpr, PRECISION: tl.constexpr):
     """Return BJ columns of x S^T [BT, BJ]. place: h, first and last token; place_s: number of the state, j."""
     h, start, end = place
     i_state, j = place_s
-    b_sum = tl.zeros([BT, BJ], tl.float32)
-    for i_v in range((V + BV - 1) // BV):
-        base, at, inside = tile(h, start, end, H, V, BT, BV, i_v)
-        base_s, at_s, inside_s = state_tile(i_state, i_v, K, V, BJ, BV, j)
+    b_sum = zeros(d.BT, d.BJ)
+    for i_v in range((d.V + d.BV - 1) // d.BV):
+        base, at, inside = tile(h, start, end, d.H, d.V, d.BT, d.BV, i_v)
+        base_s, at_s, inside_s = state_tile(i_state, i_v, d, j)
         b_state = tl.trans(load(p_states + base_s, at_s, inside_s))
         b_sum = product(load(p_x + base, at, inside), b_state, b_sum, PRECISION)
     return b_sum
 
 
 @triton.jit
-def inner(p_x, p_y, place_s, K: tl.constexpr, V: tl.constexpr, BJ: tl.constexpr, BV: tl.constexpr):
+def inner(p_x, p_y, place_s, d: tl.constexpr):
     """Return the sums of x y over V, of BJ rows of two states [BJ]. place_s as in times_state."""
     i_state, j = place_s
-    b_sum = tl.zeros([BJ], tl.float32)
-    for i_v in range((V + BV - 1) // BV):
-        base, at, inside = state_tile(i_state, i_v, K, V, BJ, BV, j)
+    b_sum = zeros(d.BJ)
+    for i_v in range((d.V + d.BV - 1) // d.BV):
+        base, at, inside = state_tile(i_state, i_v, d, j)
         b_x, b_y = load(p_x + base, at, inside).to(tl.float32), load(p_y + base, at, inside).to(tl.float32)
         b_sum += tl.sum(b_x * b_y, 1)
     return b_sum
@@ -397,28 +336,22 @@ def scalar_gradients_kernel(
     p_dv,  # [tokens, H, V]; out
     p_parts,  # float32 [NC, H, NJ, 2, BT]: dg and dbeta of BJ columns; out
     scale,  # float
-    H: tl.constexpr,
-    HK: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BT: tl.constexpr,
-    BJ: tl.constexpr,
-    BV: tl.constexpr,
+    d: tl.constexpr,  # H HK K V BT BJ BV
     PRECISION: tl.constexpr,
 ):
     """Of one chunk and head BJ columns of dq and dk, and what these give to dg and dbeta; dv."""
-    NJ: tl.constexpr = (K + BJ - 1) // BJ
-    ONE: tl.constexpr = V <= BV
+    NJ: tl.constexpr = (d.K + d.BJ - 1) // d.BJ
+    ONE: tl.constexpr = d.V <= d.BV
     DTYPE: tl.constexpr = tl.bfloat16 if PRECISION == "bf16" else tl.float32
-    j, h, n = tl.program_id(0) % NJ, tl.program_id(0) // NJ % H, tl.program_id(0) // (NJ * H)
+    j, h, n = tl.program_id(0) % NJ, tl.program_id(0) // NJ % d.H, tl.program_id(0) // (NJ * d.H)
     start, end = tl.load(p_chunks + 2 * n), tl.load(p_chunks + 2 * n + 1)
-    b_beta, b_before, b_behind, decay = factors_of(p_factors, n, h, H, BT)
-    place, place_s = (h, start, end), (n * H + h, j)
-    b_pq = tl.zeros([BT, BT], tl.float32)
-    b_pk = tl.zeros([BT, BT], tl.float32)
-    b_dbeta = tl.zeros([BT], tl.float32)
+    b_beta, b_before, b_behind, decay = factors_of(p_factors, n, h, d)
+    place, place_s = (h, start, end), (n * d.H + h, j)
+    b_pq = zeros(d.BT, d.BT)
+    b_pk = zeros(d.BT, d.BT)
+    b_dbeta = zeros(d.BT)
     if ONE:  # each tile is loaded once
-        base_v, at_v, inside_v = tile(h, start, end, H, V, BT, BV, 0)
+        base_v, at_v, inside_v = tile(h, start, end, d.H, d.V, d.BT, d.BV, 0)
         b_do, b_r = load(p_do + base_v, at_v, inside_v), load(p_r + base_v, at_v, inside_v)
         b_v_new = load(p_v_new + base_v, at_v, inside_v)
         b_pq = product(b_do, tl.trans(b_v_new), b_pq, PRECISION)
@@ -428,64 +361,64 @@ def scalar_gradients_kernel(
             b_dbeta += tl.sum(b_dv * load(p_v + base_v, at_v, inside_v).to(tl.float32), 1)
             tl.store(p_dv + base_v + at_v, cast(b_dv * b_beta[:, None], p_dv.dtype.element_ty), mask=inside_v)
     else:
-        b_pq = times_values(p_do, p_v_new, place, H, V, BT, BV, PRECISION)
-        b_pk = times_values(p_r, p_v_new, place, H, V, BT, BV, PRECISION)
+        b_pq = times_values(p_do, p_v_new, place, d, PRECISION)
+        b_pk = times_values(p_r, p_v_new, place, d, PRECISION)
         if j == 0:
-            b_dbeta = of_values(p_v, p_r, p_dv, b_beta, place, H, V, BT, BV)
-    t = start + tl.arange(0, BT)
-    b_sums, b_g = gate_sums_of(p_g, t.to(tl.int64) * H + h, t < end)
-    b_between = decays_of(b_sums, BT)
+            b_dbeta = of_values(p_v, p_r, p_dv, b_beta, place, d)
+    t = start + tl.arange(0, d.BT)
+    b_sums, b_g = gate_sums_of(p_g, t.to(tl.int64) * d.H + h, t < end)
+    b_between = decays_of(b_sums, d.BT)
     b_pq *= b_between * scale
-    b_same = same_of(b_pq, BT)
-    b_pq = cast(tl.where(lower(BT, 1), b_pq, 0.0), DTYPE)
-    b_pk = cast(tl.where(lower(BT, 1), -b_pk * b_between, 0.0), DTYPE)
-    base_k, at_k, inside_k = tile(h // (H // HK), start, end, HK, K, BT, BJ, j)
-    base, at, inside = tile(h, start, end, H, K, BT, BJ, j)
+    b_same = same_of(b_pq, d.BT)
+    b_pq = cast(tl.where(lower(d.BT, 1), b_pq, 0.0), DTYPE)
+    b_pk = cast(tl.where(lower(d.BT, 1), -b_pk * b_between, 0.0), DTYPE)
+    base_k, at_k, inside_k = tile(h // (d.H // d.HK), start, end, d.HK, d.K, d.BT, d.BJ, j)
+    base, at, inside = tile(h, start, end, d.H, d.K, d.BT, d.BJ, j)
     b_q, b_k = load(p_q + base_k, at_k, inside_k), load(p_k + base_k, at_k, inside_k)
 
-    b_d = tl.zeros([BT, BJ], tl.float32)
+    b_d = zeros(d.BT, d.BJ)
     if ONE:
-        base_s, at_s, inside_s = state_tile(n * H + h, 0, K, V, BJ, BV, j)
+        base_s, at_s, inside_s = state_tile(n * d.H + h, 0, d, j)
         b_state = load(p_states + base_s, at_s, inside_s)
         b_d = product(b_do, tl.trans(b_state), b_d, PRECISION)
     else:
-        b_d = times_state(p_do, p_states, place, place_s, H, K, V, BT, BJ, BV, PRECISION)
+        b_d = times_state(p_do, p_states, place, place_s, d, PRECISION)
     b_d = product(b_pq, b_k, b_d * (b_before * scale)[:, None], PRECISION)
     b_gates = tl.sum(b_q.to(tl.float32) * b_d, 1)  # dG
     b_d += b_same[:, None] * b_k.to(tl.float32)
     tl.store(p_dq + base + at, cast(b_d, p_dq.dtype.element_ty), mask=inside)
 
-    b_d = tl.zeros([BT, BJ], tl.float32)
+    b_d = zeros(d.BT, d.BJ)
     if ONE:
         b_d = product(b_r, tl.trans(b_state), b_d, PRECISION)
     else:
-        b_d = times_state(p_r, p_states, place, place_s, H, K, V, BT, BJ, BV, PRECISION)
+        b_d = times_state(p_r, p_states, place, place_s, d, PRECISION)
     b_d = product(b_pk, b_k, b_d * -b_before[:, None], PRECISION)
     b_later = cast(b_k.to(tl.float32) * b_beta[:, None], DTYPE)
     b_gates += tl.sum(b_later.to(tl.float32) * b_d, 1)
     b_dbeta += tl.sum(b_k.to(tl.float32) * b_d, 1)
     b_d = b_d * b_beta[:, None] + b_same[:, None] * b_q.to(tl.float32)
 
-    b_sum = product(tl.trans(b_pq), b_q, tl.zeros([BT, BJ], tl.float32), PRECISION)
+    b_sum = product(tl.trans(b_pq), b_q, zeros(d.BT, d.BJ), PRECISION)
     b_sum = product(tl.trans(b_pk), b_later, b_sum, PRECISION)
     b_gates -= tl.sum(b_k.to(tl.float32) * b_sum, 1)
     b_d += b_sum
-    b_sum = tl.zeros([BT, BJ], tl.float32)
+    b_sum = zeros(d.BT, d.BJ)
     through = 0.0
     if ONE:
         b_dstate = load(p_dstates + base_s, at_s, inside_s)
         through += tl.sum(b_state.to(tl.float32) * b_dstate.to(tl.float32))
         b_sum = product(b_v_new, tl.trans(b_dstate), b_sum, PRECISION)
     else:
-        through += tl.sum(inner(p_states, p_dstates, place_s, K, V, BJ, BV))
-        b_sum = times_state(p_v_new, p_dstates, place, place_s, H, K, V, BT, BJ, BV, PRECISION)
+        through += tl.sum(inner(p_states, p_dstates, place_s, d))
+        b_sum = times_state(p_v_new, p_dstates, place, place_s, d, PRECISION)
     b_sum *= b_behind[:, None]
     b_left = tl.sum(b_k.to(tl.float32) * b_sum, 1)  # what a token leaves in the state, of dg after it
     tl.store(p_dk + base + at, cast(b_d + b_sum, p_dk.dtype.element_ty), mask=inside)
-    b_dg = tl.sum(tl.where(lower(BT, 0), b_gates[:, None], 0.0) + tl.where(upper(BT, 1), b_left[:, None], 0.0), 0)
-    p_parts += ((n * H + h).to(tl.int64) * NJ + j) * (2 * BT) + tl.arange(0, BT)
+    b_dg = tl.sum(tl.where(lower(d.BT, 0), b_gates[:, None], 0.0) + tl.where(upper(d.BT, 1), b_left[:, None], 0.0), 0)
+    p_parts += ((n * d.H + h).to(tl.int64) * NJ + j) * (2 * d.BT) + tl.arange(0, d.BT)
     tl.store(p_parts, b_dg + through * decay)
-    tl.store(p_parts + BT, b_dbeta)
+    tl.store(p_parts + d.BT, b_dbeta)
 
 
 @triton.jit
@@ -494,19 +427,18 @@ def parts_kernel(
     p_chunks,  # int32 [NC, 2]
     p_dg,  # [tokens, H]; out
     p_dbeta,  # [tokens, H]; out
-    H: tl.constexpr,
-    BT: tl.constexpr,
+    d: tl.constexpr,  # H BT
     NJ: tl.constexpr,
 ):
     """dg and dbeta of a chunk and head."""
-    n, h = tl.program_id(0) // H, tl.program_id(0) % H
-    t = tl.load(p_chunks + 2 * n) + tl.arange(0, BT)
-    at, inside = t.to(tl.int64) * H + h, t < tl.load(p_chunks + 2 * n + 1)
-    p_parts += (n * H + h).to(tl.int64) * (NJ * 2 * BT) + tl.arange(0, BT)
-    b_dg = tl.zeros([BT], tl.float32)
-    b_dbeta = tl.zeros([BT], tl.float32)
+    n, h = tl.program_id(0) // d.H, tl.program_id(0) % d.H
+    t = tl.load(p_chunks + 2 * n) + tl.arange(0, d.BT)
+    at, inside = t.to(tl.int64) * d.H + h, t < tl.load(p_chunks + 2 * n + 1)
+    p_parts += (n * d.H + h).to(tl.int64) * (NJ * 2 * d.BT) + tl.arange(0, d.BT)
+    b_dg = zeros(d.BT)
+    b_dbeta = zeros(d.BT)
     for j in tl.static_range(NJ):
-        b_dg += tl.load(p_parts + j * 2 * BT)
-        b_dbeta += tl.load(p_parts + (2 * j + 1) * BT)
+        b_dg += tl.load(p_parts + j * 2 * d.BT)
+        b_dbeta += tl.load(p_parts + (2 * j + 1) * d.BT)
     tl.store(p_dg + at, cast(b_dg, p_dg.dtype.element_ty), mask=inside)
     tl.store(p_dbeta + at, cast(b_dbeta, p_dbeta.dtype.element_ty), mask=inside)

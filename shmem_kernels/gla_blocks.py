@@ -2,11 +2,31 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
-from .blocks import cast, exp2, high_half, load, lower, product, rows, state_at
+from .blocks import cast, exp2, high_half, load, lower, product, rows, state_at, zeros
 from .segment_table import STATE_INDEX
+
+
+class GLASizes(NamedTuple):
+    """Constants of the GLA kernels: their argument ``d``. A kernel names the fields that it and its functions read;
+    others may be 0. Blocks have powers of two."""
+
+    H: int  # heads
+    K: int  # channels of a head of q, k and g: rows of a state
+    V: int = 0  # channels of a head of v: columns of a state
+    BT: int = 0  # tokens of a chunk
+    BK: int = 0  # channels of K in a block
+    BV: int = 0  # columns of V in a block
+    BR: int = 0  # tokens of a step of keys_kernel
+    BC: int = 0  # tokens of a sub-block of a chunk of strong decay
+    BS: int = 0  # channels of K at a time, in chunks of strong decay
+    LOOK: int = 0  # flags of chunks that a program reads at a time
+    PARTS: int = 0  # blocks of V whose state-to-state terms of dg are stored
+    RANGE: float = 0.0  # decay of a chunk from which it is strong, as a logarithm to base 2
 
 
 @triton.jit
@@ -72,11 +92,12 @@ def load_da(p_da, h, t, end, i_s, H: tl.constexpr, BT: tl.constexpr, BC: tl.cons
 
 
 @triton.jit
-def load_passed(p_passed, n, h, k, H: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr):
+def load_passed(p_passed, n, h, k, d: tl.constexpr):
     """Load the state-to-state term of dg, the same for all tokens of the chunk; it is stored in PARTS parts."""
+    PARTS: tl.constexpr = d.PARTS
     b_sum = tl.zeros(k.shape, tl.float32)
     for i in tl.static_range(PARTS):
-        b_sum += tl.load(p_passed + ((n * H + h) * PARTS + i) * K + k, mask=k < K, other=0.0)
+        b_sum += tl.load(p_passed + ((n * d.H + h) * PARTS + i) * d.K + k, mask=k < d.K, other=0.0)
     return b_sum
 
 
@@ -107,26 +128,11 @@ def passed(b_dstate, b_gate, p_states, p_low, at, inside, PRECISION: tl.constexp
 
 
 @triton.jit
-def from_states(
-    p_y,
-    p_states,
-    n,
-    h,
-    start,
-    end,
-    i_k,
-    H: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BT: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """y S^T [BT, BK], with the chunk's state."""
-    b_sum = tl.zeros([BT, BK], tl.float32)
-    for i_v in range((V + BV - 1) // BV):
-        at_y, inside_y = rows(h, start, end, H, V, BT, BV, i_v)
-        at, inside = state_at(n * H + h, i_v, K, V, BK, BV, i_k)
+def from_states(p_y, p_states, n, h, start, end, i_s, d: tl.constexpr, PRECISION: tl.constexpr):
+    """y S^T [BC, BS], with the chunk's state."""
+    b_sum = zeros(d.BC, d.BS)
+    for i_v in range((d.V + d.BV - 1) // d.BV):
+        at_y, inside_y = rows(h, start, end, d.H, d.V, d.BC, d.BV, i_v)
+        at, inside = state_at(n * d.H + h, i_v, d.K, d.V, d.BS, d.BV, i_s)
         b_sum = product(load(p_y, at_y, inside_y), tl.trans(load(p_states, at, inside)), b_sum, PRECISION)
     return b_sum

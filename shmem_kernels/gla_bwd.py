@@ -45,6 +45,7 @@ from .blocks import (
     rows,
     state_at,
     upper,
+    zeros,
 )
 from .gla_blocks import load_da, load_passed, parts_product
 
@@ -57,30 +58,27 @@ def da_kernel(
     p_da,  # [tokens, H, parts, BT]; out, see load_da
     p_diagonal,  # float32 [tokens, H]; out
     scale,  # float
-    H: tl.constexpr,
-    V: tl.constexpr,
-    BT: tl.constexpr,
-    BV: tl.constexpr,
+    d: tl.constexpr,  # H V BT BV
     PRECISION: tl.constexpr,
 ):
     """dA = scale * do v^T of one chunk: p_da: the part below the diagonal (see load_da), p_diagonal: the diagonal."""
     n, h = tl.program_id(0), tl.program_id(1)
     start, end = tl.load(p_chunks + 2 * n), tl.load(p_chunks + 2 * n + 1)
-    b_da = tl.zeros([BT, BT], tl.float32)
-    for i_v in range((V + BV - 1) // BV):
-        at, inside = rows(h, start, end, H, V, BT, BV, i_v)
+    b_da = zeros(d.BT, d.BT)
+    for i_v in range((d.V + d.BV - 1) // d.BV):
+        at, inside = rows(h, start, end, d.H, d.V, d.BT, d.BV, i_v)
         b_da = product(load(p_do, at, inside), tl.trans(load(p_v, at, inside)), b_da, PRECISION)
     b_da *= scale
-    t = start + tl.arange(0, BT)
-    b_diagonal = tl.sum(tl.where(lower(BT, 0) & upper(BT, 0), b_da, 0.0), 1)
-    tl.store(p_diagonal + t.to(tl.int64) * H + h, b_diagonal, mask=t < end)
-    b_da = tl.where(lower(BT, 1), b_da, 0.0)
+    t = start + tl.arange(0, d.BT)
+    b_diagonal = tl.sum(tl.where(lower(d.BT, 0) & upper(d.BT, 0), b_da, 0.0), 1)
+    tl.store(p_diagonal + t.to(tl.int64) * d.H + h, b_diagonal, mask=t < end)
+    b_da = tl.where(lower(d.BT, 1), b_da, 0.0)
     b_high = cast(b_da, p_da.dtype.element_ty)
     PARTS: tl.constexpr = 2 if PRECISION == "bf16" else 1
-    at, inside = rows(h, start, end, H, PARTS * BT, BT, BT)
+    at, inside = rows(h, start, end, d.H, PARTS * d.BT, d.BT, d.BT)
     tl.store(p_da + at, b_high, mask=inside)
     if PARTS == 2:
-        tl.store(p_da + at + BT, cast(b_da - b_high.to(tl.float32), p_da.dtype.element_ty), mask=inside)
+        tl.store(p_da + at + d.BT, cast(b_da - b_high.to(tl.float32), p_da.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -91,24 +89,19 @@ def value_grad_kernel(
     p_chunks,  # int32 [NC, 2]
     p_dstates,  # [NC, H, K, V]
     p_dv,  # [tokens, H, V]; out
-    H: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BT: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
+    d: tl.constexpr,  # H K V BT BK BV
     PRECISION: tl.constexpr,
 ):
     """dv = A^T do + k_out D of one chunk, BV columns."""
     i_v, n, h = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     start, end = tl.load(p_chunks + 2 * n), tl.load(p_chunks + 2 * n + 1)
-    b_dv = tl.zeros([BT, BV], tl.float32)
-    for i_k in range((K + BK - 1) // BK):
-        at_k, inside_k = rows(h, start, end, H, K, BT, BK, i_k)
-        at_s, inside_s = state_at(n * H + h, i_v, K, V, BK, BV, i_k)
+    b_dv = zeros(d.BT, d.BV)
+    for i_k in range((d.K + d.BK - 1) // d.BK):
+        at_k, inside_k = rows(h, start, end, d.H, d.K, d.BT, d.BK, i_k)
+        at_s, inside_s = state_at(n * d.H + h, i_v, d.K, d.V, d.BK, d.BV, i_k)
         b_dv = product(load(p_k_out, at_k, inside_k), load(p_dstates, at_s, inside_s), b_dv, PRECISION)
-    at_a, inside_a = rows(h, start, end, H, BT, BT, BT)
-    at, inside = rows(h, start, end, H, V, BT, BV, i_v)
+    at_a, inside_a = rows(h, start, end, d.H, d.BT, d.BT, d.BT)
+    at, inside = rows(h, start, end, d.H, d.V, d.BT, d.BV, i_v)
     b_dv = dot_split(tl.trans(load(p_a, at_a, inside_a)), load(p_do, at, inside), b_dv, PRECISION)
     tl.store(p_dv + at, cast(b_dv, p_dv.dtype.element_ty), mask=inside)
 
@@ -133,13 +126,7 @@ def grad_kernel(
     p_dk,  # [tokens, H, K]; out
     p_dg,  # [tokens, H, K]; out
     scale,  # float
-    H: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BT: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    PARTS: tl.constexpr,
+    d: tl.constexpr,  # H K V BT BK BV PARTS
     PRECISION: tl.constexpr,
 ):
     """dq, dk, dg of one chunk, BK columns, unless its decay is strong.
@@ -147,27 +134,27 @@ def grad_kernel(
     Blocks that do not fit into registers are loaded again.
     """
     i_k, n, h = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    if tl.load(p_strong + n * H + h) != 0:
+    if tl.load(p_strong + n * d.H + h) != 0:
         return
     start, end = tl.load(p_chunks + 2 * n), tl.load(p_chunks + 2 * n + 1)
-    k = i_k * BK + tl.arange(0, BK)
-    at, inside = rows(h, start, end, H, K, BT, BK, i_k)
-    b_zero = tl.zeros([BT, BK], tl.float32)
-    b_high, b_low = load_da(p_da, h, start, end, 0, H, BT, BT, PRECISION)
-    t = start + tl.arange(0, BT)
-    b_diagonal = tl.load(p_diagonal + t.to(tl.int64) * H + h, mask=t < end, other=0.0)[:, None]
+    k = i_k * d.BK + tl.arange(0, d.BK)
+    at, inside = rows(h, start, end, d.H, d.K, d.BT, d.BK, i_k)
+    b_zero = zeros(d.BT, d.BK)
+    b_high, b_low = load_da(p_da, h, start, end, 0, d.H, d.BT, d.BT, PRECISION)
+    t = start + tl.arange(0, d.BT)
+    b_diagonal = tl.load(p_diagonal + t.to(tl.int64) * d.H + h, mask=t < end, other=0.0)[:, None]
 
     b_dq, b_dk = b_zero, b_zero  # do S^T, v D^T: in one loop, so that their loads overlap
-    for i_v in range((V + BV - 1) // BV):
-        at_v, inside_v = rows(h, start, end, H, V, BT, BV, i_v)
-        at_s, inside_s = state_at(n * H + h, i_v, K, V, BK, BV, i_k)
+    for i_v in range((d.V + d.BV - 1) // d.BV):
+        at_v, inside_v = rows(h, start, end, d.H, d.V, d.BT, d.BV, i_v)
+        at_s, inside_s = state_at(n * d.H + h, i_v, d.K, d.V, d.BK, d.BV, i_k)
         b_dq = product(load(p_do, at_v, inside_v), tl.trans(load(p_states, at_s, inside_s)), b_dq, PRECISION)
         b_dk = product(load(p_v, at_v, inside_v), tl.trans(load(p_dstates, at_s, inside_s)), b_dk, PRECISION)
 
     # As in operands_kernel: half the difference of the gates up to a token and those behind it; the other half of the
     # chunk's gates is a factor of both
-    b_gates = dot_split(load_weights(p_weights, HALVES, BT), load_gates(p_g, at, inside), b_zero, PRECISION)
-    b_rest = exp2(0.5 * tl.load(p_gate + (n * H + h) * K + k, mask=k < K, other=0.0))[None, :]
+    b_gates = dot_split(load_weights(p_weights, HALVES, d.BT), load_gates(p_g, at, inside), b_zero, PRECISION)
+    b_rest = exp2(0.5 * tl.load(p_gate + (n * d.H + h) * d.K + k, mask=k < d.K, other=0.0))[None, :]
 
     b_k = load(p_k, at, inside).to(tl.float32)
     b_dq = parts_product(b_high, b_low, b_k * exp2(-b_gates), b_dq * (b_rest * scale), PRECISION) * exp2(b_gates)
@@ -182,7 +169,7 @@ def grad_kernel(
     b_k = load(p_k, at, inside).to(tl.float32)
     tl.store(p_dk + at, cast(b_dk + b_pairs + b_diagonal * b_q, p_dk.dtype.element_ty), mask=inside)
 
-    b_dg = b_zero + load_passed(p_passed, n, h, k, H, K, PARTS)[None, :]
-    b_dg = dot_split(load_weights(p_weights, ONWARD, BT), b_onward - b_k * b_pairs, b_dg, PRECISION)
-    b_dg = dot_split(load_weights(p_weights, BEFORE, BT), b_k * b_dk, b_dg, PRECISION)
+    b_dg = b_zero + load_passed(p_passed, n, h, k, d)[None, :]
+    b_dg = dot_split(load_weights(p_weights, ONWARD, d.BT), b_onward - b_k * b_pairs, b_dg, PRECISION)
+    b_dg = dot_split(load_weights(p_weights, BEFORE, d.BT), b_k * b_dk, b_dg, PRECISION)
     tl.store(p_dg + at, cast(b_dg, p_dg.dtype.element_ty), mask=inside)

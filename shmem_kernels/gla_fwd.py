@@ -67,6 +67,7 @@ from .blocks import (
     rows,
     state_at,
     tf32_product,
+    zeros,
 )
 from .gla_blocks import decayed, load_incoming_state, passed, store_split
 from .segment_table import FIRST, FLAGS, LAST, SEGMENT_WORDS, SEQUENCE, segment, segments_of_state
@@ -80,12 +81,7 @@ def keys_kernel(
     p_k_out,  # [tokens, H, K]; out
     p_gate,  # float32 [NC, H, K]; out
     p_strong,  # int32 [NC, H]; out
-    H: tl.constexpr,
-    K: tl.constexpr,
-    BT: tl.constexpr,
-    BR: tl.constexpr,
-    BK: tl.constexpr,
-    RANGE: tl.constexpr,
+    d: tl.constexpr,  # H K BT BR BK RANGE
 ):
     """For one chunk k_out, the sum of its gates, and whether its decay is strong (below 2 ** -RANGE).
 
@@ -94,20 +90,20 @@ def keys_kernel(
     """
     n, h = tl.program_id(0), tl.program_id(1)
     start, end = tl.load(p_chunks + 2 * n), tl.load(p_chunks + 2 * n + 1)
-    k = tl.arange(0, BK // 4)[:, None] * 4 + tl.arange(0, 4)[None, :]
-    b_gate = tl.zeros([BK // 4, 4], tl.float32)
-    for i in tl.static_range(BT // BR):
-        begin = start + BT - (i + 1) * BR
-        t = (begin + tl.arange(0, BR))[None, :, None]
-        at = (t.to(tl.int64) * H + h) * K + k[:, None, :]
-        columns = (k < K)[:, None, :]
-        b_g = load_gates(p_g, at + H * K, (t + 1 < min(end, begin + BR)) & columns)  # of the next token
+    k = tl.arange(0, d.BK // 4)[:, None] * 4 + tl.arange(0, 4)[None, :]
+    b_gate = zeros(d.BK // 4, 4)
+    for i in tl.static_range(d.BT // d.BR):
+        begin = start + d.BT - (i + 1) * d.BR
+        t = (begin + tl.arange(0, d.BR))[None, :, None]
+        at = (t.to(tl.int64) * d.H + h) * d.K + k[:, None, :]
+        columns = (k < d.K)[:, None, :]
+        b_g = load_gates(p_g, at + d.H * d.K, (t + 1 < min(end, begin + d.BR)) & columns)  # of the next token
         b_after = tl.cumsum(b_g, 1, reverse=True) + b_gate[:, None, :]
         b_k = load(p_k, at, (t < end) & columns).to(tl.float32)
         tl.store(p_k_out + at, cast(b_k * exp2(b_after), p_k_out.dtype.element_ty), mask=(t < end) & columns)
         b_gate += tl.sum(load_gates(p_g, at, (t < end) & columns), 1)
-    tl.store(p_gate + (n * H + h) * K + k, b_gate, mask=k < K)
-    tl.store(p_strong + n * H + h, (tl.min(b_gate) < -RANGE).to(tl.int32))
+    tl.store(p_gate + (n * d.H + h) * d.K + k, b_gate, mask=k < d.K)
+    tl.store(p_strong + n * d.H + h, (tl.min(b_gate) < -d.RANGE).to(tl.int32))
 
 
 @triton.jit
@@ -123,11 +119,7 @@ def operands_kernel(
     p_k_out,  # [tokens, H, K]; out with KEYS
     p_a,  # [tokens, H, BT]; out
     scale,  # float
-    H: tl.constexpr,
-    K: tl.constexpr,
-    BT: tl.constexpr,
-    BK: tl.constexpr,
-    RANGE: tl.constexpr,
+    d: tl.constexpr,  # H K BT BK RANGE
     KEYS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -142,23 +134,23 @@ def operands_kernel(
     """
     n, h = tl.program_id(0), tl.program_id(1)
     if not KEYS:
-        if tl.load(p_strong + n * H + h) != 0:
+        if tl.load(p_strong + n * d.H + h) != 0:
             return
     start, end = tl.load(p_chunks + 2 * n), tl.load(p_chunks + 2 * n + 1)
-    b_weights = load_weights(p_weights, HALVES, BT)
-    b_a = tl.zeros([BT, BT], tl.float32)
-    b_least = tl.zeros([BK], tl.float32)
-    for i_k in range((K + BK - 1) // BK):
-        at, inside = rows(h, start, end, H, K, BT, BK, i_k)
-        k = i_k * BK + tl.arange(0, BK)
+    b_weights = load_weights(p_weights, HALVES, d.BT)
+    b_a = zeros(d.BT, d.BT)
+    b_least = zeros(d.BK)
+    for i_k in range((d.K + d.BK - 1) // d.BK):
+        at, inside = rows(h, start, end, d.H, d.K, d.BT, d.BK, i_k)
+        k = i_k * d.BK + tl.arange(0, d.BK)
         b_g = load_gates(p_g, at, inside)
-        b_gates = dot_split(b_weights, b_g, tl.zeros([BT, BK], tl.float32), PRECISION)
+        b_gates = dot_split(b_weights, b_g, zeros(d.BT, d.BK), PRECISION)
         if KEYS:
             b_sum = tl.sum(b_g, 0)
-            tl.store(p_gate + (n * H + h) * K + k, b_sum, mask=k < K)
+            tl.store(p_gate + (n * d.H + h) * d.K + k, b_sum, mask=k < d.K)
             b_least = tl.minimum(b_least, b_sum)
         else:
-            b_sum = tl.load(p_gate + (n * H + h) * K + k, mask=k < K, other=0.0)
+            b_sum = tl.load(p_gate + (n * d.H + h) * d.K + k, mask=k < d.K, other=0.0)
         b_rest = exp2(0.5 * b_sum)[None, :]
         b_k = load(p_k, at, inside).to(tl.float32) * exp2(-b_gates)
         if KEYS:
@@ -167,9 +159,9 @@ def operands_kernel(
         b_a = tf32_product(b_q, tl.trans(b_k), b_a, PRECISION)
         tl.store(p_q_in + at, cast(b_q * b_rest, p_q_in.dtype.element_ty), mask=inside)
     if KEYS:
-        tl.store(p_strong + n * H + h, (tl.min(b_least) < -RANGE).to(tl.int32))
-    at_a, inside_a = rows(h, start, end, H, BT, BT, BT)
-    b_a = tl.where(lower(BT, 0), b_a * scale, 0.0)
+        tl.store(p_strong + n * d.H + h, (tl.min(b_least) < -d.RANGE).to(tl.int32))
+    at_a, inside_a = rows(h, start, end, d.H, d.BT, d.BT, d.BT)
+    b_a = tl.where(lower(d.BT, 0), b_a * scale, 0.0)
     tl.store(p_a + at_a, cast(b_a, p_a.dtype.element_ty), mask=inside_a)
 
 
@@ -188,12 +180,7 @@ def state_kernel(
     p_states,  # like p_state; REVERSE and for every chunk, else None
     p_passed,  # float32 [NC, H, blocks of V, K]; with p_states
     scale,  # float
-    H: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BT: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
+    d: tl.constexpr,  # H K V BT BK BV
     REVERSE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -205,46 +192,48 @@ def state_kernel(
     p_low); REVERSE, it writes output_kernel's p_dstates to p_state and, with p_states and p_low, its p_passed.
     """
     EVERY_CHUNK: tl.constexpr = p_incoming is not None
-    V_BLOCKS: tl.constexpr = (V + BV - 1) // BV
+    V_BLOCKS: tl.constexpr = (d.V + d.BV - 1) // d.BV
     i_k, i_v = tl.program_id(0) // V_BLOCKS, tl.program_id(0) % V_BLOCKS
     s, h = tl.program_id(1), tl.program_id(2)
-    p_segment, start, end, chunk, num_chunks = segment(p_segments, s, BT)
-    k = i_k * BK + tl.arange(0, BK)
-    b_state = tl.zeros([BK, BV], tl.float32)
+    p_segment, start, end, chunk, num_chunks = segment(p_segments, s, d.BT)
+    k = i_k * d.BK + tl.arange(0, d.BK)
+    b_state = zeros(d.BK, d.BV)
     if EVERY_CHUNK:
-        b_state = load_incoming_state(p_incoming, p_edge_gate, p_prev, p_segment, s, h, i_v, H, K, V, BK, BV, i_k)
+        b_state = load_incoming_state(
+            p_incoming, p_edge_gate, p_prev, p_segment, s, h, i_v, d.H, d.K, d.V, d.BK, d.BV, i_k
+        )
         if REVERSE:
             b_state = b_state / scale
-    b_gates = tl.zeros([BK], tl.float32)
+    b_gates = zeros(d.BK)
     for i in range(loop_bound(num_chunks)):
         n = num_chunks - 1 - i if REVERSE else i
-        row = (chunk + n) * H + h
-        at_k, inside_k = rows(h, start + n * BT, end, H, K, BT, BK, i_k)
-        at_v, inside_v = rows(h, start + n * BT, end, H, V, BT, BV, i_v)
-        b_gate = tl.load(p_gate + row * K + k, mask=k < K, other=0.0)
+        row = (chunk + n) * d.H + h
+        at_k, inside_k = rows(h, start + n * d.BT, end, d.H, d.K, d.BT, d.BK, i_k)
+        at_v, inside_v = rows(h, start + n * d.BT, end, d.H, d.V, d.BT, d.BV, i_v)
+        b_gate = tl.load(p_gate + row * d.K + k, mask=k < d.K, other=0.0)
         if EVERY_CHUNK:
-            at, inside = state_at(row, i_v, K, V, BK, BV, i_k)
+            at, inside = state_at(row, i_v, d.K, d.V, d.BK, d.BV, i_k)
             if REVERSE:
                 tl.store(p_state + at, cast(b_state * scale, p_state.dtype.element_ty), mask=inside)
                 b_passed = passed(b_state, b_gate, p_states, p_low, at, inside, PRECISION) * scale
-                tl.store(p_passed + (row * V_BLOCKS + i_v) * K + k, b_passed, mask=k < K)
+                tl.store(p_passed + (row * V_BLOCKS + i_v) * d.K + k, b_passed, mask=k < d.K)
             else:
                 store_split(p_state, p_low, at, inside, b_state, PRECISION)
         b_x, b_y = load(p_x, at_k, inside_k), load(p_y, at_v, inside_v)
         b_state = product(tl.trans(b_x), b_y, b_state * exp2(b_gate)[:, None], PRECISION)
         b_gates += b_gate
     if not EVERY_CHUNK:
-        at, inside = state_at(s * H + h, i_v, K, V, BK, BV, i_k)
+        at, inside = state_at(s * d.H + h, i_v, d.K, d.V, d.BK, d.BV, i_k)
         tl.store(p_state + at, b_state * scale if REVERSE else b_state, mask=inside)
         if i_v == 0:
-            tl.store(p_segment_gate + (s * H + h) * K + k, b_gates, mask=k < K)
+            tl.store(p_segment_gate + (s * d.H + h) * d.K + k, b_gates, mask=k < d.K)
 
 
 @triton.jit
-def _block_of_state(K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
+def _block_of_state(d: tl.constexpr):
     """Return this program's block of a state [K, V]: (rows, mask, offsets)."""
-    k, v = tl.program_id(0) * BK + tl.arange(0, BK), tl.program_id(1) * BV + tl.arange(0, BV)
-    return k, (k < K)[:, None] & (v < V)[None, :], k[:, None] * V + v[None, :]
+    k, v = tl.program_id(0) * d.BK + tl.arange(0, d.BK), tl.program_id(1) * d.BV + tl.arange(0, d.BV)
+    return k, (k < d.K)[:, None] & (v < d.V)[None, :], k[:, None] * d.V + v[None, :]
 
 
 @triton.jit
@@ -258,11 +247,7 @@ def carry_kernel(
     p_own,  # float32 [B, H, K, V]; out, this rank's local state
     p_decay,  # float32 [B, H, K]; out, the decay of its incoming state
     p_final,  # float32 [N, H, K, V]; out, the states at the end of each sequence that ends here; or None
-    H: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
+    d: tl.constexpr,  # H K V BK BV
     REVERSE: tl.constexpr,
 ):
     """Carry the states through this rank's segments; one program for BK rows and BV columns of a sent state and head.
@@ -272,37 +257,37 @@ def carry_kernel(
     the ends to the beginnings.
     """
     i = tl.program_id(2)
-    index, h = i // H, i % H
-    k, inside, offsets = _block_of_state(K, V, BK, BV)
+    index, h = i // d.H, i % d.H
+    k, inside, offsets = _block_of_state(d)
     s_first, s_end = segments_of_state(p_segments_of_states, index)
     BEGIN: tl.constexpr = LAST if REVERSE else FIRST
     FINISH: tl.constexpr = FIRST if REVERSE else LAST
 
-    b_own = tl.zeros([BK, BV], tl.float32)
-    b_gates = tl.zeros([BK], tl.float32)  # since this rank's edge; -inf once a sequence begins or ends here
+    b_own = zeros(d.BK, d.BV)
+    b_gates = zeros(d.BK)  # since this rank's edge; -inf once a sequence begins or ends here
     for n in tl.range(0, loop_bound(s_end - s_first), num_stages=4):  # loads 3 segments ahead
         s = s_end - 1 - n if REVERSE else s_first + n
-        row = (s * H + h).to(tl.int64)
+        row = (s * d.H + h).to(tl.int64)
         flags = tl.load(p_segments + s * SEGMENT_WORDS + FLAGS)
         sequence = tl.load(p_segments + s * SEGMENT_WORDS + SEQUENCE).to(tl.int64)
-        b_local = tl.load(p_state + row * (K * V) + offsets, mask=inside, other=0.0)
-        b_gate = tl.load(p_segment_gate + row * K + k, mask=k < K, other=0.0)  # [BK]
+        b_local = tl.load(p_state + row * (d.K * d.V) + offsets, mask=inside, other=0.0)
+        b_gate = tl.load(p_segment_gate + row * d.K + k, mask=k < d.K, other=0.0)  # [BK]
         begins = (flags & BEGIN) != 0
         if p_outside is not None:
-            p_begin = p_outside + (sequence * H + h) * (K * V) + offsets
+            p_begin = p_outside + (sequence * d.H + h) * (d.K * d.V) + offsets
             b_own = tl.where(begins, tl.load(p_begin, mask=inside & begins, other=0.0), b_own)
         b_gates = tl.where(begins, float("-inf"), b_gates)
-        tl.store(p_state + row * (K * V) + offsets, b_own, mask=inside)
-        tl.store(p_edge_gate + row * K + k, b_gates, mask=k < K)
+        tl.store(p_state + row * (d.K * d.V) + offsets, b_own, mask=inside)
+        tl.store(p_edge_gate + row * d.K + k, b_gates, mask=k < d.K)
         b_own = b_own * exp2(b_gate)[:, None] + b_local
         b_gates += b_gate
         if (flags & FINISH) != 0:
             if p_final is not None:
-                tl.store(p_final + (sequence * H + h) * (K * V) + offsets, b_own, mask=inside)
-            b_own = tl.zeros([BK, BV], tl.float32)
-            b_gates = tl.full([BK], float("-inf"), tl.float32)
-    tl.store(p_own + i.to(tl.int64) * (K * V) + offsets, b_own, mask=inside)
-    tl.store(p_decay + i * K + k, exp2(b_gates), mask=k < K)
+                tl.store(p_final + (sequence * d.H + h) * (d.K * d.V) + offsets, b_own, mask=inside)
+            b_own = zeros(d.BK, d.BV)
+            b_gates = tl.full([d.BK], float("-inf"), tl.float32)
+    tl.store(p_own + i.to(tl.int64) * (d.K * d.V) + offsets, b_own, mask=inside)
+    tl.store(p_decay + i * d.K + k, exp2(b_gates), mask=k < d.K)
 
 
 @triton.jit
@@ -313,30 +298,26 @@ def final_kernel(
     p_segments,  # int32 [NS, SEGMENT_WORDS]
     p_segments_of_states,  # int32 [B, 2]; first segment and end of each state
     p_prev,  # float32 [B, H, K, V]
-    H: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
+    d: tl.constexpr,  # H K V BK BV
     REVERSE: tl.constexpr,
 ):
     """Add this rank's incoming state (p_prev) to the final state of its sequence, if the sequence ends on this rank,
     at the first segment with the flag FINISH. Arguments and programs as in carry_kernel."""
     i = tl.program_id(2)
-    index, h = i // H, i % H
-    k, inside, offsets = _block_of_state(K, V, BK, BV)
+    index, h = i // d.H, i % d.H
+    k, inside, offsets = _block_of_state(d)
     s_first, s_end = segments_of_state(p_segments_of_states, index)
     FINISH: tl.constexpr = FIRST if REVERSE else LAST
     n = 0
     while n < s_end - s_first:
         s = s_end - 1 - n if REVERSE else s_first + n
         if (tl.load(p_segments + s * SEGMENT_WORDS + FLAGS) & FINISH) != 0:
-            row = (s * H + h).to(tl.int64) * K
-            b_gates = tl.load(p_edge_gate + row + k, mask=k < K, other=0.0)
-            b_gates += tl.load(p_segment_gate + row + k, mask=k < K, other=0.0)
+            row = (s * d.H + h).to(tl.int64) * d.K
+            b_gates = tl.load(p_edge_gate + row + k, mask=k < d.K, other=0.0)
+            b_gates += tl.load(p_segment_gate + row + k, mask=k < d.K, other=0.0)
             sequence = tl.load(p_segments + s * SEGMENT_WORDS + SEQUENCE).to(tl.int64)
-            p_end = p_final + (sequence * H + h) * (K * V) + offsets
-            b_prev = tl.load(p_prev + i.to(tl.int64) * (K * V) + offsets, mask=inside, other=0.0)
+            p_end = p_final + (sequence * d.H + h) * (d.K * d.V) + offsets
+            b_prev = tl.load(p_prev + i.to(tl.int64) * (d.K * d.V) + offsets, mask=inside, other=0.0)
             b_end = tl.load(p_end, mask=inside, other=0.0)
             tl.store(p_end, decayed(b_end, b_gates, b_prev), mask=inside)
             n = s_end - s_first
@@ -360,12 +341,7 @@ def output_kernel(
     p_dstates,  # [NC, H, K, V]; out
     p_passed,  # float32 [NC, H, blocks of V, K]; out
     scale,  # float
-    H: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BT: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
+    d: tl.constexpr,  # H K V BT BK BV
     REVERSE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -378,26 +354,26 @@ def output_kernel(
     value_grad_kernel (gla_bwd.py) are used instead.
     """
     i_v, s, h = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    p_segment, start, end, chunk, num_chunks = segment(p_segments, s, BT)
-    k = tl.arange(0, BK)
-    b_state = load_incoming_state(p_incoming, p_edge_gate, p_prev, p_segment, s, h, i_v, H, K, V, BK, BV)
+    p_segment, start, end, chunk, num_chunks = segment(p_segments, s, d.BT)
+    k = tl.arange(0, d.BK)
+    b_state = load_incoming_state(p_incoming, p_edge_gate, p_prev, p_segment, s, h, i_v, d.H, d.K, d.V, d.BK, d.BV)
     if REVERSE:
         b_state = b_state / scale
     for i in range(loop_bound(num_chunks)):
         n = num_chunks - 1 - i if REVERSE else i
-        at_k, inside_k = rows(h, start + n * BT, end, H, K, BT, BK)
-        at_v, inside_v = rows(h, start + n * BT, end, H, V, BT, BV, i_v)
-        at_a, inside_a = rows(h, start + n * BT, end, H, BT, BT, BT)
-        row = (chunk + n) * H + h
-        b_gate = tl.load(p_gate + row * K + k, mask=k < K, other=0.0)
+        at_k, inside_k = rows(h, start + n * d.BT, end, d.H, d.K, d.BT, d.BK)
+        at_v, inside_v = rows(h, start + n * d.BT, end, d.H, d.V, d.BT, d.BV, i_v)
+        at_a, inside_a = rows(h, start + n * d.BT, end, d.H, d.BT, d.BT, d.BT)
+        row = (chunk + n) * d.H + h
+        b_gate = tl.load(p_gate + row * d.K + k, mask=k < d.K, other=0.0)
         b_a, b_y, b_z = load(p_a, at_a, inside_a), load(p_y, at_v, inside_v), load(p_z, at_k, inside_k)
         if REVERSE:
-            at, inside = state_at(row, i_v, K, V, BK, BV)
+            at, inside = state_at(row, i_v, d.K, d.V, d.BK, d.BV)
             b_passed = passed(b_state, b_gate, p_states, p_low, at, inside, PRECISION) * scale
             tl.store(p_dstates + at, cast(b_state * scale, p_dstates.dtype.element_ty), mask=inside)
-            tl.store(p_passed + (row * ((V + BV - 1) // BV) + i_v) * K + k, b_passed, mask=k < K)
+            tl.store(p_passed + (row * ((d.V + d.BV - 1) // d.BV) + i_v) * d.K + k, b_passed, mask=k < d.K)
             b_a = tl.trans(b_a)
-        b_o = product(b_z, b_state, tl.zeros([BT, BV], tl.float32), PRECISION) * scale
+        b_o = product(b_z, b_state, zeros(d.BT, d.BV), PRECISION) * scale
         b_o = dot_split(b_a, b_y, b_o, PRECISION)
         tl.store(p_o + at_v, cast(b_o, p_o.dtype.element_ty), mask=inside_v)
         b_x = load(p_x, at_k, inside_k)

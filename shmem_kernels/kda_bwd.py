@@ -32,6 +32,7 @@ from .blocks import (
     rounded_to_16_bits,
     times,
     upper,
+    zeros,
 )
 from .kda_fwd import (
     PAIRS,
@@ -48,32 +49,30 @@ from .kda_fwd import (
 
 
 @triton.jit
-def parts_at(n, h, H: tl.constexpr, BT: tl.constexpr):
+def parts_at(n, h, d: tl.constexpr):
     """Return the offset of pairs_kernel's parts: BT numbers dAqk[t, t], BT terms of dbeta, a scale and its inverse."""
-    return (n * H + h).to(tl.int64) * (3 * BT)
+    return (n * d.H + h).to(tl.int64) * (3 * d.BT)
 
 
 @triton.jit
-def times_values(
-    p_x, p_v_new, place, H: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr
-):
+def times_values(p_x, p_v_new, place, d: tl.constexpr, PRECISION: tl.constexpr):
     """Return x v_new^T [BT, BT]. place: h, first and last token."""
     h, start, end = place
-    b_sum = tl.zeros([BT, BT], tl.float32)
-    for i_v in range((V + BV - 1) // BV):
-        base, at, inside = tile(h, start, end, H, V, BT, BV, i_v)
+    b_sum = zeros(d.BT, d.BT)
+    for i_v in range((d.V + d.BV - 1) // d.BV):
+        base, at, inside = tile(h, start, end, d.H, d.V, d.BT, d.BV, i_v)
         b_v_new = tl.trans(load(p_v_new + base, at, inside))
         b_sum = product(load(p_x + base, at, inside), b_v_new, b_sum, PRECISION)
     return b_sum
 
 
 @triton.jit
-def of_values(p_v, p_r, p_dv, b_beta, place, H: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr):
+def of_values(p_v, p_r, p_dv, b_beta, place, d: tl.constexpr):
     """Store dv; return v . r [BT]. place: h, first and last token."""
     h, start, end = place
-    b_dbeta = tl.zeros([BT], tl.float32)
-    for i_v in range((V + BV - 1) // BV):
-        base, at, inside = tile(h, start, end, H, V, BT, BV, i_v)
+    b_dbeta = zeros(d.BT)
+    for i_v in range((d.V + d.BV - 1) // d.BV):
+        base, at, inside = tile(h, start, end, d.H, d.V, d.BT, d.BV, i_v)
         b_r = load(p_r + base, at, inside).to(tl.float32)
         b_dbeta += tl.sum(b_r * load(p_v + base, at, inside).to(tl.float32), 1)
         tl.store(p_dv + base + at, cast(b_r * b_beta[:, None], p_dv.dtype.element_ty), mask=inside)
@@ -108,57 +107,49 @@ def pairs_kernel(
     p_pairs,  # [NC, H, 2, BT, BT]; out
     p_parts,  # float32 [NC, H, 3, BT]; out, see parts_at
     scale,  # float
-    H: tl.constexpr,
-    HK: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BT: tl.constexpr,
-    BJ: tl.constexpr,
-    BV: tl.constexpr,
+    d: tl.constexpr,  # H V BT BV
     PRECISION: tl.constexpr,
 ):
     """For one chunk and head: dv; scale dAqk and dAkk, s < t (pairs [NC, H, 2, BT, BT]); and sums, see
     parts_at. Pairs and sums are divided by a power of two, so that the largest pair is at most 2, and their products
     with factors up to 2^80 are in float32's range."""
-    n, h = tl.program_id(0) // H, tl.program_id(0) % H  # heads of a token are adjacent in memory
-    start, end, at_t, inside_t, b_beta = chunk_of(p_chunks, p_beta, n, h, H, BT)
+    n, h = tl.program_id(0) // d.H, tl.program_id(0) % d.H  # heads of a token are adjacent in memory
+    start, end, at_t, inside_t, b_beta = chunk_of(p_chunks, p_beta, n, h, d)
     place = (h, start, end)
-    b_dbeta = of_values(p_v, p_r, p_dv, b_beta, place, H, V, BT, BV)
-    b_pq = times_values(p_do, p_v_new, place, H, V, BT, BV, PRECISION) * scale
-    b_pk = times_values(p_r, p_v_new, place, H, V, BT, BV, PRECISION)
-    b_pq = tl.where(lower(BT, 0), b_pq, 0.0)
-    b_pk = tl.where(lower(BT, 1), b_pk, 0.0)
+    b_dbeta = of_values(p_v, p_r, p_dv, b_beta, place, d)
+    b_pq = times_values(p_do, p_v_new, place, d, PRECISION) * scale
+    b_pk = times_values(p_r, p_v_new, place, d, PRECISION)
+    b_pq = tl.where(lower(d.BT, 0), b_pq, 0.0)
+    b_pk = tl.where(lower(d.BT, 1), b_pk, 0.0)
     size, inverse = power_of_two(b_pq, b_pk)
     b_pq *= inverse
     b_pk *= inverse
-    p_pairs += (n * H + h).to(tl.int64) * (2 * BT * BT)
-    at_p = tl.arange(0, BT)[:, None] * BT + tl.arange(0, BT)[None, :]
-    tl.store(p_pairs + at_p, cast(tl.where(lower(BT, 1), b_pq, 0.0), p_pairs.dtype.element_ty))
-    tl.store(p_pairs + BT * BT + at_p, cast(-b_pk, p_pairs.dtype.element_ty))
-    p_parts += parts_at(n, h, H, BT)
-    t = tl.arange(0, BT)
-    tl.store(p_parts + t, same_of(b_pq, BT))
-    tl.store(p_parts + BT + t, b_dbeta * inverse)
-    tl.store(p_parts + 2 * BT, size)
-    tl.store(p_parts + 2 * BT + 1, inverse)
+    p_pairs += (n * d.H + h).to(tl.int64) * (2 * d.BT * d.BT)
+    at_p = tl.arange(0, d.BT)[:, None] * d.BT + tl.arange(0, d.BT)[None, :]
+    tl.store(p_pairs + at_p, cast(tl.where(lower(d.BT, 1), b_pq, 0.0), p_pairs.dtype.element_ty))
+    tl.store(p_pairs + d.BT * d.BT + at_p, cast(-b_pk, p_pairs.dtype.element_ty))
+    p_parts += parts_at(n, h, d)
+    t = tl.arange(0, d.BT)
+    tl.store(p_parts + t, same_of(b_pq, d.BT))
+    tl.store(p_parts + d.BT + t, b_dbeta * inverse)
+    tl.store(p_parts + 2 * d.BT, size)
+    tl.store(p_parts + 2 * d.BT + 1, inverse)
 
 
 @triton.jit
-def load_values(p_do, p_r, p_v_new, place, i_v, H: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr):
+def load_values(p_do, p_r, p_v_new, place, i_v, d: tl.constexpr):
     """Load a block of columns of do, r and v_new. place: h, first and last token."""
     h, start, end = place
-    base, at, inside = tile(h, start, end, H, V, BT, BV, i_v)
+    base, at, inside = tile(h, start, end, d.H, d.V, d.BT, d.BV, i_v)
     return load(p_do + base, at, inside), load(p_r + base, at, inside), load(p_v_new + base, at, inside)
 
 
 @triton.jit
-def load_states(
-    p_states, p_dstates, place_s, i_v, K: tl.constexpr, V: tl.constexpr, BJ: tl.constexpr, BV: tl.constexpr
-):
+def load_states(p_states, p_dstates, place_s, i_v, d: tl.constexpr):
     """Load a block of a state and of its gradient; return also the sums of their product over its columns [BJ].
     place_s: number of the state, j."""
     i_state, j = place_s
-    base, at, inside = state_tile(i_state, i_v, K, V, BJ, BV, j)
+    base, at, inside = state_tile(i_state, i_v, d, j)
     b_state, b_dstate = load(p_states + base, at, inside), load(p_dstates + base, at, inside)
     return b_state, b_dstate, tl.sum(b_state.to(tl.float32) * b_dstate.to(tl.float32), 1)
 
@@ -226,13 +217,7 @@ def gradient_kernel(
     p_dg,  # like p_g; out
     p_dbeta,  # like p_beta; out
     scale,  # float
-    H: tl.constexpr,
-    HK: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BT: tl.constexpr,
-    BJ: tl.constexpr,
-    BV: tl.constexpr,
+    d: tl.constexpr,  # H HK K V BT BJ BV
     REST: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -242,36 +227,36 @@ def gradient_kernel(
 
     Operands that all channels share stay in shared memory: pairs, tables, and with V <= BV do, r and v_new. What BJ
     channels need is loaded at once. On Hopper take BJ = 32 or more for bfloat16: see product_of_parts."""
-    n, h = tl.program_id(0) // H, tl.program_id(0) % H  # heads of a token are adjacent in memory
-    packed = tl.load(p_strong + n * H + h)
-    if (packed >> 24 < BT) != REST:
+    n, h = tl.program_id(0) // d.H, tl.program_id(0) % d.H  # heads of a token are adjacent in memory
+    packed = tl.load(p_strong + n * d.H + h)
+    if (packed >> 24 < d.BT) != REST:
         return
-    p_parts += parts_at(n, h, H, BT)
-    t = tl.arange(0, BT)
-    size, inverse = tl.load(p_parts + 2 * BT), tl.load(p_parts + 2 * BT + 1)
-    b_dbeta = tl.load(p_parts + BT + t)
-    start, end, at_t, inside_t, b_beta = chunk_of(p_chunks, p_beta, n, h, H, BT)
+    p_parts += parts_at(n, h, d)
+    t = tl.arange(0, d.BT)
+    size, inverse = tl.load(p_parts + 2 * d.BT), tl.load(p_parts + 2 * d.BT + 1)
+    b_dbeta = tl.load(p_parts + d.BT + t)
+    start, end, at_t, inside_t, b_beta = chunk_of(p_chunks, p_beta, n, h, d)
     place = (h, start, end)
-    p_pairs += (n * H + h).to(tl.int64) * (2 * BT * BT)
-    b_pq, b_pk = load_weights(p_pairs, 0, BT), load_weights(p_pairs, 1, BT)
-    b_onward, b_before = load_weights(p_weights, ONWARD, BT), load_weights(p_weights, BEFORE, BT)
-    if V <= BV:
-        b_do, b_r, b_v_new = load_values(p_do, p_r, p_v_new, place, 0, H, V, BT, BV)
-    for j in range((K + BJ - 1) // BJ):
-        base_k, at_k, inside_k = tile(h // (H // HK), start, end, HK, K, BT, BJ, j)
-        base, at, inside = tile(h, start, end, H, K, BT, BJ, j)
-        place_s = (n * H + h, j)
-        b_zeros = tl.zeros([BT, BJ], tl.float32)
-        b_last = tl.zeros([BJ], tl.float32)
-        b_g = gates_at(p_g, h, start, end, j, H, K, BT, BJ)
+    p_pairs += (n * d.H + h).to(tl.int64) * (2 * d.BT * d.BT)
+    b_pq, b_pk = load_weights(p_pairs, 0, d.BT), load_weights(p_pairs, 1, d.BT)
+    b_onward, b_before = load_weights(p_weights, ONWARD, d.BT), load_weights(p_weights, BEFORE, d.BT)
+    if d.V <= d.BV:
+        b_do, b_r, b_v_new = load_values(p_do, p_r, p_v_new, place, 0, d)
+    for j in range((d.K + d.BJ - 1) // d.BJ):
+        base_k, at_k, inside_k = tile(h // (d.H // d.HK), start, end, d.HK, d.K, d.BT, d.BJ, j)
+        base, at, inside = tile(h, start, end, d.H, d.K, d.BT, d.BJ, j)
+        place_s = (n * d.H + h, j)
+        b_zeros = zeros(d.BT, d.BJ)
+        b_last = zeros(d.BJ)
+        b_g = gates_at(p_g, h, start, end, j, d)
         b_q, b_k = load(p_q + base_k, at_k, inside_k), load(p_k + base_k, at_k, inside_k)
-        if V <= BV:
-            b_state, b_dstate, b_last = load_states(p_states, p_dstates, place_s, 0, K, V, BJ, BV)
+        if d.V <= d.BV:
+            b_state, b_dstate, b_last = load_states(p_states, p_dstates, place_s, 0, d)
         b_same = tl.load(p_parts + t)[:, None]
         b_dq, b_dk, b_gates = b_same * b_k.to(tl.float32), b_same * b_q.to(tl.float32), b_zeros
-        b_sums = -gate_sums(b_onward, p_weights, ONWARD, b_g, BT, PRECISION)
+        b_sums = -gate_sums(b_onward, p_weights, ONWARD, b_g, d.BT, PRECISION)
         i, first = 0, 0
-        while (i < 32) & (first < BT):
+        while (i < 32) & (first < d.BT):
             tl.debug_barrier()
             beyond = (packed >> i) & 255
             b_dq, b_dk, b_gates, b_dbeta = add_pairs(
@@ -279,35 +264,35 @@ def gradient_kernel(
                 (b_q, b_k, b_beta),
                 after_anchor(b_sums, first, beyond),
                 (b_dq, b_dk, b_gates, b_dbeta),
-                BT,
+                d.BT,
                 PRECISION,
             )
-            if beyond < BT:
-                b_g = gates_at(p_g, h, start, end, j, H, K, BT, BJ)
-                b_sums = sums_from(beyond, (b_onward, b_before), p_weights, b_g, BT, PRECISION)
+            if beyond < d.BT:
+                b_g = gates_at(p_g, h, start, end, j, d)
+                b_sums = sums_from(beyond, (b_onward, b_before), p_weights, b_g, d.BT, PRECISION)
             i, first = i + 8, beyond
         for m in range(6 if REST else 0):
             tl.debug_barrier()
-            b_g = gates_at(p_g, h, start, end, j, H, K, BT, BJ)
+            b_g = gates_at(p_g, h, start, end, j, d)
             b_dq, b_dk, b_gates, b_dbeta = add_pairs(
-                (b_pq, b_pk, p_pairs, p_weights + (PAIRS + m) * BT * BT),
+                (b_pq, b_pk, p_pairs, p_weights + (PAIRS + m) * d.BT * d.BT),
                 (b_q, b_k, b_beta),
-                halves_of(p_weights, m, b_g, packed >> 24, BT, PRECISION),
+                halves_of(p_weights, m, b_g, packed >> 24, d.BT, PRECISION),
                 (b_dq, b_dk, b_gates, b_dbeta),
-                BT,
+                d.BT,
                 PRECISION,
             )
         b_of_q, b_of_k, b_by_state = b_zeros, b_zeros, b_zeros
-        b_g = gates_at(p_g, h, start, end, j, H, K, BT, BJ)
-        for i_v in range((V + BV - 1) // BV):
-            if V > BV:
-                b_state, b_dstate, b_part = load_states(p_states, p_dstates, place_s, i_v, K, V, BJ, BV)
+        b_g = gates_at(p_g, h, start, end, j, d)
+        for i_v in range((d.V + d.BV - 1) // d.BV):
+            if d.V > d.BV:
+                b_state, b_dstate, b_part = load_states(p_states, p_dstates, place_s, i_v, d)
                 b_last += b_part
-                b_do, b_r, b_v_new = load_values(p_do, p_r, p_v_new, place, i_v, H, V, BT, BV)
+                b_do, b_r, b_v_new = load_values(p_do, p_r, p_v_new, place, i_v, d)
             b_of_q = product(b_do, tl.trans(b_state), b_of_q, PRECISION)
             b_of_k = product(b_r, tl.trans(b_state), b_of_k, PRECISION)
             b_by_state = product(b_v_new, tl.trans(b_dstate), b_by_state, PRECISION)
-        b_from = exp2(gate_sums(b_onward, p_weights, ONWARD, b_g, BT, PRECISION))
+        b_from = exp2(gate_sums(b_onward, p_weights, ONWARD, b_g, d.BT, PRECISION))
         b_of_q *= b_from * scale
         tl.store(p_dq + base + at, cast(tl.fma(b_dq, size + b_zeros, b_of_q), p_dq.dtype.element_ty), mask=inside)
         b_gates = tl.fma(b_q.to(tl.float32), b_of_q, b_gates * size)
@@ -315,14 +300,14 @@ def gradient_kernel(
         b_dbeta += tl.sum(b_k.to(tl.float32) * b_of_k, 1) * inverse
         b_of_k *= b_beta[:, None]
         b_gates = tl.fma(b_k.to(tl.float32), b_of_k, b_gates)
-        b_by_state *= exp2(gate_sums(b_before, p_weights, BEFORE, b_g, BT, PRECISION))
+        b_by_state *= exp2(gate_sums(b_before, p_weights, BEFORE, b_g, d.BT, PRECISION))
         b_dk = tl.fma(b_dk, size + b_zeros, b_of_k + b_by_state)
         tl.store(p_dk + base + at, cast(b_dk, p_dk.dtype.element_ty), mask=inside)
         # not a difference of sums over all tokens and over later ones: it may be much smaller than both
         b_through = (b_last * exp2(tl.sum(b_g, 0)))[None, :] + b_zeros
-        b_table = shared(b_before, p_weights, BEFORE, BT, PRECISION)
+        b_table = shared(b_before, p_weights, BEFORE, d.BT, PRECISION)
         b_through += product_of_parts(b_table, b_by_state * b_k.to(tl.float32), 3, PRECISION)
-        b_table = shared(b_onward, p_weights, ONWARD, BT, PRECISION)
+        b_table = shared(b_onward, p_weights, ONWARD, d.BT, PRECISION)
         b_gates = b_through + product_of_parts(b_table, b_gates, 3, PRECISION)
         tl.store(p_dg + base + at, cast(b_gates, p_dg.dtype.element_ty), mask=inside)
     tl.store(p_dbeta + at_t, cast(b_dbeta * size, p_dbeta.dtype.element_ty), mask=inside_t)

@@ -52,9 +52,10 @@ from .blocks import (
     rows,
     tf32_product,
     upper,
+    zeros,
 )
-from .delta_state import load_incoming, transposed_at
-from .segment_table import ENTERED, FLAGS, LAST, SEQUENCE, segment
+from .delta_state import load_incoming, store_final
+from .segment_table import ENTERED, segment
 
 # To base 2. Sums of the same gates, also of gates rounded to 16 bits for bfloat16 products, differ by less than 2^-7
 # by the order of additions: hence the margins
@@ -85,11 +86,11 @@ def tile(h, start, end, H: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BW: 
 
 
 @triton.jit
-def state_tile(i_state, i_v, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, i_k):
-    """blocks.state_at in two parts, as ``tile``."""
-    k, v = tl.arange(0, BK), tl.arange(0, BV)
-    inside = (i_k * BK + k < K)[:, None] & (i_v * BV + v < V)[None, :]
-    return (i_state.to(tl.int64) * K + i_k * BK) * V + i_v * BV, k[:, None] * V + v[None, :], inside
+def state_tile(i_state, i_v, d: tl.constexpr, j):
+    """blocks.state_at of rows j * BJ .. + BJ in two parts, as ``tile``."""
+    k, v = tl.arange(0, d.BJ), tl.arange(0, d.BV)
+    inside = (j * d.BJ + k < d.K)[:, None] & (i_v * d.BV + v < d.V)[None, :]
+    return (i_state.to(tl.int64) * d.K + j * d.BJ) * d.V + i_v * d.BV, k[:, None] * d.V + v[None, :], inside
 
 
 @triton.jit
@@ -103,9 +104,9 @@ def halves(n, BT: tl.constexpr):
 
 
 @triton.jit
-def gates_at(p_g, h, start, end, j, H: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BJ: tl.constexpr):
+def gates_at(p_g, h, start, end, j, d: tl.constexpr):
     """Load gates [BT, BJ], to base 2."""
-    base, at, inside = tile(h, start, end, H, K, BT, BJ, j)
+    base, at, inside = tile(h, start, end, d.H, d.K, d.BT, d.BJ, j)
     return load_gates(p_g + base, at, inside)
 
 
@@ -153,34 +154,31 @@ def anchors_kernel(
     p_g,  # [tokens, H, K], natural logarithms
     p_chunks,  # int32 [NC, 2]
     p_strong,  # int32 [NC, H]; in and out
-    H: tl.constexpr,
-    K: tl.constexpr,
-    BT: tl.constexpr,
-    BK: tl.constexpr,
+    d: tl.constexpr,  # H K BT BK
     ALL: tl.constexpr,
 ):
     """Replace each nonzero word of p_strong [NC, H] by the chunk's anchors, 8 bits each, BT for none: the first tokens
     of the stretches, and of the rest. ALL: also those of weak chunks, which have none."""
-    n, h = tl.program_id(0) // H, tl.program_id(0) % H
-    packed = BT * 0x01010101
-    if tl.load(p_strong + n * H + h) == 0:
+    n, h = tl.program_id(0) // d.H, tl.program_id(0) % d.H
+    packed = d.BT * 0x01010101
+    if tl.load(p_strong + n * d.H + h) == 0:
         if ALL:
-            tl.store(p_strong + n * H + h, packed)
+            tl.store(p_strong + n * d.H + h, packed)
         return
-    start, end, c = tl.load(p_chunks + 2 * n), tl.load(p_chunks + 2 * n + 1), tl.arange(0, BK)
-    b_sum = tl.zeros([BK], tl.float32)
+    start, end, c = tl.load(p_chunks + 2 * n), tl.load(p_chunks + 2 * n + 1), tl.arange(0, d.BK)
+    b_sum = zeros(d.BK)
     i = 0
-    for first in range(0, BT, 8):
+    for first in range(0, d.BT, 8):
         for t in tl.static_range(8):
-            at = (start + first + t).to(tl.int64) * H + h
-            b_g = load_gates(p_g, at * K + c, (c < K) & (start + first + t < end))
+            at = (start + first + t).to(tl.int64) * d.H + h
+            b_g = load_gates(p_g, at * d.K + c, (c < d.K) & (start + first + t < end))
             b_sum += b_g
             # a sum with a gate like -inf, here -128, would leave few digits to those after it
             steep = tl.max(((b_sum < STEEP) | (b_g < MILD)).to(tl.int32), 0) > 0
             b_sum = tl.where(steep, 0.0, b_sum)
-            packed += tl.where(steep & (i < 32), (first + t - BT) << i, 0)
+            packed += tl.where(steep & (i < 32), (first + t - d.BT) << i, 0)
             i += tl.where(steep, 8, 0)
-    tl.store(p_strong + n * H + h, packed)
+    tl.store(p_strong + n * d.H + h, packed)
 
 
 @triton.jit
@@ -221,11 +219,11 @@ def add_strong_pairs(b_aq, b_ak, b_q, b_k, gates, p_weights, packed, BT: tl.cons
 
 
 @triton.jit
-def chunk_of(p_chunks, p_beta, n, h, H: tl.constexpr, BT: tl.constexpr):
+def chunk_of(p_chunks, p_beta, n, h, d: tl.constexpr):
     """Return (first token, end, offsets of one number per token, their mask, beta) of chunk n."""
     start, end = tl.load(p_chunks + 2 * n), tl.load(p_chunks + 2 * n + 1)
-    t = start + tl.arange(0, BT)
-    at, inside = t.to(tl.int64) * H + h, t < end
+    t = start + tl.arange(0, d.BT)
+    at, inside = t.to(tl.int64) * d.H + h, t < end
     return start, end, at, inside, tl.load(p_beta + at, mask=inside, other=0.0).to(tl.float32)
 
 
@@ -280,13 +278,7 @@ def operands_kernel(
     p_qg,  # [tokens, H, K]; out
     p_sums,  # float32 [NC, H, K]; out
     scale,  # float
-    H: tl.constexpr,
-    HK: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BT: tl.constexpr,
-    BJ: tl.constexpr,
-    BV: tl.constexpr,
+    d: tl.constexpr,  # H HK K V BT BJ BV
     SOLVED: tl.constexpr,
     STRONG: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -294,38 +286,38 @@ def operands_kernel(
     """Aqk, T - 1, w, u, kg, qg and the sum of the gates of one chunk and head. SOLVED: Aqk and T - 1 are inputs.
     Otherwise the launch without STRONG computes weak chunks and marks strong ones in p_strong [NC, H] by a nonzero
     word; the launch with STRONG then computes these, with anchors_kernel's anchors in p_strong."""
-    n, h = tl.program_id(0) // H, tl.program_id(0) % H  # heads of a token are adjacent in memory
-    start, end, at_t, inside_t, b_beta = chunk_of(p_chunks, p_beta, n, h, H, BT)
-    c = tl.arange(0, BJ)
+    n, h = tl.program_id(0) // d.H, tl.program_id(0) % d.H  # heads of a token are adjacent in memory
+    start, end, at_t, inside_t, b_beta = chunk_of(p_chunks, p_beta, n, h, d)
+    c = tl.arange(0, d.BJ)
     if not SOLVED:
         if STRONG:
-            packed = tl.load(p_strong + n * H + h)
+            packed = tl.load(p_strong + n * d.H + h)
             if packed == 0:
                 return
         else:
-            b_least = tl.zeros([BJ], tl.float32)
-            for j in range((K + BJ - 1) // BJ):
-                b_sum = tl.sum(gates_at(p_g, h, start, end, j, H, K, BT, BJ), 0)
-                tl.store(p_sums + (n * H + h).to(tl.int64) * K + j * BJ + c, b_sum, mask=j * BJ + c < K)
+            b_least = zeros(d.BJ)
+            for j in range((d.K + d.BJ - 1) // d.BJ):
+                b_sum = tl.sum(gates_at(p_g, h, start, end, j, d), 0)
+                tl.store(p_sums + (n * d.H + h).to(tl.int64) * d.K + j * d.BJ + c, b_sum, mask=j * d.BJ + c < d.K)
                 b_least = tl.minimum(b_least, b_sum)
             strong = tl.min(b_least) < MILD
-            tl.store(p_strong + n * H + h, strong.to(tl.int32))
+            tl.store(p_strong + n * d.H + h, strong.to(tl.int32))
             if strong:
                 return
-    base_a, at_a, inside_a = tile(h, start, end, H, BT, BT, BT)
-    b_aq = tl.zeros([BT, BT], tl.float32)
-    b_ak = tl.zeros([BT, BT], tl.float32)
-    b_least = tl.zeros([BJ], tl.float32)
+    base_a, at_a, inside_a = tile(h, start, end, d.H, d.BT, d.BT, d.BT)
+    b_aq = zeros(d.BT, d.BT)
+    b_ak = zeros(d.BT, d.BT)
+    b_least = zeros(d.BJ)
     if SOLVED:
         b_solved = load(p_solved + base_a, at_a, inside_a)
-    b_onward, b_before = load_weights(p_weights, ONWARD, BT), load_weights(p_weights, BEFORE, BT)
-    for j in range((K + BJ - 1) // BJ):
-        b_g = gates_at(p_g, h, start, end, j, H, K, BT, BJ)
-        base, at, inside = tile(h // (H // HK), start, end, HK, K, BT, BJ, j)
+    b_onward, b_before = load_weights(p_weights, ONWARD, d.BT), load_weights(p_weights, BEFORE, d.BT)
+    for j in range((d.K + d.BJ - 1) // d.BJ):
+        b_g = gates_at(p_g, h, start, end, j, d)
+        base, at, inside = tile(h // (d.H // d.HK), start, end, d.HK, d.K, d.BT, d.BJ, j)
         b_q, b_k = load(p_q + base, at, inside), load(p_k + base, at, inside)
         b_q, b_k = b_q.to(tl.float32), b_k.to(tl.float32)
-        base, at, inside = tile(h, start, end, H, K, BT, BJ, j)
-        b_sums = gate_sums(b_onward, p_weights, ONWARD, b_g, BT, PRECISION)
+        base, at, inside = tile(h, start, end, d.H, d.K, d.BT, d.BJ, j)
+        b_sums = gate_sums(b_onward, p_weights, ONWARD, b_g, d.BT, PRECISION)
         b_from = exp2(b_sums)
         tl.store(p_qg + base + at, cast(b_q * b_from, p_qg.dtype.element_ty), mask=inside)
         b_kb = b_k * b_from * b_beta[:, None]
@@ -333,49 +325,49 @@ def operands_kernel(
         if SOLVED:
             b_w = product(b_solved, b_kb, b_kb, PRECISION)
             tl.store(p_w + base + at, cast(b_w, p_w.dtype.element_ty), mask=inside)
-            tl.store(p_sums + (n * H + h).to(tl.int64) * K + j * BJ + c, b_total, mask=j * BJ + c < K)
+            tl.store(p_sums + (n * d.H + h).to(tl.int64) * d.K + j * d.BJ + c, b_total, mask=j * d.BJ + c < d.K)
             b_least = tl.minimum(b_least, b_total)
         else:
             tl.store(p_w + base + at, cast(b_kb, p_w.dtype.element_ty), mask=inside)  # until T is computed
             if STRONG:
                 gates = b_g, b_sums, (b_onward, b_before)
-                b_aq, b_ak = add_strong_pairs(b_aq, b_ak, b_q, b_k, gates, p_weights, packed, BT, PRECISION)
+                b_aq, b_ak = add_strong_pairs(b_aq, b_ak, b_q, b_k, gates, p_weights, packed, d.BT, PRECISION)
             else:
                 b_column = tl.trans(b_k * (exp2(-b_sums) * SMALL))
                 b_from *= BIG
                 b_aq = tf32_product(b_q * b_from, b_column, b_aq, PRECISION)
                 b_ak = tf32_product(b_k * b_from, b_column, b_ak, PRECISION)
         if SOLVED or STRONG or PRECISION != "bf16":
-            b_after = exp2(gate_sums(b_before, p_weights, BEFORE, b_g, BT, PRECISION))
+            b_after = exp2(gate_sums(b_before, p_weights, BEFORE, b_g, d.BT, PRECISION))
         else:
             b_after = exp2(b_total[None, :] - b_sums)
         tl.store(p_kg + base + at, cast(b_k * b_after, p_kg.dtype.element_ty), mask=inside)
     if SOLVED:
-        tl.store(p_strong + n * H + h, (tl.min(b_least) < MILD).to(tl.int32))
+        tl.store(p_strong + n * d.H + h, (tl.min(b_least) < MILD).to(tl.int32))
     else:
-        b_aq = tl.where(lower(BT, 0), b_aq * scale, 0.0)
+        b_aq = tl.where(lower(d.BT, 0), b_aq * scale, 0.0)
         tl.store(p_scores + base_a + at_a, cast(b_aq, p_scores.dtype.element_ty), mask=inside_a)
-        b_ak = tl.where(lower(BT, 1), b_ak * b_beta[:, None], 0.0)
+        b_ak = tl.where(lower(d.BT, 1), b_ak * b_beta[:, None], 0.0)
         tl.debug_barrier()  # p_w, for loads by other threads
-        if K <= BV:  # these loads, and those of v, end during the inverse
-            base, at, inside = tile(h, start, end, H, K, BT, BV)
+        if d.K <= d.BV:  # these loads, and those of v, end during the inverse
+            base, at, inside = tile(h, start, end, d.H, d.K, d.BT, d.BV)
             b_kb = load(p_w + base, at, inside)
-    if V <= BV:
-        base, at, inside = tile(h, start, end, H, V, BT, BV)
+    if d.V <= d.BV:
+        base, at, inside = tile(h, start, end, d.H, d.V, d.BT, d.BV)
         b_v = load(p_v + base, at, inside)
     if not SOLVED:
-        b_solved = cast(inverse(b_ak, BT, PRECISION), p_solved.dtype.element_ty)
+        b_solved = cast(inverse(b_ak, d.BT, PRECISION), p_solved.dtype.element_ty)
         tl.store(p_solved + base_a + at_a, b_solved, mask=inside_a)
-        for j in range((K + BV - 1) // BV):
-            base, at, inside = tile(h, start, end, H, K, BT, BV, j)
-            if K > BV:
+        for j in range((d.K + d.BV - 1) // d.BV):
+            base, at, inside = tile(h, start, end, d.H, d.K, d.BT, d.BV, j)
+            if d.K > d.BV:
                 b_kb = load(p_w + base, at, inside)
             b_w = product(b_solved, b_kb, b_kb.to(tl.float32), PRECISION)
             tl.debug_barrier()
             tl.store(p_w + base + at, cast(b_w, p_w.dtype.element_ty), mask=inside)
-    for i_v in range((V + BV - 1) // BV):
-        base, at, inside = tile(h, start, end, H, V, BT, BV, i_v)
-        if V > BV:
+    for i_v in range((d.V + d.BV - 1) // d.BV):
+        base, at, inside = tile(h, start, end, d.H, d.V, d.BT, d.BV, i_v)
+        if d.V > d.BV:
             b_v = load(p_v + base, at, inside)
         b_vb = b_v.to(tl.float32) * b_beta[:, None]
         b_u = product(b_solved, b_vb, b_vb, PRECISION)
@@ -397,35 +389,25 @@ def output_kernel(
     p_o,  # [tokens, H, V]; out
     p_final,  # float32 [N, H, K, V]; out, or None
     scale,  # float
-    H: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BT: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    BJ: tl.constexpr,
+    d: tl.constexpr,  # H K V BT BK BV BJ
     PRECISION: tl.constexpr,
 ):
     """Pass through the chunks of one segment, from its incoming state: o [tokens, H, V], and p_final. Holds the state
     and writes p_final as delta_states_kernel. p_through and p_final may be None."""
-    HAS_PREV: tl.constexpr = p_through is not None
     i_v, s, h = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    p_segment, start, end, chunk, num_chunks = segment(p_segments, s, BT)
-    b_state = load_incoming(p_incoming, p_through, p_prev, p_segment, s, h, i_v, H, K, V, BK, BV, BJ, HAS_PREV, ENTERED)
-    k = tl.arange(0, BK)
+    p_segment, start, end, chunk, num_chunks = segment(p_segments, s, d.BT)
+    b_state = load_incoming(p_incoming, p_through, p_prev, p_segment, s, h, i_v, d, ENTERED)
+    k = tl.arange(0, d.BK)
     for n in range(loop_bound(num_chunks)):
-        first = start + n * BT
-        b_sums = tl.load(p_sums + ((chunk + n) * H + h).to(tl.int64) * K + k, mask=k < K, other=0.0)
-        at, inside = rows(h, first, end, H, K, BT, BK)
-        at_v, inside_v = rows(h, first, end, H, V, BT, BV, i_v)
-        at_a, inside_a = rows(h, first, end, H, BT, BT, BT)
+        first = start + n * d.BT
+        b_sums = tl.load(p_sums + ((chunk + n) * d.H + h).to(tl.int64) * d.K + k, mask=k < d.K, other=0.0)
+        at, inside = rows(h, first, end, d.H, d.K, d.BT, d.BK)
+        at_v, inside_v = rows(h, first, end, d.H, d.V, d.BT, d.BV, i_v)
+        at_a, inside_a = rows(h, first, end, d.H, d.BT, d.BT, d.BT)
         b_v = tl.trans(load(p_u, at_v, inside_v)).to(tl.float32)
         b_v = product(-b_state, tl.trans(load(p_w, at, inside)), b_v, PRECISION)
-        b_o = product(b_state, tl.trans(load(p_qg, at, inside)), tl.zeros([BV, BT], tl.float32), PRECISION) * scale
+        b_o = product(b_state, tl.trans(load(p_qg, at, inside)), zeros(d.BV, d.BT), PRECISION) * scale
         b_o = product(b_v, tl.trans(load(p_scores, at_a, inside_a)), b_o, PRECISION)
         b_state = product(b_v, load(p_kg, at, inside), b_state * exp2(b_sums)[None, :], PRECISION)
         tl.store(p_o + at_v, tl.trans(cast(b_o, p_o.dtype.element_ty)), mask=inside_v)
-    if p_final is not None:
-        if (tl.load(p_segment + FLAGS) & LAST) != 0:
-            at, inside = transposed_at(tl.load(p_segment + SEQUENCE) * H + h, i_v, K, V, BK, BV)
-            tl.store(p_final + at, b_state, mask=inside)
+    store_final(p_final, p_segment, b_state, h, i_v, d)

@@ -65,7 +65,7 @@ NUM_POINTERS = Channel._fields.index("num_tiles")  # the first fields of a chann
 class Launch:
     """A kernel, its grid, and the arguments that are equal in every call. Calls pass the other arguments.
 
-        keys = Launch(keys_kernel, (chunks, H), first=0, H=H, K=K, BT=64, BR=4, BK=128, RANGE=115.0, num_warps=1)
+        keys = Launch(keys_kernel, (chunks, H), d=GLASizes(H=H, K=K, BT=64, BR=4, BK=128, RANGE=115.0), num_warps=1)
         keys(k, g, table, k_out, gate, strong)
 
     The first call goes through Triton, which compiles the kernel for its arguments. Later calls pass addresses to the

@@ -28,7 +28,8 @@ class Kernel:
     def warmup(self, grid, BV, num_stages):
         self.stages.append(num_stages)
         kernel, values, options = self.launch
-        Launches.made = [(kernel, values, options | dict(BV=BV, num_stages=num_stages))]
+        options = options | dict(d=options["d"]._replace(BV=BV), num_stages=num_stages)
+        Launches.made = [(kernel, values, options)]
         [(_, found)] = compiled_launches(look=False)
         asm = dict(ptx=found.ptx, cubin=found.cubin)
         return types.SimpleNamespace(asm=asm, metadata=types.SimpleNamespace(shared=found.shared))

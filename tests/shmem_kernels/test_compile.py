@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import os
 import re
@@ -319,6 +320,27 @@ def test_merge(kind, V):
     assert barrier < first_store and "ld.global" not in accesses[barrier:], accesses  # warps load the same lse
 
 
+def fields_read(function) -> set[str]:
+    """Return the fields of ``d`` that are read by a function and by those to which it passes ``d``."""
+    found = set()
+    for node in ast.walk(function.parse()):
+        match node:
+            case ast.Attribute(value=ast.Name(id="d"), attr=field):
+                found.add(field)
+            case ast.Call(func=ast.Name(id=name), args=args) if "d" in map(ast.unparse, args):
+                found |= fields_read(function.fn.__globals__[name])
+    return found
+
+
+@pytest.mark.parametrize("module", [delta_state, gdn, kda_fwd, kda_bwd, gla_fwd, gla_bwd, gla_strong])
+def test_kernels_name_the_constants_that_they_read(module):
+    kernels = {x for name, x in vars(module).items() if name.endswith("_kernel")}
+    for kernel in kernels:
+        [names] = re.findall(r"^    d: tl\.constexpr,  # (.*)$", kernel.src, re.M)
+        assert {*names.split()} == fields_read(kernel), kernel
+    assert kernels
+
+
 @pytest.mark.parametrize("kind", ["*bf16", "*fp32"])
 @pytest.mark.parametrize("kernel", [gates.normalize_kernel, gates.normalize_back_kernel])
 def test_norms(kernel, kind):
@@ -557,8 +579,8 @@ def test_products_that_ptxas_gets_wrong_are_found():
     names = "p_q p_k p_weights p_states p_dstates p_v_new p_do p_r p_pairs p_dq p_dk"
     arguments = pointers(names, "*bf16") | pointers("p_g p_beta p_parts p_dg p_dbeta", "*fp32")
     arguments |= pointers("p_chunks p_strong", "*i32") | dict(scale="fp32")
-    sizes = dict(H=32, HK=32, K=128, V=128, BT=64, BJ=16, BV=128)
-    compiled = Compiled(kda_bwd.gradient_kernel, arguments, sizes | dict(REST=False, PRECISION="bf16"))
+    d = delta_state.DeltaSizes(H=32, HK=32, K=128, V=128, BT=64, BJ=16, BV=128)
+    compiled = Compiled(kda_bwd.gradient_kernel, arguments, dict(d=d, REST=False, PRECISION="bf16"))
     assert compiled.lost_operands()
 
 

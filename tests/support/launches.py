@@ -219,7 +219,7 @@ def with_gpu_blocks(monkeypatch, capability):
     fitted, comm = delta_passes.StatePass._fitted, types.SimpleNamespace(device=types.SimpleNamespace(type="cuda"))
 
     def on_gpu(states, *blocks):
-        of_gpu = types.SimpleNamespace(common=states.common, V=states.V, dtype=states.dtype, comm=comm)
+        of_gpu = types.SimpleNamespace(d=states.d, V=states.V, dtype=states.dtype, comm=comm)
         return fitted(of_gpu, *blocks)
 
     monkeypatch.setattr(delta_passes, "is_hopper", lambda device: capability == 90)

@@ -14,6 +14,7 @@ from ...base.tiling import cdiv, is_hopper, next_power_of_2, power_of_2_below
 from ...comm.communicator import Communicator
 from ...launch.plan import Buffer, Plan, with_places
 from ...shmem_kernels.delta_state import (
+    DeltaSizes,
     adjoint_kernel,
     delta_carry_kernel,
     delta_states_kernel,
@@ -114,8 +115,8 @@ class StatePass:
         self.in_order = in_order
         self.carrier = (InOrderCarrier if in_order else AllScanCarrier).of(comm, dense=True)
         BK = max(16, next_power_of_2(K))
-        self.common = dict(H=H, K=K, V=V, BK=BK)
-        self.chunked = dict(HK=HK, BT=CHUNK_TOKENS, SCALAR=scalar, TOTALS=False, PRECISION=PRECISION[dtype])
+        self.d = DeltaSizes(H=H, K=K, V=V, HK=HK, BT=CHUNK_TOKENS, BK=BK, SCALAR=scalar)
+        self.precision = PRECISION[dtype]
         self.blocks = self._fitted(blocks, blocks_of_cpus)
         batch = 1 if zigzag else B  # shape of chunks in fla, also for packed sequences
         self.of_chunks = batch, layout.num_chunks // batch, H, K, V
@@ -124,7 +125,7 @@ class StatePass:
 
     def _fitted(self, of_hopper: Callable[..., Any], of_cpus: Callable[..., Any]) -> dict[str, dict[str, int]]:
         """Return the block sizes of kernels on this device, from those on Hopper and on CPUs."""
-        widths, device = (self.common["BK"], max(16, next_power_of_2(self.V))), self.comm.device
+        widths, device = (self.d.BK, max(16, next_power_of_2(self.V))), self.comm.device
         if device.type != "cuda":
             return of_cpus(*widths)
         sizes = of_hopper(*widths, self.dtype)
@@ -201,7 +202,7 @@ class StatePass:
         """Return keys, values and gates of one token. Kernels read at most one gate of them and do not use it."""
         make = self.comm.memory.step.new_zeros
         k, v = (make(1, 1, self.H, width, dtype=self.dtype) for width in (self.K, self.V))
-        return k, v, make(k.shape[: 3 if self.chunked["SCALAR"] else 4], dtype=torch.float32)
+        return k, v, make(k.shape[: 3 if self.d.SCALAR else 4], dtype=torch.float32)
 
     @planned
     def gradients(
@@ -216,10 +217,10 @@ class StatePass:
         """Return (dq, dk, dw like w, dg like g) of a rule with one gate per head: see scalar_gradient_kernel. states:
         (h, dh). d: with dv'."""
         outputs = [plan.output_like(like) for like in (x.w, x.w, x.w, x.g)]
-        chunked = {name: value for name, value in self.chunked.items() if name not in ("SCALAR", "TOTALS")}
         grid, table = (self.layout.num_chunks, self.H), plan.constant(self.layout.chunks)
         tensors = x.q, x.k, v_new, x.g, d.do, d.dv, *states, table, *outputs
-        self._launch(plan, "gradients", scalar_gradient_kernel, grid, *tensors, scale=scale, **chunked)
+        fixed = dict(scale=scale, PRECISION=self.precision)
+        self._launch(plan, "gradients", scalar_gradient_kernel, grid, *tensors, **fixed)
         return outputs
 
     @planned
@@ -261,12 +262,13 @@ class StatePass:
 
     def _summaries(self, plan: Plan, x: ChunkOperands, transitions: Buffer, local: Buffer) -> None:
         tensors = x.k, x.w, x.u, x.g, self._segments(plan), transitions, local
-        self._summarize(plan, summary_kernel, *tensors, **self.chunked)
+        self._summarize(plan, summary_kernel, *tensors)
 
-    def _summarize(self, plan: Plan, kernel: Any, *tensors: Buffer, **fixed: Any) -> None:
+    def _summarize(self, plan: Plan, kernel: Any, *tensors: Buffer) -> None:
         """Record the kernel of each segment's transition and local state."""
         rows, columns = cdiv(self.K, self.blocks["summary"]["BR"]), cdiv(self.V, self.blocks["summary"]["BV"])
-        self._launch(plan, "summary", kernel, (rows * columns, self.layout.num_segments, self.H), *tensors, **fixed)
+        grid = rows * columns, self.layout.num_segments, self.H
+        self._launch(plan, "summary", kernel, grid, *tensors, PRECISION=self.precision)
 
     def _through(
         self,
@@ -360,7 +362,7 @@ class StatePass:
         """Fill (h, v_new), ``outputs``, and ``final`` for sequences that end on this rank, from each segment's incoming
         state."""
         tensors = x.k, x.w, x.u, x.g, self._segments(plan), *incoming, *outputs, final
-        self._by_segments(plan, "states", delta_states_kernel, *tensors, **self.chunked)
+        self._by_segments(plan, "states", delta_states_kernel, *tensors)
 
     def _local_gradients(
         self, plan: Plan, x: ChunkOperands, d: LocalGrads, dfinal: Buffer | None, scale: float
@@ -383,7 +385,7 @@ class StatePass:
     ) -> None:
         scores = d.scores if d.dv is None else None
         tensors = x.q, x.k, x.w, x.g, d.do, d.dv, scores, d.solved, self._segments(plan), *pointers
-        self._by_segments(plan, name, adjoint_kernel, *tensors, scale=scale, **self.chunked)
+        self._by_segments(plan, name, adjoint_kernel, *tensors, scale=scale)
 
     def _segments(self, plan: Plan) -> Any:
         return plan.constant(self.layout.segments)
@@ -391,11 +393,13 @@ class StatePass:
     def _by_segments(self, plan: Plan, name: str, kernel: Any, *buffers: Buffer | None, **fixed: Any) -> None:
         """Record a launch of one program for each block of columns, segment and head."""
         grid = cdiv(self.V, self.blocks[name]["BV"]), self.layout.num_segments, self.H
-        self._launch(plan, name, kernel, grid, *buffers, **fixed)
+        self._launch(plan, name, kernel, grid, *buffers, **fixed, PRECISION=self.precision)
 
     def _launch(self, plan: Plan, name: str, kernel: Any, grid: tuple, *buffers: Buffer | None, **fixed: Any) -> None:
-        """Record a launch with the block sizes of ``name``. ``fixed``: the other parameters."""
-        plan.launch(kernel, grid, *buffers, **self.common, **self.blocks[name], **fixed)
+        """Record a launch with the block sizes of ``name``. ``fixed``: other parameters, and fields of ``d``."""
+        options = self.blocks[name] | fixed
+        sizes = {field: options.pop(field) for field in DeltaSizes._fields if field in options}
+        plan.launch(kernel, grid, *buffers, d=self.d._replace(**sizes), **options)
 
 
 def _words(plan: Plan, saved_states: SavedStates) -> SavedStates:

@@ -69,7 +69,7 @@ class ScalarChunkPass(ChunkPass):
     def __init__(self, comm: Communicator, layout: Layout, shape: DeltaShape) -> None:
         super().__init__(comm, layout, shape)
         self.blocks |= self._fitted(scalar_blocks, scalar_blocks_of_cpus)
-        self.sizes: dict[str, Any] = dict(HK=self.HK, BT=CHUNK_TOKENS, PRECISION=self.chunked["PRECISION"])
+        self.d = self.d._replace(HK=self.HK)
 
     @planned
     def whole_forward(
@@ -79,17 +79,16 @@ class ScalarChunkPass(ChunkPass):
         o, segments = plan.output_like(v), self._segments(plan)
         scores, solved = (plan.output(*v.shape[:3], CHUNK_TOKENS, dtype=v.dtype) for _ in ("Aqk", "T - 1"))
         factors, chunks = self._factors_memory(plan), plan.constant(self.layout.chunks)
-        fixed = self.sizes | dict(H=self.H, K=self.K) | self.blocks["triangle"]
-        grid = (self.layout.num_chunks * 2 * self.H,)
+        fixed, grid = dict(scale=scale, PRECISION=self.precision), (self.layout.num_chunks * 2 * self.H,)
         tensors: tuple[Any, ...] = q, k, g, beta, chunks, scores, solved, factors
-        plan.launch(scalar_operands_kernel, grid, *tensors, scale=scale, **fixed)
+        self._launch(plan, "triangle", scalar_operands_kernel, grid, *tensors, **fixed)
         local = plan.scratch(*self.of_states)
         if self.summarizes:
             tensors = k, v, factors, solved, segments, saved_states.transitions, local
-            self._summarize(plan, scalar_summary_kernel, *tensors, **self.sizes)
+            self._summarize(plan, scalar_summary_kernel, *tensors)
         incoming = self._carry(plan, saved_states, local, ends.inputs)
         tensors = q, k, v, factors, scores, solved, segments, *incoming, o, None, None, ends.outputs
-        self._by_segments(plan, "scalar_output", scalar_states_kernel, *tensors, scale=scale, **self.sizes)
+        self._by_segments(plan, "scalar_output", scalar_states_kernel, *tensors, scale=scale)
         return o, None, scores, solved
 
     @planned
@@ -101,26 +100,24 @@ class ScalarChunkPass(ChunkPass):
         dq, dk, dv, dg, dbeta = self._gradients_memory(plan, x)
         factors, chunks = self._factors_memory(plan), plan.constant(self.layout.chunks)
         programs = self.layout.num_chunks * self.H
-        sizes = dict(H=self.H, BT=CHUNK_TOKENS)
-        plan.launch(factors_kernel, (programs,), g, beta, chunks, factors, **sizes, **self.blocks["factors"])
+        self._launch(plan, "factors", factors_kernel, (programs,), g, beta, chunks, factors)
         local, inputs = plan.scratch(*self.of_states), (q, k, factors, do, scores, solved, segments)
-        fixed: dict[str, Any] = dict(scale=scale, **self.sizes)
         tensors: tuple[Any, ...] = *inputs, *[None] * 6, local, ends.inputs
-        self._by_segments(plan, "scalar_local", scalar_adjoint_kernel, *tensors, **fixed)
+        self._by_segments(plan, "scalar_local", scalar_adjoint_kernel, *tensors, scale=scale)
         back = self._carry_back(plan, saved_states, local, ends.inputs)
         h, dh, v_new, r = self._states_memory(plan, v)
         incoming = IncomingStates(saved_states.incoming)
         tensors = None, k, v, factors, None, solved, segments, *incoming, None, h, v_new, None
-        self._by_segments(plan, "scalar_states", scalar_states_kernel, *tensors, **fixed)
+        self._by_segments(plan, "scalar_states", scalar_states_kernel, *tensors, scale=scale)
         plan.join()
         tensors = *inputs, *back, dh, r, ends.outputs, None, None
-        self._by_segments(plan, "scalar_adjoint", scalar_adjoint_kernel, *tensors, **fixed)
+        self._by_segments(plan, "scalar_adjoint", scalar_adjoint_kernel, *tensors, scale=scale)
         columns = cdiv(self.K, self.blocks["scalar_gradients"]["BJ"])
         parts = plan.scratch(self.layout.num_chunks, self.H, columns, 2, CHUNK_TOKENS)
         tensors = q, k, v, g, chunks, factors, h, dh, v_new, do, r, dq, dk, dv, parts
-        fixed |= dict(H=self.H, K=self.K, V=self.V) | self.blocks["scalar_gradients"]
-        plan.launch(scalar_gradients_kernel, (programs * columns,), *tensors, **fixed)
-        plan.launch(parts_kernel, (programs,), parts, chunks, dg, dbeta, **sizes, NJ=columns, **self.blocks["parts"])
+        fixed = dict(scale=scale, PRECISION=self.precision)
+        self._launch(plan, "scalar_gradients", scalar_gradients_kernel, (programs * columns,), *tensors, **fixed)
+        self._launch(plan, "parts", parts_kernel, (programs,), parts, chunks, dg, dbeta, NJ=columns)
         return dq, dk, dv, dg, dbeta
 
     def _factors_memory(self, plan: Plan) -> Buffer:

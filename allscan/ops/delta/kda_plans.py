@@ -50,7 +50,7 @@ class ChunkPass(StatePass):
 
     def __init__(self, comm: Communicator, layout: Layout, shape: DeltaShape) -> None:
         super().__init__(comm, layout, shape._replace(HK=shape.H, scalar=False))
-        self.chunked["TOTALS"] = True
+        self.d = self.d._replace(TOTALS=True)
         self.blocks |= self._fitted(chunk_blocks, chunk_blocks_of_cpus)
         self.HK = shape.HK
         self.weights = chunk_weights(CHUNK_TOKENS, layout.weights.device)
@@ -75,8 +75,7 @@ class ChunkPass(StatePass):
             self._summaries(plan, ChunkOperands(kg, w, u, sums), saved_states.transitions, local)
         incoming = self._carry(plan, saved_states, local, ends.inputs)
         tensors = qg, kg, w, u, solved[0], sums, self._segments(plan), *incoming, o, ends.outputs
-        fixed = dict(BT=CHUNK_TOKENS, PRECISION=self.chunked["PRECISION"])
-        self._by_segments(plan, "output", output_kernel, *tensors, scale=scale, **fixed)
+        self._by_segments(plan, "output", output_kernel, *tensors, scale=scale)
         return o, None, *solved
 
     @planned
@@ -140,16 +139,13 @@ class ChunkPass(StatePass):
 
     def _anchors(self, plan: Plan, g: Buffer, strong: Buffer, ALL: bool) -> None:
         """Record the kernel that overwrites the flags of strong chunks, or of all, by their anchors."""
-        sizes = dict(H=self.H, K=self.K, BT=CHUNK_TOKENS, BK=self.common["BK"], ALL=ALL)
         grid, chunks = (self.layout.num_chunks * self.H,), plan.constant(self.layout.chunks)
-        plan.launch(anchors_kernel, grid, g, chunks, strong, **sizes, **self.blocks["anchors"])
+        self._launch(plan, "anchors", anchors_kernel, grid, g, chunks, strong, ALL=ALL)
 
     def _tables(self, plan: Plan, strong: Buffer) -> tuple:
         return plan.constant(self.layout.chunks), strong, plan.constant(self.weights)
 
     def _launch_chunks(self, plan: Plan, name: str, kernel: Any, *buffers: Buffer | None, **fixed: Any) -> None:
         """Record a launch of one program for each chunk and head."""
-        sizes = dict(H=self.H, HK=self.HK, K=self.K, V=self.V, BT=CHUNK_TOKENS)
-        precision = self.chunked["PRECISION"]
         grid = (self.layout.num_chunks * self.H,)
-        plan.launch(kernel, grid, *buffers, **sizes, PRECISION=precision, **self.blocks[name], **fixed)
+        self._launch(plan, name, kernel, grid, *buffers, HK=self.HK, PRECISION=self.precision, **fixed)

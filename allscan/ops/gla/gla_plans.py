@@ -17,6 +17,7 @@ from ...base.tiling import cdiv, default_tile, next_power_of_2
 from ...launch.plan import WORD, Buffer, Plan
 from ...launch.streams import LONG
 from ...scan.fwd_epochs import FWD_EPOCHS
+from ...shmem_kernels.gla_blocks import GLASizes
 from ...shmem_kernels.gla_bwd import da_kernel, grad_kernel, value_grad_kernel
 from ...shmem_kernels.gla_fwd import (
     carry_kernel,
@@ -174,7 +175,7 @@ class CarryPlan(Plan):
         # set by ``carry``, for ``join_carry`` and ``end``
         self._has_incoming = False  # this rank receives a state, which final_kernel adds to its final states
         self._joins_last = False  # no kernel of this rank needs the scan's result: ``end`` joins, not ``join_carry``
-        self._of_final_kernel: tuple[tuple[Buffer | None, ...], tuple[int, ...], dict[str, int]] = (None,), (), {}
+        self._of_final_kernel: tuple[tuple[Buffer | None, ...], tuple[int, ...], dict[str, Any]] = (None,), (), {}
 
     def inputs(self, tensors: Sequence[Tensor | None]) -> list[Any]:
         """Declare the inputs of a run; None for None."""
@@ -223,7 +224,7 @@ class CarryPlan(Plan):
         own, decay = self.scratch(*halves, V), self.scratch(*halves)
         BK, BV = default_tile(K, V, CARRY_WORDS[self.shape.device])
         grid = cdiv(K, BK), cdiv(V, BV), self.shape.states * H
-        blocks: dict[str, int] = dict(H=H, K=K, V=V, BK=BK, BV=BV, REVERSE=reverse, num_warps=1)
+        blocks: dict[str, Any] = dict(d=GLASizes(H=H, K=K, V=V, BK=BK, BV=BV), REVERSE=reverse, num_warps=1)
         tables = self.segments, self.segments_of_states
         self._of_final_kernel = (final, sums, gates, *tables, prev), grid, blocks
         before, behind = carrier.neighbours(own.shape, zigzag)
@@ -312,12 +313,20 @@ class GLAPlan(CarryPlan):
         self.num_chunks = layout.num_chunks
         self.by_chunks = layout.num_chunks, self.H
         self.precision = dict(PRECISION=PRECISION[shape.dtype])
-        self.widths = dict(H=self.H, K=self.K, BT=self.BT)
-        self.range = 23.0 if shape.dtype == torch.float32 else 115.0  # limit of a chunk's decay, log2
-        flags = layout.num_chunks * self.H
-        self.lookers = (min(flags, LOOKERS * max(1, shape.num_sms)),)
-        sub_blocks = dict(BK=self.BK, BC=SUB_BLOCK[shape.device], BS=min(32, self.BK))
-        self.of_strong = dict(N=flags, LOOK=LOOK[shape.device], **sub_blocks)
+        self.d = GLASizes(
+            H=self.H,
+            K=self.K,
+            V=self.V,
+            BT=self.BT,
+            BK=self.BK,
+            BR=STEP[shape.device] * (2 if self.BK == 256 else 1),
+            BC=SUB_BLOCK[shape.device],
+            BS=min(32, self.BK),
+            LOOK=LOOK[shape.device],
+            RANGE=23.0 if shape.dtype == torch.float32 else 115.0,
+        )
+        self.flags = layout.num_chunks * self.H
+        self.lookers = (min(self.flags, LOOKERS * max(1, shape.num_sms)),)
         self.chunks, self.weights = self.constant(layout.chunks), self.constant(layout.weights)
 
     def per_token(self, width: int, **options: Any) -> Buffer:
@@ -351,11 +360,8 @@ class GLAPlan(CarryPlan):
             keys_kernel,
             self.by_chunks,
             *(x.k, x.g, self.chunks, intermediates.k_out, intermediates.gate, intermediates.strong),
-            **self.widths,
-            BR=STEP[self.shape.device] * (2 if self.BK == 256 else 1),
-            BK=self.BK,
+            d=self.d,
             num_warps=max(1, self.BK // 128),
-            RANGE=self.range,
         )
 
     def operands(self, keys: bool, x: Inputs, intermediates: Chunks) -> None:
@@ -366,11 +372,9 @@ class GLAPlan(CarryPlan):
             *(x.q, x.k, x.g, self.chunks, self.weights),
             *(intermediates.gate, intermediates.strong, intermediates.q_in, intermediates.k_out, intermediates.a),
             scale=self.scale,
-            **self.widths,
+            d=self.d._replace(BK=min(32, self.BK)),
             **self.precision,
-            BK=min(32, self.BK),
             KEYS=keys,
-            RANGE=self.range,
             num_warps=2 if self.is_bf16 else 4,
             num_stages=3,
         )
@@ -383,9 +387,9 @@ class GLAPlan(CarryPlan):
             *(x.q, x.k, x.g, self.chunks),
             *(intermediates.strong, intermediates.q_in, intermediates.k_out, intermediates.a),
             scale=self.scale,
-            **self.widths,
+            N=self.flags,
+            d=self.d,
             **self.precision,
-            **self.of_strong,
         )
 
     def _with_state(
@@ -394,8 +398,8 @@ class GLAPlan(CarryPlan):
         """Record a kernel whose programs hold BK rows, BV columns of a state in registers. ``chosen``: see blocks."""
         BV, num_warps, num_stages = self.blocks(BK, chosen)
         grid = cdiv(self.V, BV) * cdiv(self.K, BK), self.layout.num_segments, self.H
-        blocks = dict(scale=self.scale, **self.widths, **self.precision, V=self.V, BK=BK, BV=BV)
-        self.launch(kernel, grid, *args, **blocks, num_warps=num_warps, num_stages=num_stages, **options)
+        options |= dict(num_warps=num_warps, num_stages=num_stages, **self.precision)
+        self.launch(kernel, grid, *args, scale=self.scale, d=self.d._replace(BK=BK, BV=BV), **options)
 
     def blocks(self, BK: int, chosen: dict[int, tuple[int, int, int]]) -> tuple[int, int, int]:
         """Return (BV, num_warps, num_stages) for BK; ``chosen`` overrides the defaults for bfloat16 inputs."""
@@ -453,11 +457,8 @@ class GLAPlan(CarryPlan):
                 value_grad_kernel,
                 (cdiv(self.V, BV), *self.by_chunks),
                 *(do, k_out, a, self.chunks, dstates, dv),
-                **self.widths,
+                d=self.d._replace(BK=64, BV=BV),
                 **self.precision,
-                V=self.V,
-                BK=64,
-                BV=BV,
                 num_warps=4,
                 num_stages=self.num_stages,
             )
@@ -485,10 +486,7 @@ class GLAPlan(CarryPlan):
             self.by_chunks,
             *(v, do, self.chunks, da, diagonal),
             scale=self.scale,
-            H=self.H,
-            V=self.V,
-            BT=self.BT,
-            BV=self.columns,
+            d=self.d._replace(BV=self.columns),
             **self.precision,
             num_warps=4,
             num_stages=self.num_stages,
@@ -505,8 +503,7 @@ class GLAPlan(CarryPlan):
         grads: Sequence[Buffer],
     ) -> None:
         """Record the kernels that write dq, dk and dg (``grads``): see grad_kernel."""
-        parts = of_states[2].shape[2]
-        common = self.widths | self.precision | dict(scale=self.scale, V=self.V, BV=self.columns, PARTS=parts)
+        d = self.d._replace(BV=self.columns, PARTS=of_states[2].shape[2])
         # 64 also for K = 32: for 32 columns of bfloat16 the ptxas of Triton 3.6 generates wrong code
         BK = 64 if self.is_bf16 else min(32, self.BK)
         self.launch(
@@ -514,8 +511,9 @@ class GLAPlan(CarryPlan):
             (cdiv(self.K, BK), *self.by_chunks),
             *(*x, do, self.chunks, self.weights, intermediates.gate, intermediates.strong),
             *(*of_scores, *of_states, *grads),
-            **common,
-            BK=BK,
+            scale=self.scale,
+            d=d._replace(BK=BK),
+            **self.precision,
             num_warps=4,
             num_stages=self.num_stages,
         )
@@ -523,8 +521,10 @@ class GLAPlan(CarryPlan):
             strong_decay_grad_kernel,
             self.lookers,
             *(*x, do, self.chunks, intermediates.strong, *of_scores, *of_states, *grads),
-            **common,
-            **self.of_strong,
+            scale=self.scale,
+            N=self.flags,
+            d=d,
+            **self.precision,
         )
 
 

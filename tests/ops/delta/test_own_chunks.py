@@ -12,6 +12,7 @@ import torch
 import allscan
 from allscan.ops.delta import delta_passes, gdn_plans, kda_plans
 from allscan.reference import delta_reference
+from allscan.shmem_kernels.delta_state import DeltaSizes
 from allscan.shmem_kernels.gdn import scalar_operands_kernel
 from bench import harness, local_delta
 from support.delta import LOG2_E, NAMES, DeltaCase, Whole, of_rank, own_case, same_prefix
@@ -353,10 +354,10 @@ def triangle_case(group, dtype):
         k = torch.nn.functional.normalize(1 + torch.randn(T, 1, K, generator=generator), dim=-1).to(dtype)
         g, beta = -torch.rand(T, 1, generator=generator) / 50, torch.rand(T, 1, generator=generator).to(dtype)
         scores, solved, factors = (torch.zeros(n, 1, 64) for n in (T, T, 3))
-        sizes = dict(H=1, HK=1, K=K, BT=64, BJ=16)
+        d = DeltaSizes(H=1, HK=1, K=K, BT=64, BJ=16)
         tensors = k, k, g, beta, torch.tensor([[0, T]], dtype=torch.int32), scores, solved, factors
         precision = "bf16" if dtype == BF16 else "tf32x3"
-        scalar_operands_kernel[(2,)](*tensors, scale=0.5, **sizes, PRECISION=precision)
+        scalar_operands_kernel[(2,)](*tensors, scale=0.5, d=d, PRECISION=precision)
     k, sums, beta = k[:, 0].double(), g[:, 0].double().cumsum(0), beta.double()
     a = k @ k.mT * (sums[:, None] - sums[None]).exp()
     wanted = torch.linalg.inv(torch.eye(T) + (a * beta).tril(-1))
