@@ -2,12 +2,38 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
-from .blocks import LOG2_E, exp2, load, lower, product, upper
+from .blocks import LOG2_E, exp2, load, lower, product, upper, zeros
 
 NEVER = tl.constexpr(-256.0)  # exponent of a decay that is exactly 0
+
+
+class SSDSizes(NamedTuple):
+    """Constants of the kernels of a scalar decay: their argument ``d``. A kernel names the fields that it and its
+    functions read; others may be 0. Blocks have powers of two. *_STRIDE: elements from one token to the next."""
+
+    H: int  # heads
+    G: int  # groups of heads, which share B and C
+    N: int  # rows of a state: columns of B and C
+    P: int  # columns of a state: channels of a head of x
+    BT: int  # tokens of a chunk
+    BK: int = 0  # rows of a state in a block
+    BV: int = 0  # columns of a state in a block
+    BJ: int = 0  # rows of a state in a program of ssd_gradients_kernel
+    NJ: int = 0  # blocks of BJ rows
+    BH: int = 0  # heads of a program of the kernels of d_t
+    HEADS: int = 1  # heads of a program that goes from chunk to chunk, 1 or 2
+    SPLIT: int = 1  # programs among which ssd_pairs_kernel and ssd_gradients_kernel divide the heads of a group
+    DT_STRIDE: int = 0
+    C_STRIDE: int = 0
+    B_STRIDE: int = 0
+    X_STRIDE: int = 0
+    Z_STRIDE: int = 0
+    DY_STRIDE: int = 0
 
 
 @triton.jit
@@ -20,26 +46,14 @@ def tile(start, end, first, i_w, STRIDE: tl.constexpr, W: tl.constexpr, BT: tl.c
 
 
 @triton.jit
-def scores_of(
-    p_c,
-    p_b,
-    start,
-    end,
-    g,
-    scale,
-    N: tl.constexpr,
-    C_STRIDE: tl.constexpr,
-    B_STRIDE: tl.constexpr,
-    BT: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+def scores_of(p_c, p_b, start, end, g, scale, d: tl.constexpr, PRECISION: tl.constexpr):
     """Return scale C B^T [BT, BT] of the tokens start .. of one group, 64 columns of C and B at a time."""
-    BK: tl.constexpr = 64 if N > 32 else (32 if N > 16 else 16)
-    b_scores = tl.zeros([BT, BT], tl.float32)
-    for j in tl.static_range((N + BK - 1) // BK):
-        base, at, inside = tile(start, end, g * N, j, C_STRIDE, N, BT, BK)
+    BK: tl.constexpr = 64 if d.N > 32 else (32 if d.N > 16 else 16)
+    b_scores = zeros(d.BT, d.BT)
+    for j in tl.static_range((d.N + BK - 1) // BK):
+        base, at, inside = tile(start, end, g * d.N, j, d.C_STRIDE, d.N, d.BT, BK)
         b_c = load(p_c + base, at, inside)
-        base, at, inside = tile(start, end, g * N, j, B_STRIDE, N, BT, BK)
+        base, at, inside = tile(start, end, g * d.N, j, d.B_STRIDE, d.N, d.BT, BK)
         b_scores = product(b_c, tl.trans(load(p_b + base, at, inside)), b_scores, PRECISION)
     return b_scores * scale
 

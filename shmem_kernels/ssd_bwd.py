@@ -38,7 +38,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .blocks import cast, dot_split, load, loop_bound, lower, product, state_at
+from .blocks import cast, dot_split, load, loop_bound, lower, product, state_at, zeros
 from .segment_table import segment
 from .ssd_blocks import behind_of, decay_of, decays_of, factors_of, reading_of, scores_of, state_behind, tile
 from .ssd_fwd import of_columns, raw_steps, states_of_heads, steps_of
@@ -53,33 +53,27 @@ def _adjoint_of_head(
     b_scores,
     place,
     scale,
-    sizes: tl.constexpr,
-    BT: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
+    d: tl.constexpr,
     PER_CHANNEL: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Store E and dx of one chunk and head; return the gradient of its incoming state. b_scores: B C^T."""
     p_dy, p_factors, p_D, p_dstates, p_dx = tensors
-    H: tl.constexpr = sizes[0]
-    N: tl.constexpr = sizes[1]
-    P: tl.constexpr = sizes[2]
     n, first, end, h, i_v = place
-    at, inside = state_at(n * H + h, i_v, N, P, BK, BV)
+    at, inside = state_at(n * d.H + h, i_v, d.N, d.P, d.BK, d.BV)
     tl.store(p_dstates + at, cast(b_state, p_dstates.dtype.element_ty), mask=inside)
-    b_d, b_whole, b_part, whole, part = factors_of(p_factors, n * H + h, BT)
-    base, at, inside = tile(first, end, h * P, i_v, sizes[3], P, BT, BV)
+    b_d, b_whole, b_part, whole, part = factors_of(p_factors, n * d.H + h, d.BT)
+    base, at, inside = tile(first, end, h * d.P, i_v, d.DY_STRIDE, d.P, d.BT, d.BV)
     b_dy = load(p_dy + base, at, inside)
-    b_a = b_scores * decays_of(b_whole, b_part, BT, True) * b_d[:, None]
+    b_a = b_scores * decays_of(b_whole, b_part, d.BT, True) * b_d[:, None]
     b_factor = behind_of(b_whole, b_part, whole, part) * b_d
-    b_dx = product(b_a, b_dy, tl.zeros([BT, BV], tl.float32), PRECISION)
-    b_read = product(b_b, b_state, tl.zeros([BT, BV], tl.float32), PRECISION)
+    b_dx = product(b_a, b_dy, zeros(d.BT, d.BV), PRECISION)
+    b_read = product(b_b, b_state, zeros(d.BT, d.BV), PRECISION)
     b_dx = tl.fma(b_read, b_factor[:, None] + tl.zeros_like(b_dx), b_dx)  # see _outputs_of_head
     b_state = state_behind(b_state, b_dy, b_c, reading_of(b_whole, b_part, scale), whole, part, PRECISION)
     if p_D is not None:
-        b_dx += b_dy.to(tl.float32) * of_columns(p_D, h, i_v, P, BV, PER_CHANNEL)
-    base, at, inside = tile(first, end, h * P, i_v, H * P, P, BT, BV)
+        b_dx += b_dy.to(tl.float32) * of_columns(p_D, h, i_v, d, PER_CHANNEL)
+    base, at, inside = tile(first, end, h * d.P, i_v, d.H * d.P, d.P, d.BT, d.BV)
     tl.store(p_dx + base + at, cast(b_dx, p_dx.dtype.element_ty), mask=inside)
     return b_state
 
@@ -101,48 +95,33 @@ def ssd_adjoint_kernel(
     first_segment,  # int, of the launch
     first_chunk,  # int, of the launch
     scale,  # float
-    H: tl.constexpr,
-    G: tl.constexpr,
-    N: tl.constexpr,
-    P: tl.constexpr,
-    C_STRIDE: tl.constexpr,
-    B_STRIDE: tl.constexpr,
-    DY_STRIDE: tl.constexpr,
-    BT: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    HEADS: tl.constexpr,
+    d: tl.constexpr,  # H G N P BT BK BV HEADS C_STRIDE B_STRIDE DY_STRIDE
     PER_CHANNEL: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """E of every chunk and dx, of HEADS heads, BV columns, from the last chunk of a segment to the first."""
-    V_BLOCKS: tl.constexpr = (P + BV - 1) // BV
-    sizes: tl.constexpr = (H, N, P, DY_STRIDE)
-    i_v, h, s = tl.program_id(0) % V_BLOCKS, tl.program_id(0) // V_BLOCKS * HEADS, first_segment + tl.program_id(1)
-    p_segment, start, end, chunk, num_chunks = segment(p_segments, s, BT)
-    b_first, b_second = states_of_heads(p_incoming, p_edge_gate, p_prev, p_segment, (s, h, i_v), H, N, P, BK, BV, HEADS)
-    chunk, p_factors = chunk - first_chunk, p_factors + first_chunk.to(tl.int64) * (H * 3 * BT)
+    V_BLOCKS: tl.constexpr = (d.P + d.BV - 1) // d.BV
+    i_v, h, s = tl.program_id(0) % V_BLOCKS, tl.program_id(0) // V_BLOCKS * d.HEADS, first_segment + tl.program_id(1)
+    p_segment, start, end, chunk, num_chunks = segment(p_segments, s, d.BT)
+    b_first, b_second = states_of_heads(p_incoming, p_edge_gate, p_prev, p_segment, (s, h, i_v), d)
+    chunk, p_factors = chunk - first_chunk, p_factors + first_chunk.to(tl.int64) * (d.H * 3 * d.BT)
     for i in range(loop_bound(num_chunks)):
         n = num_chunks - 1 - i
-        first = start + n * BT
-        base_c, at_c, inside = tile(first, end, h // (H // G) * N, 0, C_STRIDE, N, BT, BK)
-        base_b, at_b, inside = tile(first, end, h // (H // G) * N, 0, B_STRIDE, N, BT, BK)
+        first = start + n * d.BT
+        base_c, at_c, inside = tile(first, end, h // (d.H // d.G) * d.N, 0, d.C_STRIDE, d.N, d.BT, d.BK)
+        base_b, at_b, inside = tile(first, end, h // (d.H // d.G) * d.N, 0, d.B_STRIDE, d.N, d.BT, d.BK)
         b_c, b_b = load(p_c + base_c, at_c, inside), load(p_b + base_b, at_b, inside)
         if p_scores is None:
-            b_scores = product(b_b, tl.trans(b_c), tl.zeros([BT, BT], tl.float32), PRECISION) * scale
+            b_scores = product(b_b, tl.trans(b_c), zeros(d.BT, d.BT), PRECISION) * scale
         else:
-            base, at, inside = tile(first, end, h // (H // G) * BT, 0, G * BT, BT, BT, BT)
+            base, at, inside = tile(first, end, h // (d.H // d.G) * d.BT, 0, d.G * d.BT, d.BT, d.BT, d.BT)
             b_scores = tl.trans(load(p_scores + base, at, inside))
         tensors = (p_dy, p_factors, p_D, p_dstates, p_dx)
         place = (chunk + n, first, end, h, i_v)
-        b_first = _adjoint_of_head(
-            tensors, b_first, b_c, b_b, b_scores, place, scale, sizes, BT, BK, BV, PER_CHANNEL, PRECISION
-        )
-        if HEADS == 2:
+        b_first = _adjoint_of_head(tensors, b_first, b_c, b_b, b_scores, place, scale, d, PER_CHANNEL, PRECISION)
+        if d.HEADS == 2:
             place = (chunk + n, first, end, h + 1, i_v)
-            b_second = _adjoint_of_head(
-                tensors, b_second, b_c, b_b, b_scores, place, scale, sizes, BT, BK, BV, PER_CHANNEL, PRECISION
-            )
+            b_second = _adjoint_of_head(tensors, b_second, b_c, b_b, b_scores, place, scale, d, PER_CHANNEL, PRECISION)
 
 
 @triton.jit(do_not_specialize=["tokens", "scale"])
@@ -159,64 +138,54 @@ def ssd_pairs_kernel(
     p_dD,  # float32 [NC, H] or [NC, H, P]; out; or None
     tokens,  # int
     scale,  # float
-    H: tl.constexpr,
-    G: tl.constexpr,
-    N: tl.constexpr,
-    P: tl.constexpr,
-    C_STRIDE: tl.constexpr,
-    B_STRIDE: tl.constexpr,
-    X_STRIDE: tl.constexpr,
-    DY_STRIDE: tl.constexpr,
-    BT: tl.constexpr,
-    BV: tl.constexpr,
-    SPLIT: tl.constexpr,
+    d: tl.constexpr,  # H G N P BT BV SPLIT C_STRIDE B_STRIDE X_STRIDE DY_STRIDE
     PER_CHANNEL: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """W of one chunk and group (SPLIT: of a part of its heads); of each head what its pairs of tokens give to dg and
     dd, and dD."""
-    HEADS: tl.constexpr = H // G
-    V_BLOCKS: tl.constexpr = (P + BV - 1) // BV
-    split, g, n = tl.program_id(0) % SPLIT, tl.program_id(0) // SPLIT % G, tl.program_id(0) // (SPLIT * G)
+    HEADS: tl.constexpr = d.H // d.G
+    V_BLOCKS: tl.constexpr = (d.P + d.BV - 1) // d.BV
+    split, g, n = tl.program_id(0) % d.SPLIT, tl.program_id(0) // d.SPLIT % d.G, tl.program_id(0) // (d.SPLIT * d.G)
     start, end = tl.load(p_chunks + 2 * n), tl.load(p_chunks + 2 * n + 1)
-    base_scores, at_scores, inside = tile(start, end, g * BT, 0, G * BT, BT, BT, BT)
+    base_scores, at_scores, inside = tile(start, end, g * d.BT, 0, d.G * d.BT, d.BT, d.BT, d.BT)
     if p_scores is None:
-        b_scores = scores_of(p_c, p_b, start, end, g, scale, N, C_STRIDE, B_STRIDE, BT, PRECISION)
+        b_scores = scores_of(p_c, p_b, start, end, g, scale, d, PRECISION)
     else:
         b_scores = load(p_scores + base_scores, at_scores, inside)
-    t = tl.arange(0, BT)
+    t = tl.arange(0, d.BT)
     b_before = tl.where(t[:, None] < t[None, :], 1.0, 0.0).to(tl.bfloat16)
-    b_w = tl.zeros([BT, BT], tl.float32)
-    for i_h in range(HEADS * split // SPLIT, HEADS * (split + 1) // SPLIT):
+    b_w = zeros(d.BT, d.BT)
+    for i_h in range(HEADS * split // d.SPLIT, HEADS * (split + 1) // d.SPLIT):
         h = g * HEADS + i_h
-        row = n * H + h
-        b_d, b_whole, b_part, whole, part = factors_of(p_factors, row, BT)
-        b_pairs = tl.zeros([BT, BT], tl.float32)
+        row = n * d.H + h
+        b_d, b_whole, b_part, whole, part = factors_of(p_factors, row, d.BT)
+        b_pairs = zeros(d.BT, d.BT)
         for i_v in tl.static_range(V_BLOCKS):
-            base_x, at_x, inside_v = tile(start, end, h * P, i_v, X_STRIDE, P, BT, BV)
-            base_dy, at_dy, inside_v = tile(start, end, h * P, i_v, DY_STRIDE, P, BT, BV)
+            base_x, at_x, inside_v = tile(start, end, h * d.P, i_v, d.X_STRIDE, d.P, d.BT, d.BV)
+            base_dy, at_dy, inside_v = tile(start, end, h * d.P, i_v, d.DY_STRIDE, d.P, d.BT, d.BV)
             b_x, b_dy = load(p_x + base_x, at_x, inside_v), load(p_dy + base_dy, at_dy, inside_v)
             b_pairs = product(b_dy, tl.trans(b_x), b_pairs, PRECISION)
             if p_dD is not None:
                 if PER_CHANNEL:
-                    v = i_v * BV + tl.arange(0, BV)
+                    v = i_v * d.BV + tl.arange(0, d.BV)
                     b_dD = tl.sum(b_x.to(tl.float32) * b_dy.to(tl.float32), 0)
-                    tl.store(p_dD + row.to(tl.int64) * P + v, b_dD, mask=v < P)
+                    tl.store(p_dD + row.to(tl.int64) * d.P + v, b_dD, mask=v < d.P)
         if p_dD is not None:
             if not PER_CHANNEL:
                 tl.store(p_dD + row, tl.sum(tl.where(t[:, None] == t[None, :], b_pairs, 0.0)))
-        b_pairs *= decays_of(b_whole, b_part, BT, False)
+        b_pairs *= decays_of(b_whole, b_part, d.BT, False)
         b_terms = b_pairs * b_d[None, :]
         b_w += b_terms
         b_terms *= b_scores
         if PRECISION == "bf16":
-            b_onward = dot_split(b_terms, b_before, tl.zeros([BT, BT], tl.float32), PRECISION)
+            b_onward = dot_split(b_terms, b_before, zeros(d.BT, d.BT), PRECISION)
         else:
             b_onward = tl.cumsum(b_terms, 1) - b_terms
-        p_of = p_scalars + row.to(tl.int64) * (2 * BT) + t
-        tl.store(p_of, tl.sum(tl.where(lower(BT, 0), b_onward, 0.0), 0))
-        tl.store(p_of + BT, tl.sum(b_pairs * b_scores, 0))
-    base_scores += split * tokens.to(tl.int64) * (G * BT)
+        p_of = p_scalars + row.to(tl.int64) * (2 * d.BT) + t
+        tl.store(p_of, tl.sum(tl.where(lower(d.BT, 0), b_onward, 0.0), 0))
+        tl.store(p_of + d.BT, tl.sum(b_pairs * b_scores, 0))
+    base_scores += split * tokens.to(tl.int64) * (d.G * d.BT)
     tl.store(p_weights + base_scores + at_scores, b_w * scale, mask=inside)
 
 
@@ -239,67 +208,56 @@ def ssd_gradients_kernel(
     first_chunk,  # int, of the launch
     tokens,  # int
     scale,  # float
-    H: tl.constexpr,
-    G: tl.constexpr,
-    N: tl.constexpr,
-    P: tl.constexpr,
-    C_STRIDE: tl.constexpr,
-    B_STRIDE: tl.constexpr,
-    X_STRIDE: tl.constexpr,
-    DY_STRIDE: tl.constexpr,
-    BT: tl.constexpr,
-    BJ: tl.constexpr,
-    BV: tl.constexpr,
-    SPLIT: tl.constexpr,
+    d: tl.constexpr,  # H G N P BT BV BJ SPLIT C_STRIDE B_STRIDE X_STRIDE DY_STRIDE
     PRECISION: tl.constexpr,
 ):
     """BJ columns of dC and dB of one chunk and group, over all heads of the group (SPLIT: over a part of them)."""
-    HEADS: tl.constexpr = H // G
-    NJ: tl.constexpr = (N + BJ - 1) // BJ
-    V_BLOCKS: tl.constexpr = (P + BV - 1) // BV
+    HEADS: tl.constexpr = d.H // d.G
+    NJ: tl.constexpr = (d.N + d.BJ - 1) // d.BJ
+    V_BLOCKS: tl.constexpr = (d.P + d.BV - 1) // d.BV
     j, i = tl.program_id(0) % NJ, tl.program_id(0) // NJ
-    split, g, m = i % SPLIT, i // SPLIT % G, i // (SPLIT * G)
+    split, g, m = i % d.SPLIT, i // d.SPLIT % d.G, i // (d.SPLIT * d.G)
     n = first_chunk + m
     start, end = tl.load(p_chunks + 2 * n), tl.load(p_chunks + 2 * n + 1)
-    base_c, at_c, inside = tile(start, end, g * N, j, C_STRIDE, N, BT, BJ)
-    base_b, at_b, inside = tile(start, end, g * N, j, B_STRIDE, N, BT, BJ)
-    b_dc = tl.zeros([BT, BJ], tl.float32)
-    b_db = tl.zeros([BT, BJ], tl.float32)
-    k = j * BJ + tl.arange(0, BJ)
-    for i_h in range(HEADS * split // SPLIT, HEADS * (split + 1) // SPLIT):
+    base_c, at_c, inside = tile(start, end, g * d.N, j, d.C_STRIDE, d.N, d.BT, d.BJ)
+    base_b, at_b, inside = tile(start, end, g * d.N, j, d.B_STRIDE, d.N, d.BT, d.BJ)
+    b_dc = zeros(d.BT, d.BJ)
+    b_db = zeros(d.BT, d.BJ)
+    k = j * d.BJ + tl.arange(0, d.BJ)
+    for i_h in range(HEADS * split // d.SPLIT, HEADS * (split + 1) // d.SPLIT):
         h = g * HEADS + i_h
-        row = n * H + h
-        b_d, b_whole, b_part, whole, part = factors_of(p_factors, row, BT)
+        row = n * d.H + h
+        b_d, b_whole, b_part, whole, part = factors_of(p_factors, row, d.BT)
         # loaded again for every head, since there are no registers to hold them; before the products, whose layout
         # Triton then takes for the sums below, instead of that of these tiles
         b_c, b_b = load(p_c + base_c, at_c, inside), load(p_b + base_b, at_b, inside)
-        b_read = tl.zeros([BT, BJ], tl.float32)
-        b_left = tl.zeros([BT, BJ], tl.float32)
-        b_through = tl.zeros([BJ], tl.float32)
+        b_read = zeros(d.BT, d.BJ)
+        b_left = zeros(d.BT, d.BJ)
+        b_through = zeros(d.BJ)
         for i_v in tl.static_range(V_BLOCKS):
-            base_x, at_x, inside_v = tile(start, end, h * P, i_v, X_STRIDE, P, BT, BV)
-            base_dy, at_dy, inside_v = tile(start, end, h * P, i_v, DY_STRIDE, P, BT, BV)
-            at_s, inside_s = state_at(m * H + h, i_v, N, P, BJ, BV, j)
+            base_x, at_x, inside_v = tile(start, end, h * d.P, i_v, d.X_STRIDE, d.P, d.BT, d.BV)
+            base_dy, at_dy, inside_v = tile(start, end, h * d.P, i_v, d.DY_STRIDE, d.P, d.BT, d.BV)
+            at_s, inside_s = state_at(m * d.H + h, i_v, d.N, d.P, d.BJ, d.BV, j)
             b_x, b_dy = load(p_x + base_x, at_x, inside_v), load(p_dy + base_dy, at_dy, inside_v)
             b_state, b_dstate = load(p_states, at_s, inside_s), load(p_dstates, at_s, inside_s)
             b_read = product(b_dy, tl.trans(b_state), b_read, PRECISION)
             b_left = product(b_x, tl.trans(b_dstate), b_left, PRECISION)
             b_through += tl.sum(b_state.to(tl.float32) * b_dstate.to(tl.float32), 1)
-        tl.store(p_through + row.to(tl.int64) * N + k, b_through, mask=k < N)
+        tl.store(p_through + row.to(tl.int64) * d.N + k, b_through, mask=k < d.N)
         b_read *= reading_of(b_whole, b_part, scale)[:, None]
         b_dc += b_read
-        p_of = p_parts + (row.to(tl.int64) * NJ + j) * (2 * BT) + tl.arange(0, BT)
+        p_of = p_parts + (row.to(tl.int64) * NJ + j) * (2 * d.BT) + tl.arange(0, d.BT)
         tl.store(p_of, tl.sum(b_read * b_c.to(tl.float32), 1))
         b_left *= behind_of(b_whole, b_part, whole, part)[:, None]
         b_db += b_left * b_d[:, None]
-        tl.store(p_of + BT, tl.sum(b_left * b_b.to(tl.float32), 1))
-    base, at, inside_w = tile(start, end, g * BT, 0, G * BT, BT, BT, BT)
-    b_w = load(p_weights + base + split * tokens.to(tl.int64) * (G * BT), at, inside_w)
+        tl.store(p_of + d.BT, tl.sum(b_left * b_b.to(tl.float32), 1))
+    base, at, inside_w = tile(start, end, g * d.BT, 0, d.G * d.BT, d.BT, d.BT, d.BT)
+    b_w = load(p_weights + base + split * tokens.to(tl.int64) * (d.G * d.BT), at, inside_w)
     b_c, b_b = load(p_c + base_c, at_c, inside), load(p_b + base_b, at_b, inside)
-    b_dc += dot_split(b_w, b_b, tl.zeros([BT, BJ], tl.float32), PRECISION)
-    b_db += dot_split(tl.trans(b_w), b_c, tl.zeros([BT, BJ], tl.float32), PRECISION)
-    base, at, inside = tile(start, end, g * N, j, G * N, N, BT, BJ)
-    base += split * tokens.to(tl.int64) * (G * N)
+    b_dc += dot_split(b_w, b_b, zeros(d.BT, d.BJ), PRECISION)
+    b_db += dot_split(tl.trans(b_w), b_c, zeros(d.BT, d.BJ), PRECISION)
+    base, at, inside = tile(start, end, g * d.N, j, d.G * d.N, d.N, d.BT, d.BJ)
+    base += split * tokens.to(tl.int64) * (d.G * d.N)
     tl.store(p_dc + base + at, cast(b_dc, p_dc.dtype.element_ty), mask=inside)
     tl.store(p_db + base + at, cast(b_db, p_db.dtype.element_ty), mask=inside)
 
@@ -319,56 +277,51 @@ def ssd_step_grad_kernel(
     p_dbias,  # float32 [NC, H]; out; None without p_dt_bias
     least,  # float, bounds of d
     most,  # float
-    H: tl.constexpr,
-    N: tl.constexpr,
-    STRIDE: tl.constexpr,
-    BT: tl.constexpr,
-    BH: tl.constexpr,
-    BK: tl.constexpr,
-    NJ: tl.constexpr,
+    d: tl.constexpr,  # H N BT BK BH NJ DT_STRIDE
     SOFTPLUS: tl.constexpr,
 ):
     """ddt of one chunk and BH heads; a bound of d has the gradient 0 outside, as torch.clamp."""
-    BLOCKS: tl.constexpr = (H + BH - 1) // BH
+    BLOCKS: tl.constexpr = (d.H + d.BH - 1) // d.BH
+    NJ: tl.constexpr = d.NJ
     n, i = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS
     start, end = tl.load(p_chunks + 2 * n), tl.load(p_chunks + 2 * n + 1)
-    t, h = tl.arange(0, BT), i * BH + tl.arange(0, BH)
-    there = (t >= 0)[:, None] & (h < H)[None, :]
-    later = (t > 0)[:, None] & (h < H)[None, :]
-    inside = (start + t < end)[:, None] & (h < H)[None, :]
-    row = (n * H + h).to(tl.int64)
-    at_factors = (row * (3 * BT))[None, :] + t[:, None]
-    k = tl.arange(0, BK)
-    b_through = load(p_through, row[None, :] * N + k[:, None], (k < N)[:, None] & (h < H)[None, :])
-    whole = tl.load(p_factors + row * (3 * BT) + (2 * BT - 1), mask=h < H, other=0.0)
-    part = tl.load(p_factors + row * (3 * BT) + (3 * BT - 1), mask=h < H, other=0.0)
-    b_read, b_left = tl.zeros([BT, BH], tl.float32), tl.zeros([BT, BH], tl.float32)
-    b_before = tl.zeros([BT, BH], tl.float32)
+    t, h = tl.arange(0, d.BT), i * d.BH + tl.arange(0, d.BH)
+    there = (t >= 0)[:, None] & (h < d.H)[None, :]
+    later = (t > 0)[:, None] & (h < d.H)[None, :]
+    inside = (start + t < end)[:, None] & (h < d.H)[None, :]
+    row = (n * d.H + h).to(tl.int64)
+    at_factors = (row * (3 * d.BT))[None, :] + t[:, None]
+    k = tl.arange(0, d.BK)
+    b_through = load(p_through, row[None, :] * d.N + k[:, None], (k < d.N)[:, None] & (h < d.H)[None, :])
+    whole = tl.load(p_factors + row * (3 * d.BT) + (2 * d.BT - 1), mask=h < d.H, other=0.0)
+    part = tl.load(p_factors + row * (3 * d.BT) + (3 * d.BT - 1), mask=h < d.H, other=0.0)
+    b_read, b_left = zeros(d.BT, d.BH), zeros(d.BT, d.BH)
+    b_before = zeros(d.BT, d.BH)
     for j in tl.static_range(NJ):
-        at = ((row * NJ + j) * (2 * BT))[None, :] + t[:, None]
+        at = ((row * NJ + j) * (2 * d.BT))[None, :] + t[:, None]
         b_read += load(p_parts, at, there)
-        b_left += load(p_parts + BT, at, there)
-        b_before += load(p_parts + (BT - 1), at, later)
-    at = (row * (2 * BT))[None, :] + t[:, None]
+        b_left += load(p_parts + d.BT, at, there)
+        b_before += load(p_parts + (d.BT - 1), at, later)
+    at = (row * (2 * d.BT))[None, :] + t[:, None]
     b_before *= load(p_factors - 1, at_factors, later)
     b_dg = load(p_scalars, at, inside) + tl.cumsum(b_before, 0) + tl.cumsum(b_read, 0, reverse=True)
     b_dg += (tl.sum(b_through, 0) * decay_of(whole, part))[None, :]
     b_grad = b_dg
     if p_A is not None:
         b_d = load(p_factors, at_factors, there)
-        tl.store(p_dA + row, tl.sum(tl.where(inside & (b_dg != 0.0), b_dg * b_d, 0.0), 0), mask=h < H)
+        tl.store(p_dA + row, tl.sum(tl.where(inside & (b_dg != 0.0), b_dg * b_d, 0.0), 0), mask=h < d.H)
         if p_dt is not None:
-            b_v = raw_steps(p_dt, p_dt_bias, start, i, inside, H, STRIDE, BT, BH)
+            b_v = raw_steps(p_dt, p_dt_bias, start, i, inside, d)
             b_unused, b_slope = steps_of(b_v, least, most, SOFTPLUS)
-            b_A = tl.load(p_A + h, mask=h < H, other=0.0).to(tl.float32)
-            b_dd = load(p_scalars + BT, at, inside) + b_left
+            b_A = tl.load(p_A + h, mask=h < d.H, other=0.0).to(tl.float32)
+            b_dd = load(p_scalars + d.BT, at, inside) + b_left
             b_dd += tl.where(b_dg == 0.0, 0.0, b_dg * b_A[None, :])  # A may be -inf
             b_grad = tl.where(b_slope == 0.0, 0.0, b_dd * b_slope)
     if p_dt is not None:
-        at_dt = (start + t).to(tl.int64)[:, None] * H + h[None, :]
+        at_dt = (start + t).to(tl.int64)[:, None] * d.H + h[None, :]
         tl.store(p_ddt + at_dt, cast(b_grad, p_ddt.dtype.element_ty), mask=inside)
     if p_dbias is not None:
-        tl.store(p_dbias + row, tl.sum(tl.where(inside, b_grad, 0.0), 0), mask=h < H)
+        tl.store(p_dbias + row, tl.sum(tl.where(inside, b_grad, 0.0), 0), mask=h < d.H)
 
 
 @triton.jit(do_not_specialize=["parts", "width"])
@@ -382,7 +335,7 @@ def ssd_sums_kernel(
 ):
     """Sums over parts of BW columns, BN parts at a time."""
     w = tl.program_id(0).to(tl.int64) * BW + tl.arange(0, BW)
-    b_sum = tl.zeros([BW], tl.float32)
+    b_sum = zeros(BW)
     for i in range(loop_bound((parts + BN - 1) // BN)):
         part = i * BN + tl.arange(0, BN)
         at = part.to(tl.int64)[:, None] * width + w[None, :]

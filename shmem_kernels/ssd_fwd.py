@@ -32,7 +32,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .blocks import cast, load, loop_bound, product, state_at
+from .blocks import cast, load, loop_bound, product, state_at, zeros
 from .gates import sigmoid
 from .gla_blocks import load_incoming_state
 from .segment_table import segment
@@ -40,14 +40,12 @@ from .ssd_blocks import behind_of, decays_of, factors_of, gates_of, reading_of, 
 
 
 @triton.jit
-def raw_steps(
-    p_dt, p_dt_bias, start, i, inside, H: tl.constexpr, STRIDE: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr
-):
+def raw_steps(p_dt, p_dt_bias, start, i, inside, d: tl.constexpr):
     """Return dt + dt_bias [BT, BH] of one chunk."""
-    t, h = tl.arange(0, BT), i * BH + tl.arange(0, BH)
-    b_v = load(p_dt, (start + t).to(tl.int64)[:, None] * STRIDE + h[None, :], inside).to(tl.float32)
+    t, h = tl.arange(0, d.BT), i * d.BH + tl.arange(0, d.BH)
+    b_v = load(p_dt, (start + t).to(tl.int64)[:, None] * d.DT_STRIDE + h[None, :], inside).to(tl.float32)
     if p_dt_bias is not None:
-        b_v += tl.load(p_dt_bias + h, mask=h < H, other=0.0).to(tl.float32)[None, :]
+        b_v += tl.load(p_dt_bias + h, mask=h < d.H, other=0.0).to(tl.float32)[None, :]
     return b_v
 
 
@@ -72,24 +70,21 @@ def ssd_steps_kernel(
     p_factors,  # float32 [NC, H, 3, BT]; out
     least,  # float, bounds of d
     most,  # float
-    H: tl.constexpr,
-    STRIDE: tl.constexpr,
-    BT: tl.constexpr,
-    BH: tl.constexpr,
+    d: tl.constexpr,  # H BT BH DT_STRIDE
     SOFTPLUS: tl.constexpr,
 ):
     """The factors of one chunk and BH heads."""
-    BLOCKS: tl.constexpr = (H + BH - 1) // BH
+    BLOCKS: tl.constexpr = (d.H + d.BH - 1) // d.BH
     n, i = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS
     start, end = tl.load(p_chunks + 2 * n), tl.load(p_chunks + 2 * n + 1)
-    t, h = tl.arange(0, BT), i * BH + tl.arange(0, BH)
-    inside = (start + t < end)[:, None] & (h < H)[None, :]
+    t, h = tl.arange(0, d.BT), i * d.BH + tl.arange(0, d.BH)
+    inside = (start + t < end)[:, None] & (h < d.H)[None, :]
     b_d = tl.where(inside, 1.0, 0.0)
-    b_A = tl.zeros([BT, BH], tl.float32)
+    b_A = zeros(d.BT, d.BH)
     if p_A is not None:
-        b_A += tl.load(p_A + h, mask=h < H, other=0.0).to(tl.float32)[None, :]
+        b_A += tl.load(p_A + h, mask=h < d.H, other=0.0).to(tl.float32)[None, :]
     if p_dt is not None:
-        b_v = raw_steps(p_dt, p_dt_bias, start, i, inside, H, STRIDE, BT, BH)
+        b_v = raw_steps(p_dt, p_dt_bias, start, i, inside, d)
         if p_A is None:
             b_A = b_v
         else:
@@ -98,11 +93,11 @@ def ssd_steps_kernel(
     b_sums = tl.cumsum(gates_of(b_d, b_A), 0)
     b_whole = b_sums.to(tl.int32)
     b_part = (b_sums - b_whole.to(tl.float64)).to(tl.float32)
-    at = ((n * H + h).to(tl.int64) * (3 * BT))[None, :] + t[:, None]
-    there = (t >= 0)[:, None] & (h < H)[None, :]
+    at = ((n * d.H + h).to(tl.int64) * (3 * d.BT))[None, :] + t[:, None]
+    there = (t >= 0)[:, None] & (h < d.H)[None, :]
     tl.store(p_factors + at, b_d, mask=there)
-    tl.store(p_factors + at + BT, b_whole.to(tl.float32), mask=there)
-    tl.store(p_factors + at + 2 * BT, b_part, mask=there)
+    tl.store(p_factors + at + d.BT, b_whole.to(tl.float32), mask=there)
+    tl.store(p_factors + at + 2 * d.BT, b_part, mask=there)
 
 
 @triton.jit(do_not_specialize=["scale"])
@@ -112,18 +107,14 @@ def ssd_scores_kernel(
     p_chunks,  # int32 [NC, 2]
     p_scores,  # float32 [tokens, G, BT]; out
     scale,  # float
-    G: tl.constexpr,
-    N: tl.constexpr,
-    C_STRIDE: tl.constexpr,
-    B_STRIDE: tl.constexpr,
-    BT: tl.constexpr,
+    d: tl.constexpr,  # G N BT C_STRIDE B_STRIDE
     PRECISION: tl.constexpr,
 ):
     """scale C B^T of one chunk and group."""
-    n, g = tl.program_id(0) // G, tl.program_id(0) % G
+    n, g = tl.program_id(0) // d.G, tl.program_id(0) % d.G
     start, end = tl.load(p_chunks + 2 * n), tl.load(p_chunks + 2 * n + 1)
-    b_scores = scores_of(p_c, p_b, start, end, g, scale, N, C_STRIDE, B_STRIDE, BT, PRECISION)
-    base, at, inside = tile(start, end, g * BT, 0, G * BT, BT, BT, BT)
+    b_scores = scores_of(p_c, p_b, start, end, g, scale, d, PRECISION)
+    base, at, inside = tile(start, end, g * d.BT, 0, d.G * d.BT, d.BT, d.BT, d.BT)
     tl.store(p_scores + base + at, b_scores, mask=inside)
 
 
@@ -134,32 +125,29 @@ def states_of_heads(
     p_prev,
     p_segment,
     place,
-    H: tl.constexpr,
-    N: tl.constexpr,
-    P: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    HEADS: tl.constexpr,
+    d: tl.constexpr,
 ):
     """Return the states [BK, BV] of the program's two heads at a segment's edge; the first one twice if HEADS is 1.
     p_incoming, p_edge_gate, p_prev: see load_incoming_state; None for zeros. place: segment, first head, block of P."""
     s, h, i_v = place
     if p_incoming is None:
-        b_first = tl.zeros([BK, BV], tl.float32)
+        b_first = zeros(d.BK, d.BV)
         b_second = b_first
     else:
-        b_first = load_incoming_state(p_incoming, p_edge_gate, p_prev, p_segment, s, h, i_v, H, N, P, BK, BV)
+        b_first = load_incoming_state(p_incoming, p_edge_gate, p_prev, p_segment, s, h, i_v, d.H, d.N, d.P, d.BK, d.BV)
         b_second = b_first
-        if HEADS == 2:
-            b_second = load_incoming_state(p_incoming, p_edge_gate, p_prev, p_segment, s, h + 1, i_v, H, N, P, BK, BV)
+        if d.HEADS == 2:
+            b_second = load_incoming_state(
+                p_incoming, p_edge_gate, p_prev, p_segment, s, h + 1, i_v, d.H, d.N, d.P, d.BK, d.BV
+            )
     return b_first, b_second
 
 
 @triton.jit
-def _local_gate(p_gate, sum_of_gates, row, N: tl.constexpr, BK: tl.constexpr):
+def _local_gate(p_gate, sum_of_gates, row, d: tl.constexpr):
     """Store a segment's sum of gates, the same for all rows of the state."""
-    k = tl.arange(0, BK)
-    tl.store(p_gate + row * N + k, tl.zeros([BK], tl.float32) + sum_of_gates, mask=k < N)
+    k = tl.arange(0, d.BK)
+    tl.store(p_gate + row * d.N + k, zeros(d.BK) + sum_of_gates, mask=k < d.N)
 
 
 @triton.jit
@@ -171,25 +159,18 @@ def _next_state(
     b_b,
     place,
     scale,
-    sizes: tl.constexpr,
-    BT: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
+    d: tl.constexpr,
     REVERSE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Return (the state behind a chunk of one head, the chunk's gates). place: chunk, first token, end, head, block of
-    P. sizes: H, N, P, stride of x."""
-    H: tl.constexpr = sizes[0]
-    N: tl.constexpr = sizes[1]
-    P: tl.constexpr = sizes[2]
-    STRIDE: tl.constexpr = sizes[3]
+    P."""
     n, first, end, h, i_v = place
     if p_states is not None:
-        at, inside = state_at(n * H + h, i_v, N, P, BK, BV)
+        at, inside = state_at(n * d.H + h, i_v, d.N, d.P, d.BK, d.BV)
         tl.store(p_states + at, cast(b_state, p_states.dtype.element_ty), mask=inside)
-    b_d, b_whole, b_part, whole, part = factors_of(p_factors, n * H + h, BT)
-    base, at, inside = tile(first, end, h * P, i_v, STRIDE, P, BT, BV)
+    b_d, b_whole, b_part, whole, part = factors_of(p_factors, n * d.H + h, d.BT)
+    base, at, inside = tile(first, end, h * d.P, i_v, d.X_STRIDE, d.P, d.BT, d.BV)
     b_x = load(p_x + base, at, inside)
     b_factor = reading_of(b_whole, b_part, scale) if REVERSE else behind_of(b_whole, b_part, whole, part) * b_d
     return state_behind(b_state, b_x, b_b, b_factor, whole, part, PRECISION), whole + part
@@ -210,64 +191,50 @@ def ssd_state_kernel(
     first_segment,  # int, of the launch
     first_chunk,  # int, of the launch
     scale,  # float
-    H: tl.constexpr,
-    G: tl.constexpr,
-    N: tl.constexpr,
-    P: tl.constexpr,
-    B_STRIDE: tl.constexpr,
-    X_STRIDE: tl.constexpr,
-    BT: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    HEADS: tl.constexpr,
+    d: tl.constexpr,  # H G N P BT BK BV HEADS B_STRIDE X_STRIDE
     REVERSE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Pass through the chunks of one segment, HEADS heads, BV columns of the states. From zero: the segment's local
     state and the sum of its gates; REVERSE: the gradient of its incoming state, from the last chunk to the first. From
     its incoming state: the incoming state of each chunk."""
-    V_BLOCKS: tl.constexpr = (P + BV - 1) // BV
-    sizes: tl.constexpr = (H, N, P, X_STRIDE)
-    i_v, h, s = tl.program_id(0) % V_BLOCKS, tl.program_id(0) // V_BLOCKS * HEADS, first_segment + tl.program_id(1)
-    p_segment, start, end, chunk, num_chunks = segment(p_segments, s, BT)
-    b_first, b_second = states_of_heads(p_incoming, p_edge_gate, p_prev, p_segment, (s, h, i_v), H, N, P, BK, BV, HEADS)
-    chunk, p_factors = chunk - first_chunk, p_factors + first_chunk.to(tl.int64) * (H * 3 * BT)
+    V_BLOCKS: tl.constexpr = (d.P + d.BV - 1) // d.BV
+    i_v, h, s = tl.program_id(0) % V_BLOCKS, tl.program_id(0) // V_BLOCKS * d.HEADS, first_segment + tl.program_id(1)
+    p_segment, start, end, chunk, num_chunks = segment(p_segments, s, d.BT)
+    b_first, b_second = states_of_heads(p_incoming, p_edge_gate, p_prev, p_segment, (s, h, i_v), d)
+    chunk, p_factors = chunk - first_chunk, p_factors + first_chunk.to(tl.int64) * (d.H * 3 * d.BT)
     gate, second_gate = 0.0, 0.0
     for i in range(loop_bound(num_chunks)):
         n = num_chunks - 1 - i if REVERSE else i
-        first = start + n * BT
-        base, at, inside = tile(first, end, h // (H // G) * N, 0, B_STRIDE, N, BT, BK)
+        first = start + n * d.BT
+        base, at, inside = tile(first, end, h // (d.H // d.G) * d.N, 0, d.B_STRIDE, d.N, d.BT, d.BK)
         b_b = load(p_b + base, at, inside)
         place = (chunk + n, first, end, h, i_v)
-        b_first, more = _next_state(
-            p_x, p_factors, p_states, b_first, b_b, place, scale, sizes, BT, BK, BV, REVERSE, PRECISION
-        )
+        b_first, more = _next_state(p_x, p_factors, p_states, b_first, b_b, place, scale, d, REVERSE, PRECISION)
         gate += more
-        if HEADS == 2:
+        if d.HEADS == 2:
             place = (chunk + n, first, end, h + 1, i_v)
-            b_second, more = _next_state(
-                p_x, p_factors, p_states, b_second, b_b, place, scale, sizes, BT, BK, BV, REVERSE, PRECISION
-            )
+            b_second, more = _next_state(p_x, p_factors, p_states, b_second, b_b, place, scale, d, REVERSE, PRECISION)
             second_gate += more
     if p_local is not None:
-        at, inside = state_at(s * H + h, i_v, N, P, BK, BV)
+        at, inside = state_at(s * d.H + h, i_v, d.N, d.P, d.BK, d.BV)
         tl.store(p_local + at, b_first, mask=inside)
         if i_v == 0:
-            _local_gate(p_gate, gate, s * H + h, N, BK)
-        if HEADS == 2:
-            at, inside = state_at(s * H + h + 1, i_v, N, P, BK, BV)
+            _local_gate(p_gate, gate, s * d.H + h, d)
+        if d.HEADS == 2:
+            at, inside = state_at(s * d.H + h + 1, i_v, d.N, d.P, d.BK, d.BV)
             tl.store(p_local + at, b_second, mask=inside)
-            _local_gate(p_gate, second_gate, s * H + h + 1, N, BK)
+            _local_gate(p_gate, second_gate, s * d.H + h + 1, d)
 
 
 @triton.jit
-def of_columns(p_D, h, i_v, P: tl.constexpr, BV: tl.constexpr, PER_CHANNEL: tl.constexpr):
+def of_columns(p_D, h, i_v, d: tl.constexpr, PER_CHANNEL: tl.constexpr):
     """Return D of a head's columns [1, BV]. PER_CHANNEL: p_D is [H, P], else [H]."""
-    v = i_v * BV + tl.arange(0, BV)
+    v = i_v * d.BV + tl.arange(0, d.BV)
     if PER_CHANNEL:
-        b_D = tl.load(p_D + h * P + v, mask=v < P, other=0.0).to(tl.float32)
+        b_D = tl.load(p_D + h * d.P + v, mask=v < d.P, other=0.0).to(tl.float32)
     else:
-        b_D = tl.zeros([BV], tl.float32) + tl.load(p_D + h).to(tl.float32)
+        b_D = zeros(d.BV) + tl.load(p_D + h).to(tl.float32)
     return b_D[None, :]
 
 
@@ -280,37 +247,32 @@ def _outputs_of_head(
     b_scores,
     place,
     scale,
-    sizes: tl.constexpr,
-    BT: tl.constexpr,
-    BV: tl.constexpr,
+    d: tl.constexpr,
     PER_CHANNEL: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Store y of one chunk and head, return the state behind. place as in _next_state. sizes: H, P, strides of x, z
-    and dy."""
+    """Store y of one chunk and head, return the state behind. place as in _next_state."""
     p_x, p_factors, p_D, p_z, p_dy, p_y, p_dz = tensors
-    H: tl.constexpr = sizes[0]
-    P: tl.constexpr = sizes[1]
     n, first, end, h, i_v = place
-    b_d, b_whole, b_part, whole, part = factors_of(p_factors, n * H + h, BT)
-    base, at, inside = tile(first, end, h * P, i_v, sizes[2], P, BT, BV)
+    b_d, b_whole, b_part, whole, part = factors_of(p_factors, n * d.H + h, d.BT)
+    base, at, inside = tile(first, end, h * d.P, i_v, d.X_STRIDE, d.P, d.BT, d.BV)
     b_x = load(p_x + base, at, inside)
-    b_a = b_scores * decays_of(b_whole, b_part, BT, False) * b_d[None, :]
+    b_a = b_scores * decays_of(b_whole, b_part, d.BT, False) * b_d[None, :]
     # fma: Triton makes one chain of products that are added up, whose rows it gives to all warps; 8 have too few of BT
-    b_y = product(b_a, b_x, tl.zeros([BT, BV], tl.float32), PRECISION)
-    b_read = product(b_c, b_state, tl.zeros([BT, BV], tl.float32), PRECISION)
+    b_y = product(b_a, b_x, zeros(d.BT, d.BV), PRECISION)
+    b_read = product(b_c, b_state, zeros(d.BT, d.BV), PRECISION)
     b_y = tl.fma(b_read, reading_of(b_whole, b_part, scale)[:, None] + tl.zeros_like(b_y), b_y)
     b_factor = behind_of(b_whole, b_part, whole, part) * b_d
     b_state = state_behind(b_state, b_x, b_b, b_factor, whole, part, PRECISION)
     if p_D is not None:
-        b_y += b_x.to(tl.float32) * of_columns(p_D, h, i_v, P, BV, PER_CHANNEL)
-    base, at_y, inside = tile(first, end, h * P, i_v, H * P, P, BT, BV)
+        b_y += b_x.to(tl.float32) * of_columns(p_D, h, i_v, d, PER_CHANNEL)
+    base, at_y, inside = tile(first, end, h * d.P, i_v, d.H * d.P, d.P, d.BT, d.BV)
     if p_z is not None:
-        base_z, at, inside = tile(first, end, h * P, i_v, sizes[3], P, BT, BV)
+        base_z, at, inside = tile(first, end, h * d.P, i_v, d.Z_STRIDE, d.P, d.BT, d.BV)
         b_z = load(p_z + base_z, at, inside).to(tl.float32)
         b_sigmoid = tl.sigmoid(b_z)
         if p_dz is not None:
-            base_z, at, inside = tile(first, end, h * P, i_v, sizes[4], P, BT, BV)
+            base_z, at, inside = tile(first, end, h * d.P, i_v, d.DY_STRIDE, d.P, d.BT, d.BV)
             b_dy = load(p_dy + base_z, at, inside).to(tl.float32)
             b_dz = b_dy * b_y * b_sigmoid * (1.0 + b_z * (1.0 - b_sigmoid))
             tl.store(p_dz + base + at_y, cast(b_dz, p_dz.dtype.element_ty), mask=inside)
@@ -337,46 +299,29 @@ def ssd_output_kernel(
     p_y,  # [tokens, H, P]; out
     p_dz,  # [tokens, H, P]; out; or None, see below
     scale,  # float
-    H: tl.constexpr,
-    G: tl.constexpr,
-    N: tl.constexpr,
-    P: tl.constexpr,
-    C_STRIDE: tl.constexpr,
-    B_STRIDE: tl.constexpr,
-    X_STRIDE: tl.constexpr,
-    Z_STRIDE: tl.constexpr,
-    DY_STRIDE: tl.constexpr,
-    BT: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    HEADS: tl.constexpr,
+    d: tl.constexpr,  # H G N P BT BK BV HEADS C_STRIDE B_STRIDE X_STRIDE Z_STRIDE DY_STRIDE
     PER_CHANNEL: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """y of HEADS heads, BV columns, from chunk to chunk of a segment. With p_dz, for backward: the gradients of z
     (p_dz) and of y before its product with silu(z) (p_y)."""
-    V_BLOCKS: tl.constexpr = (P + BV - 1) // BV
-    sizes: tl.constexpr = (H, P, X_STRIDE, Z_STRIDE, DY_STRIDE)
-    i_v, h, s = tl.program_id(0) % V_BLOCKS, tl.program_id(0) // V_BLOCKS * HEADS, tl.program_id(1)
-    p_segment, start, end, chunk, num_chunks = segment(p_segments, s, BT)
-    b_first, b_second = states_of_heads(p_incoming, p_edge_gate, p_prev, p_segment, (s, h, i_v), H, N, P, BK, BV, HEADS)
+    V_BLOCKS: tl.constexpr = (d.P + d.BV - 1) // d.BV
+    i_v, h, s = tl.program_id(0) % V_BLOCKS, tl.program_id(0) // V_BLOCKS * d.HEADS, tl.program_id(1)
+    p_segment, start, end, chunk, num_chunks = segment(p_segments, s, d.BT)
+    b_first, b_second = states_of_heads(p_incoming, p_edge_gate, p_prev, p_segment, (s, h, i_v), d)
     for n in range(loop_bound(num_chunks)):
-        first = start + n * BT
-        base_c, at_c, inside = tile(first, end, h // (H // G) * N, 0, C_STRIDE, N, BT, BK)
-        base_b, at_b, inside = tile(first, end, h // (H // G) * N, 0, B_STRIDE, N, BT, BK)
+        first = start + n * d.BT
+        base_c, at_c, inside = tile(first, end, h // (d.H // d.G) * d.N, 0, d.C_STRIDE, d.N, d.BT, d.BK)
+        base_b, at_b, inside = tile(first, end, h // (d.H // d.G) * d.N, 0, d.B_STRIDE, d.N, d.BT, d.BK)
         b_c, b_b = load(p_c + base_c, at_c, inside), load(p_b + base_b, at_b, inside)
         if p_scores is None:
-            b_scores = product(b_c, tl.trans(b_b), tl.zeros([BT, BT], tl.float32), PRECISION) * scale
+            b_scores = product(b_c, tl.trans(b_b), zeros(d.BT, d.BT), PRECISION) * scale
         else:
-            base, at, inside = tile(first, end, h // (H // G) * BT, 0, G * BT, BT, BT, BT)
+            base, at, inside = tile(first, end, h // (d.H // d.G) * d.BT, 0, d.G * d.BT, d.BT, d.BT, d.BT)
             b_scores = load(p_scores + base, at, inside)
         tensors = (p_x, p_factors, p_D, p_z, p_dy, p_y, p_dz)
         place = (chunk + n, first, end, h, i_v)
-        b_first = _outputs_of_head(
-            tensors, b_first, b_c, b_b, b_scores, place, scale, sizes, BT, BV, PER_CHANNEL, PRECISION
-        )
-        if HEADS == 2:
+        b_first = _outputs_of_head(tensors, b_first, b_c, b_b, b_scores, place, scale, d, PER_CHANNEL, PRECISION)
+        if d.HEADS == 2:
             place = (chunk + n, first, end, h + 1, i_v)
-            b_second = _outputs_of_head(
-                tensors, b_second, b_c, b_b, b_scores, place, scale, sizes, BT, BV, PER_CHANNEL, PRECISION
-            )
+            b_second = _outputs_of_head(tensors, b_second, b_c, b_b, b_scores, place, scale, d, PER_CHANNEL, PRECISION)

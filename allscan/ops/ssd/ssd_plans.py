@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ...base.tiling import cdiv, next_power_of_2
 from ...launch.plan import Buffer
+from ...shmem_kernels.ssd_blocks import SSDSizes
 from ...shmem_kernels.ssd_bwd import (
     ssd_adjoint_kernel,
     ssd_gradients_kernel,
@@ -141,20 +142,36 @@ class SSDPlan(CarryPlan):
         self, carrier: StateCarrier, shape: SSDShape, options: Options, strides: Inputs, layout: Layout, reverse: bool
     ) -> None:
         super().__init__(carrier, shape, layout, reverse)
-        self.scale, self.strides = options.scale, strides._asdict() | dict(dy=shape.H * shape.V)
         self.N, self.P, self.G = shape.K, shape.V, shape.G
         self.cuda = shape.device == "cuda"
         self.chunks = self.constant(layout.chunks)
-        self.common: dict[str, Any] = dict(H=self.H, G=self.G, N=self.N, P=self.P, BT=CHUNK_TOKENS)
-        self.common["PRECISION"] = "bf16" if shape.is_bf16 else "tf32x3"
-        BH = min(16 if self.cuda else 1024, next_power_of_2(self.H))
-        self.by_heads = layout.num_chunks * cdiv(self.H, BH)
-        _, softplus, least, most = options  # of the kernels of d_t
-        self.steps: dict[str, Any] = dict(least=least, most=most, STRIDE=strides.dt, SOFTPLUS=softplus)
-        self.steps |= dict(H=self.H, BT=CHUNK_TOKENS, BH=BH, num_warps=4)
+        BK, BV, _ = shape.blocks
+        self.d = SSDSizes(
+            H=self.H,
+            G=self.G,
+            N=self.N,
+            P=self.P,
+            BT=CHUNK_TOKENS,
+            BK=BK,
+            BV=BV,
+            BH=min(16 if self.cuda else 1024, next_power_of_2(self.H)),
+            DT_STRIDE=strides.dt,
+            C_STRIDE=strides.C,
+            B_STRIDE=strides.B,
+            X_STRIDE=strides.x,
+            Z_STRIDE=strides.z,
+            DY_STRIDE=self.H * self.P,
+        )
+        self.scaled: dict[str, Any] = dict(scale=options.scale, PRECISION="bf16" if shape.is_bf16 else "tf32x3")
+        self.by_heads = layout.num_chunks * cdiv(self.H, self.d.BH)
+        self.steps: dict[str, Any] = dict(
+            least=options.least, most=options.most, SOFTPLUS=options.softplus, num_warps=4
+        )
 
-    def walk(self, kernel: Any, name: str, segments: int, *tensors: Buffer | None, **fixed: Any) -> None:
-        """Record a kernel that goes from chunk to chunk of so many segments."""
+    def walk(
+        self, kernel: Any, name: str, segments: int, *tensors: Buffer | None, d: SSDSizes | None = None, **fixed: Any
+    ) -> None:
+        """Record a kernel that goes from chunk to chunk of so many segments. d: self.d by default."""
         BK, BV, heads = self.shape.blocks
         tuned = TUNED if BK * BV <= 8192 else WIDE
         if self.cuda and name == "output":
@@ -167,24 +184,19 @@ class SSDPlan(CarryPlan):
             kernel,
             (cdiv(self.P, BV) * self.H // heads, segments),
             *tensors,
-            **self.common,
+            d=(d or self.d)._replace(BV=BV, HEADS=heads),
+            **self.scaled,
             **fixed,
-            BK=BK,
-            BV=BV,
-            HEADS=heads,
             num_warps=warps if BK * BV * heads > 4096 else 4,
             num_stages=stages,
         )
-
-    def strided(self, *names: str) -> dict[str, int]:
-        """A kernel's parameters for the elements from one token to the next of these tensors."""
-        return {f"{name.upper()}_STRIDE": self.strides[name] for name in names}
 
     def factors(self, x: Inputs) -> Buffer:
         """Record ssd_steps_kernel; return the factors, of one chunk more: kernels may load those of the first chunk of
         an empty segment."""
         factors = self.scratch(self.layout.num_chunks + 1, self.H, 3, CHUNK_TOKENS)
-        self.launch(ssd_steps_kernel, (self.by_heads,), x.dt, x.A, x.dt_bias, self.chunks, factors, **self.steps)
+        tensors = x.dt, x.A, x.dt_bias, self.chunks, factors
+        self.launch(ssd_steps_kernel, (self.by_heads,), *tensors, d=self.d, **self.steps)
         return factors
 
     def scores(self, x: Inputs) -> Buffer | None:
@@ -192,36 +204,24 @@ class SSDPlan(CarryPlan):
         if self.G == self.H:
             return None
         scores = self.scratch(self.shape.B, self.shape.T, self.G, CHUNK_TOKENS)
-        sizes = {name: self.common[name] for name in ("G", "N", "BT", "PRECISION")}
-        self.launch(
-            ssd_scores_kernel,
-            (self.layout.num_chunks * self.G,),
-            *(x.C, x.B, self.chunks, scores),
-            scale=self.scale,
-            **self.strided("C", "B"),
-            **sizes,
-            num_warps=4,
-            num_stages=1,
-        )
+        options: dict[str, Any] = dict(d=self.d, num_warps=4, num_stages=1, **self.scaled)
+        self.launch(ssd_scores_kernel, (self.layout.num_chunks * self.G,), x.C, x.B, self.chunks, scores, **options)
         return scores
 
     def local_states(self, b: Buffer, x: Buffer, factors: Buffer, states: Buffer) -> Buffer:
         """Record the kernel that writes each segment's local state to ``states``; return the sums of gates
         [NS, H, N]. b, x: B and x; in backward C and dy."""
         sums = self.scratch(self.layout.num_segments, self.H, self.N)
-        strides = ("C", "dy") if self.reverse else ("B", "x")
         every = Part(0, self.layout.num_segments, 0, self.layout.num_chunks)
         tensors = b, x, factors, self.segments, *[None] * 4, states, sums
-        self.state_kernel("local", strides, *tensors, part=every, REVERSE=self.reverse)
+        self.state_kernel("local", *tensors, part=every, REVERSE=self.reverse)
         return sums
 
-    def state_kernel(
-        self, name: str, strides: tuple[str, str], *tensors: Buffer | None, part: Part, REVERSE: bool
-    ) -> None:
+    def state_kernel(self, name: str, *tensors: Buffer | None, part: Part, REVERSE: bool) -> None:
         """Record ssd_state_kernel of a part, for "local" states or each chunk's "state"."""
-        B, X = (self.strides[name] for name in strides)
-        fixed = dict(first_segment=part.segment, first_chunk=part.first_chunk, B_STRIDE=B, X_STRIDE=X, REVERSE=REVERSE)
-        self.walk(ssd_state_kernel, name, part.end - part.segment, *tensors, scale=self.scale, **fixed)
+        d = self.d._replace(B_STRIDE=self.d.C_STRIDE, X_STRIDE=self.d.DY_STRIDE) if REVERSE else self.d
+        fixed = dict(first_segment=part.segment, first_chunk=part.first_chunk, REVERSE=REVERSE)
+        self.walk(ssd_state_kernel, name, part.end - part.segment, *tensors, d=d, **fixed)
 
     def outputs(
         self,
@@ -239,8 +239,6 @@ class SSDPlan(CarryPlan):
             "output",
             self.layout.num_segments,
             *(x.C, x.B, x.x, scores, factors, self.segments, *incoming, x.D, x.z, dy, y, dz),
-            scale=self.scale,
-            **self.strided("C", "B", "x", "z", "dy"),
             PER_CHANNEL=per_channel(x.D),
         )
 
@@ -253,10 +251,12 @@ class BackwardPlan(SSDPlan):
         self, carrier: StateCarrier, shape: SSDShape, options: Options, strides: Inputs, layout: Layout
     ) -> None:
         super().__init__(carrier, shape, options, strides, layout, True)
-        BK, BV, _ = shape.blocks
-        self.BJ = min(BK, GRADIENT_ROWS if shape.is_bf16 else 64) if self.cuda else BK
-        self.BV = min(BV, 64 if shape.is_bf16 else 32) if self.cuda else BV
-        self.NJ, self.split = cdiv(self.N, self.BJ), cdiv(self.H // self.G, SPLIT_HEADS)
+        BJ, BV = self.d.BK, self.d.BV
+        if self.cuda:
+            BJ, BV = min(BJ, GRADIENT_ROWS), min(BV, 64 if shape.is_bf16 else 32)
+        self.split = cdiv(self.H // self.G, SPLIT_HEADS)
+        self.of_groups = self.d._replace(BV=BV, BJ=BJ, NJ=cdiv(self.N, BJ), SPLIT=self.split)
+        self.tokens = dict(tokens=shape.B * shape.T)
         self.parts = self._cut(layout.first_chunks)
 
     def _cut(self, first_chunks: Sequence[int]) -> list[Part]:
@@ -285,7 +285,7 @@ class BackwardPlan(SSDPlan):
             dstates,
             scalars=self.scratch(NC, H, 2, CHUNK_TOKENS),
             weights=self.scratch(self.split, tokens, G, CHUNK_TOKENS),
-            terms=self.scratch(NC, H, self.NJ, 2, CHUNK_TOKENS),
+            terms=self.scratch(NC, H, self.of_groups.NJ, 2, CHUNK_TOKENS),
             through=self.scratch(NC, H, self.N),
             skip=None if x.D is None else self.scratch(NC, *x.D.shape),
             dc=dc,
@@ -299,8 +299,9 @@ class BackwardPlan(SSDPlan):
             ssd_pairs_kernel,
             (self.layout.num_chunks * self.G * self.split,),
             *(x.C, x.B, x.x, dy, scores, factors, self.chunks, work.scalars, work.weights, work.skip),
-            **self._of_groups("C", "B", "x", "dy"),
-            **self.common,
+            **self.tokens,
+            **self.scaled,
+            d=self.of_groups,
             PER_CHANNEL=per_channel(x.D),
             num_warps=warps,
             num_stages=stages,
@@ -309,7 +310,7 @@ class BackwardPlan(SSDPlan):
     def chunk_states(self, x: Inputs, factors: Buffer, incoming: IncomingStates, part: Part, work: Work) -> None:
         """Record the kernel that writes the incoming state of each chunk of a part."""
         tensors = x.B, x.x, factors, self.segments, *incoming, work.states, None, None
-        self.state_kernel("state", ("B", "x"), *tensors, part=part, REVERSE=False)
+        self.state_kernel("state", *tensors, part=part, REVERSE=False)
 
     def adjoint(
         self,
@@ -330,8 +331,6 @@ class BackwardPlan(SSDPlan):
             *(x.C, x.B, dy, scores, factors, self.segments, *back, x.D, work.dstates, dx),
             first_segment=part.segment,
             first_chunk=part.first_chunk,
-            scale=self.scale,
-            **self.strided("C", "B", "dy"),
             PER_CHANNEL=per_channel(x.D),
         )
 
@@ -341,21 +340,16 @@ class BackwardPlan(SSDPlan):
         warps, stages = TUNED["gradients"] if self.shape.is_bf16 else (4, 1)
         self.launch(
             ssd_gradients_kernel,
-            ((part.end_chunk - part.first_chunk) * self.G * self.split * self.NJ,),
+            ((part.end_chunk - part.first_chunk) * self.G * self.split * self.of_groups.NJ,),
             *(x.C, x.B, x.x, dy, work.weights, factors, self.chunks, work.states, work.dstates),
             *(work.dc, work.db, work.terms, work.through),
             first_chunk=part.first_chunk,
-            **self._of_groups("C", "B", "x", "dy"),
-            **self.common,
-            BJ=self.BJ,
+            **self.tokens,
+            **self.scaled,
+            d=self.of_groups,
             num_warps=warps,
             num_stages=stages,
         )
-
-    def _of_groups(self, *strided: str) -> dict[str, Any]:
-        """Arguments of kernels whose programs go over the heads of a group."""
-        fixed = dict(tokens=self.shape.B * self.shape.T, scale=self.scale, SPLIT=self.split, BV=self.BV)
-        return fixed | self.strided(*strided)
 
     def step_gradients(self, x: Inputs, factors: Buffer, work: Work, grads: Inputs) -> None:
         """Record the kernels that write ddt and the gradients that are sums: of A, D and dt_bias over chunks, of B and
@@ -367,10 +361,8 @@ class BackwardPlan(SSDPlan):
             (self.by_heads,),
             *(x.dt, x.A, x.dt_bias, factors, self.chunks, work.scalars, work.terms, work.through),
             *(grads.dt, of_A, of_bias),
+            d=self.of_groups._replace(BK=next_power_of_2(self.N)),
             **self.steps,
-            N=self.N,
-            BK=next_power_of_2(self.N),
-            NJ=self.NJ,
         )
         sums = [(of_A, grads.A, NC), (of_bias, grads.dt_bias, NC), (work.skip, grads.D, NC)]
         if self.split > 1:
