@@ -14,10 +14,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..base.autograd import CustomOperator, Passes
 from ..bindings.torch_compat import coalesced
-from ..comm.communicator import Communicator
+from ..comm.communicator import Communicator, communicator_of
 from ..comm.process_groups import check_group, collective
-from ..launch.compiled_kernel import dynamo_disabled
 from ..ops.halo import halo
 from ..tokens.packing import Tables, TensorKey, boundaries_on_host, cut, document_places
 from ..tokens.partition import cached_table
@@ -143,7 +143,6 @@ class Gather:
     and in backward. The sum has the tensors' dtype; with 8 ranks or more it has float32.
     """
 
-    @dynamo_disabled
     def __init__(self, comm: Communicator, tokens: Sequence[int], zigzag: bool, *tensors: Tensor) -> None:
         self.comm, self.halves, size = comm, 1 + zigzag, comm.size
         self.length = max(tokens) // self.halves
@@ -152,19 +151,27 @@ class Gather:
         self._work: Any = None  # handle of the collective; ``_arrived`` holds its outputs
         self._arrived: Any = None
         self._sums: Any = None
-        self._token: torch.Tensor | None = Start.apply(self, *tensors)
+        self._token: torch.Tensor | None = None
+        self._traced: Any = None  # of a traced gather: its slots, the tensors, and other arguments of its operators
+        if tensors and torch.compiler.is_compiling():
+            fixed = [*tokens], zigzag, comm.handle
+            self._traced = (*_gather.forward(*tensors, *fixed), *tensors), fixed
+        elif tensors:
+            self._token = Start.apply(self, *tensors)
 
     def in_order(self) -> list[int]:
         """The slot numbers in sequence order."""
         size = self.comm.size
         return [*range(size)] if self.halves == 1 else [*range(size, 2 * size), *reversed(range(size))]
 
-    @dynamo_disabled
     def read(self, slots: Any) -> tuple[torch.Tensor, ...]:
         """Wait, and return the tokens of ``slots``, concatenated, of each tensor [B, tokens, ...].
 
         The results are views where the slots are consecutive and full. Call it once, even if this rank reads no slot.
         """
+        if self._traced is not None:
+            tensors, fixed = self._traced
+            return tuple(x.transpose(0, 1) for x in _read.forward(*tensors, list(slots), *fixed))
         return _Read.apply(self, list(slots), self._token)
 
     def start(self, tensors: Sequence[Tensor]) -> None:
@@ -180,11 +187,11 @@ class Gather:
             self._arrived.append(slots)
         self._work = _together("all_gather", pairs, self.comm.group)
 
-    @dynamo_disabled
     def finish(self, slots: Any) -> tuple[torch.Tensor, ...]:
+        """Wait, and return the tokens of ``slots``, see ``read``."""
         with collective(self.comm.group):
             self._work.wait()
-        runs = self._runs(slots)
+        runs = self.runs(slots)
         rows = [[x[first:end] for first, end in runs] for x in self._arrived]
         self._work = self._arrived = self._token = None
         return tuple(joined(some, 0).transpose(0, 1) for some in rows)
@@ -192,7 +199,7 @@ class Gather:
     def start_sum(self, slots: Any, gradients: Any) -> None:
         """Start the reduce-scatter of the gradients of ``slots``; the gradients of other slots are zero."""
         pairs: list = []
-        self._sums, runs = [], self._runs(slots)
+        self._sums, runs = [], self.runs(slots)
         for dx in gradients:
             dx = dx.transpose(0, 1)
             dtype = torch.float32 if self.comm.size >= IN_FLOAT32 and dx.dtype.itemsize < 4 else dx.dtype
@@ -223,7 +230,7 @@ class Gather:
         rows = self.comm.size * self.length
         return [slots[start * self.length :][:rows] for start in self.starts]
 
-    def _runs(self, slots: Any) -> list[tuple[int, int]]:
+    def runs(self, slots: Any) -> list[tuple[int, int]]:
         """(first row, end) of the tokens in ``slots``; adjacent ranges are merged, and at least one is returned."""
         runs: list[tuple[int, int]] = []
         for first, end in ((slot * self.length, slot * self.length + self.filled[slot]) for slot in slots):
@@ -232,6 +239,95 @@ class Gather:
             elif end > first:
                 runs.append((first, end))
         return runs or [(0, 0)]
+
+
+# The same two steps as custom operators, for torch.compile. A Gather that runs is found by the address of the memory
+# that the one operator returns and the other takes. Gathered tensors and gradients are [tokens, B, ...].
+
+_running: dict[int, Gather] = {}
+
+
+def _start_traced(
+    a: Tensor, b: Tensor, tokens: Sequence[int], zigzag: bool, handle: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    gather = Gather(communicator_of(handle), tokens, zigzag)
+    gather.start((a, b))
+    found_a, found_b = gather._arrived
+    _running[found_a.data_ptr()] = gather
+    return found_a, found_b
+
+
+def _start_fake(a: Tensor, b: Tensor, tokens: Sequence[int], zigzag: bool, _: Any) -> Any:
+    slots = len(tokens) * (max(tokens) // (1 + zigzag)) * (1 + zigzag)
+    return tuple(x.new_empty(slots, x.shape[0], *x.shape[2:]) for x in (a, b))
+
+
+def _finish_sum_traced(
+    da: Tensor, db: Tensor, tokens: Sequence[int], zigzag: bool, handle: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    a, b = _running.pop(da.data_ptr()).finish_sum()
+    return a.transpose(0, 1).to(da.dtype), b.transpose(0, 1).to(db.dtype)
+
+
+def _finish_sum_fake(da: Tensor, db: Tensor, tokens: Sequence[int], _: Any, handle: int) -> Any:
+    own = tokens[communicator_of(handle).rank]
+    return tuple(x.new_empty(own, *x.shape[1:]) for x in (da, db))
+
+
+def _gradient_start(backward: Any, ctx: Any, da: Tensor, db: Tensor) -> Any:
+    return tuple(x.transpose(0, 1) for x in backward(da, db, *ctx.fixed))
+
+
+def _read_traced(
+    a: Tensor,
+    b: Tensor,
+    own_a: Tensor,  # kept until the gather has read them
+    own_b: Tensor,
+    slots: Sequence[int],
+    tokens: Sequence[int],
+    zigzag: bool,
+    handle: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    gather = _running.pop(a.data_ptr())
+    found: Any = (x.transpose(0, 1) for x in gather.finish(slots))
+    if len(gather.runs(slots)) == 1:  # views of a and b
+        found = (x.clone() for x in found)
+    a, b = found
+    return a, b
+
+
+def _read_fake(a: Tensor, b: Tensor, _: Any, __: Any, slots: Any, tokens: Any, zigzag: bool, handle: int) -> Any:
+    runs = Gather(communicator_of(handle), tokens, zigzag).runs(slots)
+    return tuple(x.new_empty(sum(end - first for first, end in runs), *x.shape[1:]) for x in (a, b))
+
+
+def _start_sum_traced(
+    da: Tensor, db: Tensor, slots: Sequence[int], tokens: Sequence[int], zigzag: bool, handle: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    gather = Gather(communicator_of(handle), tokens, zigzag)
+    gather.start_sum(slots, [x.transpose(0, 1) for x in (da, db)])
+    sent_a, sent_b = (x if x.dtype == da.dtype else da.new_empty(x.shape) for _, x in gather._sums)
+    _running[sent_a.data_ptr()] = gather
+    return sent_a, sent_b
+
+
+def _start_sum_fake(da: Tensor, db: Tensor, _: Any, tokens: Sequence[int], zigzag: bool, __: Any) -> Any:
+    slots = len(tokens) * (max(tokens) // (1 + zigzag)) * (1 + zigzag)
+    return tuple(x.new_empty(slots, *x.shape[1:]) for x in (da, db))
+
+
+_gather = CustomOperator(
+    "allscan::gather",
+    Passes(_start_traced, _start_fake, _finish_sum_traced, _finish_sum_fake),
+    lambda ctx, inputs, output: setattr(ctx, "fixed", inputs[2:]),
+    _gradient_start,
+)
+_read = CustomOperator(
+    "allscan::gather_read",
+    Passes(_read_traced, _read_fake, _start_sum_traced, _start_sum_fake),
+    lambda ctx, inputs, output: setattr(ctx, "fixed", inputs[4:]),
+    lambda backward, ctx, da, db: backward(da, db, *ctx.fixed),
+)
 
 
 IN_FLOAT32 = 8  # from this number of ranks on, gradients are summed in float32
@@ -289,7 +385,7 @@ def shifted(
     documents: cu_seqlens of packed sequences that are each sharded, without empty ones; the last token of each sequence
     gets ``ignored``.
     """
-    T, where = labels.shape[1], dict[str, Any](layout="zigzag" if zigzag else "contiguous")
+    T, where = labels.shape[1], {"layout": "zigzag" if zigzag else "contiguous"}  # type: int, dict[str, Any]
     if documents is not None:
         if not T:
             return labels

@@ -230,8 +230,9 @@ def scan_zigzag(
     layout: str = "zigzag",
     async_op: bool = False,
     part: ScanPart = HALF,
+    fwd_epochs: Sequence[Tensor | None] = (None, None),
 ) -> Any:
-    """Run ``allscan`` on pairs in the zigzag layout."""
+    """Run ``allscan`` on pairs in the zigzag layout. fwd_epochs: of a custom operator, for each of the two scans."""
     state, decay, transition, initial_state, out = inputs
     ascending: Any
     descending: Any
@@ -272,13 +273,40 @@ def scan_zigzag(
         found = JoinBackward.apply(None, *taken)
         ascending, descending, *rest = (x if t is None else t for x, t in zip(operands, found, strict=True))
         decays, transitions, initial_state = rest[:2], rest[2:4], rest[4]
-    prev = scan_once(comm, ScanInputs(ascending, decays[0], transitions[0], initial_state), False, part=part)
+    inputs = ScanInputs(ascending, decays[0], transitions[0], initial_state)
+    prev = scan_once(comm, inputs, False, part=part, fwd_epoch=fwd_epochs[0])
     outgoing_state = None
     if comm.rank == comm.size - 1:  # where the ascending scan ends, and the descending one begins
         outgoing_state = outgoing(ScanInputs(ascending, decays[0], transitions[0]), prev)
-    found = prev, scan_once(comm, ScanInputs(descending, decays[1], transitions[1], outgoing_state), True, part=part)
+    inputs = ScanInputs(descending, decays[1], transitions[1], outgoing_state)
+    found = prev, scan_once(comm, inputs, True, part=part, fwd_epoch=fwd_epochs[1])
     # the last rank then runs the same backward scans as the others, also if only one result is used
     return JoinBackward.apply(None, *found) if wanted else found
+
+
+def zigzag_adjoint(
+    comm: Communicator,
+    what: str,
+    ascending: ScanInputs,
+    descending: ScanInputs,
+    fwd_epochs: Sequence[Tensor],
+    part: ScanPart,
+    of_call: int = ZIGZAG,
+) -> tuple[Tensor, Tensor]:
+    """The gradients of both states of ``scan_zigzag``: its backward in a custom operator, two calls as in eager mode.
+    ascending, descending: the gradient of that scan's result as state, with the scan's decay or transition. fwd_epochs:
+    those of the forward scans. of_call: the call's stamp."""
+    part, gradients, outgoing_state = part._replace(adjoint=True), [descending.state, ascending.state], None
+    for i, inputs in enumerate((descending, ascending)):
+        with comm.call(bool(i), f"the backward of {what}", (inputs.state,)):
+            if torch.is_grad_enabled():
+                raise second_derivative_error(what)
+            comm.order.stamp = of_call
+            inputs = inputs._replace(initial_state=outgoing_state)
+            gradients[i] = scan_once(comm, inputs, bool(i), part=part, fwd_epoch=fwd_epochs[1 - i])
+            if comm.rank == comm.size - 1:  # where the ascending scan has ended, and the descending one began
+                outgoing_state = outgoing(inputs, gradients[i], adjoint=True)
+    return gradients[1], gradients[0]
 
 
 class JoinBackward(Function):

@@ -878,6 +878,51 @@ def test_gradients_beside_a_boundary(run, family, size=2):
             assert ratio < (5 if dtype == torch.float32 else 2), ratios
 
 
+def compiled_case(group, family, layout, checkpointed):
+    """Return (errors of the compiled model's loss and gradients against the eager split model's, reasons of graph
+    breaks, number of graphs, calls of the eager and of the compiled model)."""
+    from torch._dynamo.utils import counters
+
+    from allscan.integrations import transformers_layers as layers
+    from allscan.integrations.transformers import sequence_parallel
+
+    with allscan.Communicator(group, timeout=30) as comm, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layers, "on_gpu", lambda device: True)  # All-Scan's operators for delta rules
+        zigzag = layout == "zigzag"
+        tokens = [16] * comm.size
+        model = sequence_parallel(made(family, keep=True), comm=comm, layout=layout)
+        if checkpointed:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(use_reentrant=False))
+        whole = torch.randint(1, VOCABULARY, (2, sum(tokens)), generator=torch.Generator().manual_seed(0))
+        mine = place(comm, tokens, zigzag)
+        found = []
+        torch._dynamo.reset()
+        for function in model, torch.compile(model, backend="aot_eager"):
+            counters.clear()
+            model.zero_grad()
+            before = list(comm.order.call_counts)
+            loss = function(input_ids=whole[:, mine], labels=whole[:, mine]).loss
+            loss.backward()
+            calls = [now - then for now, then in zip(comm.order.call_counts, before)]
+            found.append((loss.detach(), copy.deepcopy(gradients(model)), calls))
+        (loss, grads, eager), (compiled_loss, compiled, calls) = found
+        errors = {name: relative(compiled[name], x) for name, x in grads.items() if x.any()}
+        errors["loss"] = relative(compiled_loss, loss)
+        return errors, dict(counters["graph_break"]), counters["stats"]["unique_graphs"], eager, calls
+
+
+@pytest.mark.quick("contiguous-nemotron_h")
+@pytest.mark.parametrize("family", ["nemotron_h", "qwen3_next", "kimi_linear"])
+@pytest.mark.parametrize("layout, checkpointed", [("contiguous", False), ("zigzag", False), ("contiguous", True)])
+def test_compiled_models(run, family, layout, checkpointed, size=2):
+    """The exchange at the model's entry is the only graph break: two graphs, the text model's, and that of the logits
+    and the loss. Compiled checkpoints save the results of calls."""
+    for errors, breaks, graphs, eager, compiled in run(size, compiled_case, family, layout, checkpointed):
+        assert all("_entered" in reason for reason in breaks) and graphs == 2, breaks
+        assert max(errors.values()) < 1e-5, errors
+        assert compiled == eager if not checkpointed else sum(compiled) < sum(eager)
+
+
 def masks_case(group):
     """Compare sdpa of the last T queries of S keys with the mask for kernels without a mask in memory and with a full
     mask."""
