@@ -22,7 +22,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 from ..base.autograd import CustomOperator, Passes, ordered
-from ..bindings.torch_compat import TorchDispatchMode
+from ..bindings.torch_compat import TorchDispatchMode, no_cuda_graph
 from ..bindings.triton_compat import OPTIONS
 from ..launch.compiled_kernel import dynamo_disabled
 from ..shmem_kernels.merge import merge_kernel
@@ -285,6 +285,7 @@ _blocks = CustomOperator(
     Passes(_blocks_traced, _own_fake, _blocks_backward, _blocks_fake_backward),
     _save_blocks,
     _gradient_blocks,
+    tags=no_cuda_graph,  # ``_saved``
 )
 
 

@@ -44,7 +44,7 @@ def conv_with_halo(
     """
     (B, T), count = x.shape[:2], len(pieces)
     if torch.compiler.is_compiling():
-        if where["cu_seqlens"] is not None:
+        if where.get("cu_seqlens") is not None:
             return _not_traced(conv, n, x, pieces, tables, comm=comm, **where)
         if T:  # one concatenation, which torch fuses
             before = halo(x, n, comm=comm, **where).unflatten(1, (count, n))

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..base.autograd import CustomOperator, Passes
-from ..bindings.torch_compat import coalesced
+from ..bindings.torch_compat import coalesced, no_cuda_graph
 from ..comm.communicator import Communicator, communicator_of
 from ..comm.process_groups import check_group, collective
 from ..ops.halo import halo
@@ -152,10 +152,10 @@ class Gather:
         self._arrived: Any = None
         self._sums: Any = None
         self._token: torch.Tensor | None = None
-        self._traced: Any = None  # of a traced gather: its slots, the tensors, and other arguments of its operators
+        self._traced: Any = None  # of a traced gather: its operators' tensors and other arguments
         if tensors and torch.compiler.is_compiling():
-            fixed = [*tokens], zigzag, comm.handle
-            self._traced = (*_gather.forward(*tensors, *fixed), *tensors), fixed
+            (arrived,) = _gather.forward(tensors, [*tokens], tokens[comm.rank], zigzag, comm.handle)
+            self._traced = [*arrived, *tensors], ([*tokens], zigzag, comm.handle)
         elif tensors:
             self._token = Start.apply(self, *tensors)
 
@@ -171,7 +171,8 @@ class Gather:
         """
         if self._traced is not None:
             tensors, fixed = self._traced
-            return tuple(x.transpose(0, 1) for x in _read.forward(*tensors, list(slots), *fixed))
+            read = [sum(self.filled[slot] for slot in slots), *slots]
+            return tuple(x.transpose(0, 1) for x in _read.forward(tensors, read, *fixed)[0])
         return _Read.apply(self, list(slots), self._token)
 
     def start(self, tensors: Sequence[Tensor]) -> None:
@@ -188,10 +189,9 @@ class Gather:
         self._work = _together("all_gather", pairs, self.comm.group)
 
     def finish(self, slots: Any) -> tuple[torch.Tensor, ...]:
-        """Wait, and return the tokens of ``slots``, see ``read``."""
         with collective(self.comm.group):
             self._work.wait()
-        runs = self.runs(slots)
+        runs = self._runs(slots)
         rows = [[x[first:end] for first, end in runs] for x in self._arrived]
         self._work = self._arrived = self._token = None
         return tuple(joined(some, 0).transpose(0, 1) for some in rows)
@@ -199,7 +199,7 @@ class Gather:
     def start_sum(self, slots: Any, gradients: Any) -> None:
         """Start the reduce-scatter of the gradients of ``slots``; the gradients of other slots are zero."""
         pairs: list = []
-        self._sums, runs = [], self.runs(slots)
+        self._sums, runs = [], self._runs(slots)
         for dx in gradients:
             dx = dx.transpose(0, 1)
             dtype = torch.float32 if self.comm.size >= IN_FLOAT32 and dx.dtype.itemsize < 4 else dx.dtype
@@ -230,7 +230,7 @@ class Gather:
         rows = self.comm.size * self.length
         return [slots[start * self.length :][:rows] for start in self.starts]
 
-    def runs(self, slots: Any) -> list[tuple[int, int]]:
+    def _runs(self, slots: Any) -> list[tuple[int, int]]:
         """(first row, end) of the tokens in ``slots``; adjacent ranges are merged, and at least one is returned."""
         runs: list[tuple[int, int]] = []
         for first, end in ((slot * self.length, slot * self.length + self.filled[slot]) for slot in slots):
@@ -242,91 +242,90 @@ class Gather:
 
 
 # The same two steps as custom operators, for torch.compile. A Gather that runs is found by the address of the memory
-# that the one operator returns and the other takes. Gathered tensors and gradients are [tokens, B, ...].
+# that the one operator returns and the other takes. Gathered tensors and gradients are [tokens, B, ...]. read: the
+# number of tokens to read, then their slots (torch would take an empty list of slots for one of tensors).
 
 _running: dict[int, Gather] = {}
 
 
 def _start_traced(
-    a: Tensor, b: Tensor, tokens: Sequence[int], zigzag: bool, handle: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+    xs: Sequence[Tensor], tokens: Sequence[int], own: int, zigzag: bool, handle: int
+) -> tuple[list[torch.Tensor]]:
     gather = Gather(communicator_of(handle), tokens, zigzag)
-    gather.start((a, b))
-    found_a, found_b = gather._arrived
-    _running[found_a.data_ptr()] = gather
-    return found_a, found_b
+    gather.start(xs)
+    _running[gather._arrived[0].data_ptr()] = gather
+    return (gather._arrived,)
 
 
-def _start_fake(a: Tensor, b: Tensor, tokens: Sequence[int], zigzag: bool, _: Any) -> Any:
-    slots = len(tokens) * (max(tokens) // (1 + zigzag)) * (1 + zigzag)
-    return tuple(x.new_empty(slots, x.shape[0], *x.shape[2:]) for x in (a, b))
+def _start_fake(xs: Sequence[Tensor], tokens: Sequence[int], own: int, zigzag: bool, _: Any) -> Any:
+    return ([x.new_empty(_rows_of_slots(tokens, zigzag), x.shape[0], *x.shape[2:]) for x in xs],)
+
+
+def _rows_of_slots(tokens: Sequence[int], zigzag: bool) -> int:
+    return len(tokens) * (1 + zigzag) * (max(tokens) // (1 + zigzag))
 
 
 def _finish_sum_traced(
-    da: Tensor, db: Tensor, tokens: Sequence[int], zigzag: bool, handle: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    a, b = _running.pop(da.data_ptr()).finish_sum()
-    return a.transpose(0, 1).to(da.dtype), b.transpose(0, 1).to(db.dtype)
+    gradients: Sequence[Tensor], tokens: Sequence[int], own: int, zigzag: bool, handle: int
+) -> tuple[list[torch.Tensor]]:
+    sums = _running.pop(gradients[0].data_ptr()).finish_sum()
+    return ([x.transpose(0, 1).to(dx.dtype) for x, dx in zip(sums, gradients, strict=True)],)
 
 
-def _finish_sum_fake(da: Tensor, db: Tensor, tokens: Sequence[int], _: Any, handle: int) -> Any:
-    own = tokens[communicator_of(handle).rank]
-    return tuple(x.new_empty(own, *x.shape[1:]) for x in (da, db))
+def _finish_sum_fake(gradients: Sequence[Tensor], _: Any, own: int, *__: Any) -> Any:
+    return ([dx.new_empty(own, *dx.shape[1:]) for dx in gradients],)
 
 
-def _gradient_start(backward: Any, ctx: Any, da: Tensor, db: Tensor) -> Any:
-    return tuple(x.transpose(0, 1) for x in backward(da, db, *ctx.fixed))
+def _gradient_start(backward: Any, ctx: Any, gradients: Sequence[Tensor]) -> Any:
+    return ([dx.transpose(0, 1) for dx in backward(gradients, *ctx.fixed)[0]],)
 
 
 def _read_traced(
-    a: Tensor,
-    b: Tensor,
-    own_a: Tensor,  # kept until the gather has read them
-    own_b: Tensor,
-    slots: Sequence[int],
-    tokens: Sequence[int],
-    zigzag: bool,
-    handle: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    gather = _running.pop(a.data_ptr())
-    found: Any = (x.transpose(0, 1) for x in gather.finish(slots))
-    if len(gather.runs(slots)) == 1:  # views of a and b
-        found = (x.clone() for x in found)
-    a, b = found
-    return a, b
+    tensors: Sequence[Tensor], read: Sequence[int], tokens: Sequence[int], zigzag: bool, handle: int
+) -> tuple[list[torch.Tensor]]:
+    """tensors: those that have arrived, then as many that were sent, which must be kept until then."""
+    gather = _running.pop(tensors[0].data_ptr())
+    found = [x.transpose(0, 1) for x in gather.finish(read[1:])]
+    views = len(gather._runs(read[1:])) == 1
+    return ([x.clone() for x in found] if views else found,)
 
 
-def _read_fake(a: Tensor, b: Tensor, _: Any, __: Any, slots: Any, tokens: Any, zigzag: bool, handle: int) -> Any:
-    runs = Gather(communicator_of(handle), tokens, zigzag).runs(slots)
-    return tuple(x.new_empty(sum(end - first for first, end in runs), *x.shape[1:]) for x in (a, b))
+def _read_fake(tensors: Sequence[Tensor], read: Sequence[int], *_: Any) -> Any:
+    return ([x.new_empty(read[0], *x.shape[1:]) for x in tensors[: len(tensors) // 2]],)
+
+
+def _gradient_read(backward: Any, ctx: Any, gradients: Sequence[Tensor]) -> Any:
+    return ([*backward(gradients, *ctx.fixed)[0], *[None] * len(gradients)],)
 
 
 def _start_sum_traced(
-    da: Tensor, db: Tensor, slots: Sequence[int], tokens: Sequence[int], zigzag: bool, handle: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+    gradients: Sequence[Tensor], read: Sequence[int], tokens: Sequence[int], zigzag: bool, handle: int
+) -> tuple[list[torch.Tensor]]:
     gather = Gather(communicator_of(handle), tokens, zigzag)
-    gather.start_sum(slots, [x.transpose(0, 1) for x in (da, db)])
-    sent_a, sent_b = (x if x.dtype == da.dtype else da.new_empty(x.shape) for _, x in gather._sums)
-    _running[sent_a.data_ptr()] = gather
-    return sent_a, sent_b
+    gather.start_sum(read[1:], [dx.transpose(0, 1) for dx in gradients])
+    pairs = zip((x for _, x in gather._sums), gradients, strict=True)
+    sent = [x if x.dtype == dx.dtype else dx.new_empty(x.shape) for x, dx in pairs]  # not in float32: see IN_FLOAT32
+    _running[sent[0].data_ptr()] = gather
+    return (sent,)
 
 
-def _start_sum_fake(da: Tensor, db: Tensor, _: Any, tokens: Sequence[int], zigzag: bool, __: Any) -> Any:
-    slots = len(tokens) * (max(tokens) // (1 + zigzag)) * (1 + zigzag)
-    return tuple(x.new_empty(slots, *x.shape[1:]) for x in (da, db))
+def _start_sum_fake(gradients: Sequence[Tensor], _: Any, tokens: Sequence[int], zigzag: bool, __: Any) -> Any:
+    return ([dx.new_empty(_rows_of_slots(tokens, zigzag), *dx.shape[1:]) for dx in gradients],)
 
 
 _gather = CustomOperator(
     "allscan::gather",
     Passes(_start_traced, _start_fake, _finish_sum_traced, _finish_sum_fake),
-    lambda ctx, inputs, output: setattr(ctx, "fixed", inputs[2:]),
+    lambda ctx, inputs, output: setattr(ctx, "fixed", inputs[1:]),
     _gradient_start,
+    tags=no_cuda_graph,
 )
 _read = CustomOperator(
     "allscan::gather_read",
     Passes(_read_traced, _read_fake, _start_sum_traced, _start_sum_fake),
-    lambda ctx, inputs, output: setattr(ctx, "fixed", inputs[4:]),
-    lambda backward, ctx, da, db: backward(da, db, *ctx.fixed),
+    lambda ctx, inputs, output: setattr(ctx, "fixed", inputs[1:]),
+    _gradient_read,
+    tags=no_cuda_graph,
 )
 
 

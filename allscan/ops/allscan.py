@@ -284,31 +284,6 @@ def scan_zigzag(
     return JoinBackward.apply(None, *found) if wanted else found
 
 
-def zigzag_adjoint(
-    comm: Communicator,
-    what: str,
-    ascending: ScanInputs,
-    descending: ScanInputs,
-    fwd_epochs: Sequence[Tensor],
-    part: ScanPart,
-    of_call: int = ZIGZAG,
-) -> tuple[Tensor, Tensor]:
-    """The gradients of both states of ``scan_zigzag``: its backward in a custom operator, two calls as in eager mode.
-    ascending, descending: the gradient of that scan's result as state, with the scan's decay or transition. fwd_epochs:
-    those of the forward scans. of_call: the call's stamp."""
-    part, gradients, outgoing_state = part._replace(adjoint=True), [descending.state, ascending.state], None
-    for i, inputs in enumerate((descending, ascending)):
-        with comm.call(bool(i), f"the backward of {what}", (inputs.state,)):
-            if torch.is_grad_enabled():
-                raise second_derivative_error(what)
-            comm.order.stamp = of_call
-            inputs = inputs._replace(initial_state=outgoing_state)
-            gradients[i] = scan_once(comm, inputs, bool(i), part=part, fwd_epoch=fwd_epochs[1 - i])
-            if comm.rank == comm.size - 1:  # where the ascending scan has ended, and the descending one began
-                outgoing_state = outgoing(inputs, gradients[i], adjoint=True)
-    return gradients[1], gradients[0]
-
-
 class JoinBackward(Function):
     """Identity with one autograd node for several tensors: its backward runs after the backward of all their users."""
 

@@ -3,7 +3,6 @@ shift of AllScan."""
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -33,9 +32,10 @@ from ..comm.tags import stamp
 from ..launch.compiled_kernel import dynamo_disabled
 from ..scan.agreement import get_or_create_scan
 from ..scan.fwd_epochs import FWD_EPOCHS, new_fwd_epochs
+from ..scan.zigzag_scan import outgoing
 from ..tokens.packing import Tables, boundaries_on_host, carried_states, own_boundaries, tokens_of_pieces
 from ..tokens.partition import cached_table, check_packed, compare_values, partition_start
-from .allscan import OF_HALO, scan_once, scan_zigzag, zigzag_adjoint
+from .allscan import OF_HALO, scan_once, scan_zigzag
 
 Xs = TypeVar("Xs", Tensor, tuple[Tensor, ...])
 
@@ -418,18 +418,20 @@ def _forward(
         inside, decay = _inside(comm, T, n, reverse, cu_seqlens, first_token, zigzag), _decay(T >> zigzag, n, reverse)
         fwd_epoch = new_fwd_epochs(comm, FWD_EPOCHS)
         if zigzag:
-            found = _two_ways(comm, [*edge.unbind()], decay, reverse, fwd_epochs=_both(fwd_epoch))
+            epochs = [_epoch_of(fwd_epoch, descending) for descending in (False, True)]
+            found = _two_ways(comm, [*edge.unbind()], decay, reverse, fwd_epochs=epochs)
         else:
-            found = scan_once(comm, ScanInputs(edge, decay), reverse, part=OF_HALO, fwd_epoch=fwd_epoch[:1])
+            epoch = _epoch_of(fwd_epoch, reverse)
+            found = scan_once(comm, ScanInputs(edge, decay), reverse, part=OF_HALO, fwd_epoch=epoch)
         return found if inside is None else torch.where(inside, found, 0.0), fwd_epoch
 
 
 _LAYOUTS = "contiguous", "zigzag"
 
 
-def _both(fwd_epoch: Tensor) -> tuple[Tensor, Tensor]:
-    """The forward epochs of the ascending and the descending scan."""
-    return fwd_epoch[:1], fwd_epoch[2:3]
+def _epoch_of(fwd_epoch: Tensor, descending: bool) -> Tensor:
+    """The forward epoch of the ascending or of the descending scan."""
+    return fwd_epoch[2:3] if descending else fwd_epoch[:1]
 
 
 def _fake(edge: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
@@ -451,19 +453,22 @@ def _backward(
 ) -> tuple[Tensor]:
     comm, n = communicator_of(handle), dfound.shape[1] >> zigzag
     agree = Options(n, reverse, cu_seqlens, first_token, _LAYOUTS[zigzag]).alike(dtypes, widths)
-    with comm.call(not reverse, "the backward of halo()", dfound) if not zigzag else contextlib.nullcontext():
-        comm.order.stamp = of_call = _stamp_of(cu_seqlens, agree)
-        inside, decay = _inside(comm, T, n, reverse, cu_seqlens, first_token, zigzag), _decay(T >> zigzag, n, reverse)
-        dfound = dfound if inside is None else torch.where(inside, dfound, 0.0)
-        kind = torch.int64, torch.Size([FWD_EPOCHS]), comm.device
-        (fwd_epoch,) = restored("halo()", ("fwd_epoch",), [fwd_epoch], [kind])
-        if not zigzag:
-            part, inputs = OF_HALO._replace(adjoint=True), ScanInputs(dfound, decay)
-            return (scan_once(comm, inputs, not reverse, part=part, fwd_epoch=fwd_epoch[:1]),)
-    order = slice(None, None, -1 if reverse else 1)
-    ascending, descending = (ScanInputs(x.contiguous(), decay) for x in dfound.chunk(2, 1)[order])
-    found = zigzag_adjoint(comm, "halo()", ascending, descending, _both(fwd_epoch), OF_HALO, of_call)
-    return (torch.stack([*found][order]),)
+    found, outgoing_state = [dfound] * (1 + zigzag), None
+    for descending in (True, False) if zigzag else (reverse,):  # the scan in forward; calls as in eager mode
+        with comm.call(not descending, "the backward of halo()", dfound):
+            comm.order.stamp = _stamp_of(cu_seqlens, agree)
+            inside = _inside(comm, T, n, reverse, cu_seqlens, first_token, zigzag)
+            half = int(zigzag and descending != reverse)
+            part = dfound if inside is None else torch.where(inside, dfound, 0.0)
+            part = part.chunk(1 + zigzag, 1)[half].contiguous()
+            inputs = ScanInputs(part, _decay(T >> zigzag, n, reverse), None, outgoing_state)
+            kind = torch.int64, torch.Size([FWD_EPOCHS]), comm.device
+            (epochs,) = restored("halo()", ("fwd_epoch",), [fwd_epoch], [kind])
+            adjoint, epoch = OF_HALO._replace(adjoint=True), _epoch_of(epochs, descending)
+            found[half] = scan_once(comm, inputs, not descending, part=adjoint, fwd_epoch=epoch)
+            if zigzag and comm.rank == comm.size - 1:  # where the ascending scan has ended, and the other one began
+                outgoing_state = outgoing(inputs, found[half], adjoint=True)
+    return (torch.stack(found) if zigzag else found[0],)
 
 
 def _fake_backward(dfound: Tensor, *rest: Any) -> tuple[Tensor]:
