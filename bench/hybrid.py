@@ -35,6 +35,9 @@ small model: loss and gradients against one rank with the whole sequence. Afterw
 which method ran, for allscan also its counted scans (column ``proof``, of rank 0). --profile prints the kernel times of
 that step, by kind and rank, and draws a softmax layer in zigzag. Without GPUs only the check runs, on 2 CPU ranks, with
 transformers' functions in torch in place of fla's.
+
+--compile: the model is compiled by ``model.compile()``, for allscan and data parallel (rows named "..., compiled").
+DistributedDataParallel then sums all gradients after the backward pass (torch._dynamo.config.optimize_ddp is off).
 """
 
 from __future__ import annotations
@@ -106,10 +109,11 @@ class Hybrid(NamedTuple):
     family: str
     mla: int = 0  # key width of Kimi-Linear's softmax layers, for heads of 128
     chunk: str = "allscan"  # whose kernels are used inside the chunks of recurrent layers
+    compiled: bool = False
 
     @property
     def name(self) -> str:
-        return f"{self.family}, MLA {self.mla}" if self.mla else self.family
+        return self.family + f", MLA {self.mla}" * bool(self.mla) + ", compiled" * self.compiled
 
     @property
     def modeling(self):
@@ -133,7 +137,7 @@ class Hybrid(NamedTuple):
 
     def alone(self, device) -> bool:
         """Check whether a rank that is alone uses allscan's operator."""
-        return device.type == "cuda" and (self.chunk == "allscan" or not self.mla)
+        return (device.type == "cuda" or self.compiled) and (self.chunk == "allscan" or not self.mla)
 
     def config(self, layers, width, heads, head, vocabulary):
         file = importlib.import_module(f"transformers.models.{self.family}.configuration_{self.family}")
@@ -214,6 +218,9 @@ def made(hybrid, device, dtype, layers=12, width=2048, heads=16, head=128, vocab
         for name, p in model.named_parameters():
             if name.endswith("A_log"):
                 p.uniform_(-7, -4)  # slow decay: states persist over several ranks
+    if hybrid.compiled:
+        torch._dynamo.config.optimize_ddp, torch._dynamo.config.fail_on_recompile_limit_hit = False, True
+        model.compile(backend="aot_eager" if torch.device(device).type == "cpu" else "inductor")
     return model.to(device, dtype).train()
 
 
@@ -314,16 +321,21 @@ def alone(operator, one, query, key, value, g, beta, use_qk_l2norm_in_kernel=Fal
 
 @contextlib.contextmanager
 def functions(hybrid, device):
-    """Set the model's operators: on GPUs allscan's with the model's ``chunk``; on CPUs, where fla's functions do not
-    run, transformers' in torch."""
+    """Set the model's operators: on GPUs, and compiled, allscan's with the model's ``chunk``; on CPUs, where fla's
+    functions do not run, transformers' in torch."""
     from allscan.integrations import transformers_layers as layers
 
     own = vars(hybrid.modeling)[hybrid.rule]
-    if device.type == "cpu":
+    on_gpu = (lambda device: True) if hybrid.compiled else layers.on_gpu
+    if device.type == "cpu" and not hybrid.compiled:
         own = getattr(own, "original", own)
         own = getattr(own, "__wrapped__", own)
     ours = {name: functools.partial(operator, chunk=hybrid.chunk) for name, operator in layers.OURS.items()}
-    with mock.patch.object(hybrid.modeling, hybrid.rule, own), mock.patch.dict(layers.OURS, ours):
+    with (
+        mock.patch.object(hybrid.modeling, hybrid.rule, own),
+        mock.patch.dict(layers.OURS, ours),
+        mock.patch.object(layers, "on_gpu", on_gpu),
+    ):
         yield
 
 
@@ -586,15 +598,18 @@ def main() -> int:
     parser.add_argument("--chunk", choices=CHUNKS, default="allscan", help="whose kernels to use inside chunks")
     parser.add_argument("--only", nargs="+", choices=METHODS, default=METHODS, help="methods besides data parallel")
     parser.add_argument("--profile", action="store_true", help="print the kernel times of a step, by kind")
+    parser.add_argument("--compile", action="store_true", help="torch.compile the model, for allscan and data parallel")
     parser.add_argument("--tuned", action="store_true", help="fla is already tuned, in Triton's cache")
     parser.add_argument("--csv", default=results("hybrid.csv"))
     arguments = parser.parse_args()
     hybrids = [
-        Hybrid(family, mla, arguments.chunk)
+        Hybrid(family, mla, arguments.chunk, arguments.compile)
         for family in arguments.model
         for mla in (arguments.mla if family == "kimi_linear" else [0])
     ]
     names, count = tuple(arguments.only), arguments.ranks or torch.cuda.device_count()
+    if arguments.compile:
+        names = tuple(name for name in names if name.startswith("allscan"))
     if torch.cuda.device_count() < 2:
         print("No two GPUs here: a check of every method on 2 CPU ranks.")
         with Ranks(2, "cpu") as ranks:

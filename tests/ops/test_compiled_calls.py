@@ -208,6 +208,41 @@ def test_first_tokens_that_change_and_writes_to_a_result(run):
     assert run(2, symbolic_case) == [(0.0, 0.0)] * 2
 
 
+def alone_case(group):
+    """One rank runs eagerly, as at torch's limit of recompilations, the other's function is compiled. Return the
+    largest error of results and gradients without checkpointing, and the errors raised with it."""
+
+    def layer(x):
+        return allscan.halo(x.sin(), 2, comm=comm).sin() + x[:, :2]
+
+    def repeated(x):
+        return checkpoint(layer, x, use_reentrant=False)
+
+    worst, errors = 0.0, []
+    with allscan.Communicator(group, timeout=5) as comm:
+        for eager in range(2):
+            found = []
+            for program in layer, layer, repeated:
+                torch._dynamo.reset()
+                compiled = program if comm.rank == eager or not found else torch.compile(program, backend="aot_eager")
+                x = torch.linspace(0, 1, 32, device=comm.device).view(1, 8, 4).requires_grad_()
+                y = compiled(x)
+                problem = raised(y.square().sum().backward)
+                found.append((y.detach(), x.grad))
+            worst = max(worst, *(error(a, b) for a, b in zip(*found[:2])))
+            errors.append(problem or raised(comm.barrier))
+            comm.resync()
+    return worst, errors
+
+
+@pytest.mark.cpu  # on CPUs the call itself ends with the time-out
+def test_a_rank_that_does_not_compile(run):
+    """It makes the same calls, except with checkpointing: eager backward passes repeat calls. That raises an error."""
+    for worst, errors in run(2, alone_case):
+        assert worst < 1e-6
+        assert all(name in ("AllScanTimeout", "AllScanOutOfStep") for name, _ in errors), errors
+
+
 # An operator that logs its calls, in one process
 
 
