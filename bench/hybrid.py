@@ -37,7 +37,8 @@ that step, by kind and rank, and draws a softmax layer in zigzag. Without GPUs o
 transformers' functions in torch in place of fla's.
 
 --compile: the model is compiled by ``model.compile()``, for allscan and data parallel (rows named "..., compiled").
-DistributedDataParallel then sums all gradients after the backward pass (torch._dynamo.config.optimize_ddp is off).
+DistributedDataParallel then sums all gradients after the backward pass (torch._dynamo.config.optimize_ddp is off), and
+a method's steps follow one another, since a new split compiles anew.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ import contextlib
 import functools
 import gc
 import importlib
+import itertools
 import json
 import random
 import statistics
@@ -349,7 +351,7 @@ def communicators(group):
         ranks = dist.get_process_group_ranks(group)
         _alone[group] = [dist.new_group([r], use_local_synchronization=True) for r in ranks if r == dist.get_rank()][0]
     # ranks may compile for different times
-    with allscan.Communicator(group, timeout=120) as comm, allscan.Communicator(_alone[group]) as one:
+    with allscan.Communicator(group, timeout=300) as comm, allscan.Communicator(_alone[group]) as one:
         yield comm, one
 
 
@@ -407,28 +409,31 @@ def measure(group, hybrid, names, T, shape, steps) -> dict:
                 optimizer.zero_grad()
             torch.cuda.synchronize()
 
-        for turn in range(steps + 2 + SERIES):
-            single = turn < steps + 2
-            count, where = (1, times) if single else (IN_A_ROW, in_a_row)
-            for name in random.Random(turn).sample(names, len(names)):
-                with method(name, hybrid, model, comm, one):
+        last = steps + 2 + SERIES  # it is profiled
+        turns = [(turn, name) for turn in range(last + 1) for name in random.Random(turn).sample(names, len(names))]
+        if hybrid.compiled:  # in a row, since a new split compiles anew
+            turns.sort(key=lambda pair: pair[1])
+        for name, some in itertools.groupby(turns, key=lambda pair: pair[1]):
+            with method(name, hybrid, model, comm, one):
+                for turn, _ in some:
+                    comm.barrier()
+                    if turn == last:
+                        profiles[name] = launched(step)
+                        kernels = collections.Counter(one.name for one in profiles[name])
+                        proofs[name] = ran(name, kernels, *wanted[name])
+                        continue
+                    single = turn < steps + 2
+                    count, where = (1, times) if single else (IN_A_ROW, in_a_row)
                     before = scans(comm, shape["head"])
                     torch.cuda.reset_peak_memory_stats()
-                    comm.barrier()
                     start = time.perf_counter()
                     step(count)
                     where[name].append((time.perf_counter() - start) / count)
                     if single:
                         peaks[name] = torch.cuda.max_memory_allocated() / (1 << 30)
-                prove_scans(name, recurrent * count, before, scans(comm, shape["head"]))
-                if turn < 2 and comm.rank == 0:
-                    print(f"  {name}: step {turn}, {times[name][-1]:.2f} s", file=sys.stderr, flush=True)
-        for name in names:
-            with method(name, hybrid, model, comm, one):
-                comm.barrier()
-                found = launched(step)
-            proofs[name] = ran(name, collections.Counter(one.name for one in found), *wanted[name])
-            profiles[name] = found
+                    prove_scans(name, recurrent * count, before, scans(comm, shape["head"]))
+                    if turn < 2 and comm.rank == 0:
+                        print(f"  {name}: step {turn}, {times[name][-1]:.2f} s", file=sys.stderr, flush=True)
         parameters = sum(p.numel() for p in model.parameters())
         medians = {name: (statistics.median(times[name][2:]), statistics.median(in_a_row[name])) for name in names}
         return {
