@@ -37,6 +37,10 @@ small model: loss and gradients against one rank with the whole sequence. Afterw
 which method ran, for allscan also its counted scans (column ``proof``, of rank 0). --profile prints the kernel times of
 that step, by kind and rank, and draws a softmax layer in zigzag. Without GPUs only the check runs, on 2 CPU ranks, with
 transformers' functions in torch in place of fla's.
+
+--compile: the model is compiled by ``model.compile()``, for allscan and data parallel (rows named "..., compiled").
+DistributedDataParallel then sums all gradients after the backward pass (torch._dynamo.config.optimize_ddp is off), and
+a method's steps follow one another, since a new split compiles anew.
 """
 
 from __future__ import annotations
@@ -47,6 +51,7 @@ import contextlib
 import functools
 import gc
 import importlib
+import itertools
 import json
 import random
 import statistics
@@ -143,10 +148,11 @@ class Hybrid(NamedTuple):
     family: str
     mla: int = 0  # key width of Kimi-Linear's softmax layers, for heads of 128
     chunk: str = "allscan"  # whose kernels are used inside the chunks of recurrent layers
+    compiled: bool = False
 
     @property
     def name(self) -> str:
-        return f"{self.family}, MLA {self.mla}" if self.mla else self.family
+        return self.family + f", MLA {self.mla}" * bool(self.mla) + ", compiled" * self.compiled
 
     @property
     def modeling(self):
@@ -162,7 +168,7 @@ class Hybrid(NamedTuple):
 
     def alone(self, device) -> bool:
         """Check whether a rank that is alone uses allscan's operator."""
-        return device.type == "cuda" and (self.chunk == "allscan" or not self.mla)
+        return (device.type == "cuda" or self.compiled) and (self.chunk == "allscan" or not self.mla)
 
     def alone_by(self, one) -> Callable:
         """Return allscan's operator on one rank in place of the model's function. one: this rank's communicator."""
@@ -266,6 +272,9 @@ def made(hybrid, device, dtype, layers=12, width=2048, heads=16, head=128, vocab
         for name, p in model.named_parameters():
             if name.endswith("A_log"):
                 p.uniform_(-7, -4)  # slow decay: states persist over several ranks
+    if hybrid.compiled:
+        torch._dynamo.config.optimize_ddp, torch._dynamo.config.fail_on_recompile_limit_hit = False, True
+        model.compile(backend="aot_eager" if torch.device(device).type == "cpu" else "inductor")
     return model.to(device, dtype).train()
 
 
@@ -386,19 +395,24 @@ def scan_alone(one, x, dt, A, B, C, chunk_size, *, D, dt_bias, dt_softplus, dt_l
 
 @contextlib.contextmanager
 def functions(hybrid, device):
-    """Set the model's operators: on GPUs allscan's with the model's ``chunk``; on CPUs, where fla's functions do not
-    run, transformers' in torch."""
+    """Set the model's operators: on GPUs, and compiled, allscan's with the model's ``chunk``; on CPUs, where fla's
+    functions do not run, transformers' in torch."""
     from allscan.integrations import transformers_layers as layers
 
     own = vars(hybrid.modeling)[hybrid.of.rule]
-    if device.type == "cpu":
+    on_gpu = (lambda device: True) if hybrid.compiled else layers.on_gpu
+    if device.type == "cpu" and not hybrid.compiled:
         own = getattr(own, "original", own)
         own = getattr(own, "__wrapped__", own)
     ours = {name: functools.partial(operator, chunk=hybrid.chunk) for name, operator in layers.OURS.items()}
     replaced = {hybrid.of.rule: own}
     if hybrid.is_ssd:  # mamba_ssm's kernel of a whole layer
         replaced["mamba2_split_conv1d_scan_combined"] = lambda *_, **__: None
-    with mock.patch.multiple(hybrid.modeling, **replaced), mock.patch.dict(layers.OURS, ours):
+    with (
+        mock.patch.multiple(hybrid.modeling, **replaced),
+        mock.patch.dict(layers.OURS, ours),
+        mock.patch.object(layers, "on_gpu", on_gpu),
+    ):
         yield
 
 
@@ -412,7 +426,7 @@ def communicators(group):
         ranks = dist.get_process_group_ranks(group)
         _alone[group] = [dist.new_group([r], use_local_synchronization=True) for r in ranks if r == dist.get_rank()][0]
     # ranks may compile for different times
-    with allscan.Communicator(group, timeout=120) as comm, allscan.Communicator(_alone[group]) as one:
+    with allscan.Communicator(group, timeout=300) as comm, allscan.Communicator(_alone[group]) as one:
         yield comm, one
 
 
@@ -470,28 +484,31 @@ def measure(group, hybrid, names, T, shape, steps) -> dict:
                 optimizer.zero_grad()
             torch.cuda.synchronize()
 
-        for turn in range(steps + 2 + SERIES):
-            single = turn < steps + 2
-            count, where = (1, times) if single else (IN_A_ROW, in_a_row)
-            for name in random.Random(turn).sample(names, len(names)):
-                with method(name, hybrid, model, comm, one):
+        last = steps + 2 + SERIES  # it is profiled
+        turns = [(turn, name) for turn in range(last + 1) for name in random.Random(turn).sample(names, len(names))]
+        if hybrid.compiled:  # in a row, since a new split compiles anew
+            turns.sort(key=lambda pair: pair[1])
+        for name, some in itertools.groupby(turns, key=lambda pair: pair[1]):
+            with method(name, hybrid, model, comm, one):
+                for turn, _ in some:
+                    comm.barrier()
+                    if turn == last:
+                        profiles[name] = launched(step)
+                        kernels = collections.Counter(one.name for one in profiles[name])
+                        proofs[name] = ran(name, kernels, *wanted[name])
+                        continue
+                    single = turn < steps + 2
+                    count, where = (1, times) if single else (IN_A_ROW, in_a_row)
                     before = scans(comm, hybrid.state(shape["head"]))
                     torch.cuda.reset_peak_memory_stats()
-                    comm.barrier()
                     start = time.perf_counter()
                     step(count)
                     where[name].append((time.perf_counter() - start) / count)
                     if single:
                         peaks[name] = torch.cuda.max_memory_allocated() / (1 << 30)
-                prove_scans(name, recurrent * count, before, scans(comm, hybrid.state(shape["head"])))
-                if turn < 2 and comm.rank == 0:
-                    print(f"  {name}: step {turn}, {times[name][-1]:.2f} s", file=sys.stderr, flush=True)
-        for name in names:
-            with method(name, hybrid, model, comm, one):
-                comm.barrier()
-                found = launched(step)
-            proofs[name] = ran(name, collections.Counter(one.name for one in found), *wanted[name])
-            profiles[name] = found
+                    prove_scans(name, recurrent * count, before, scans(comm, hybrid.state(shape["head"])))
+                    if turn < 2 and comm.rank == 0:
+                        print(f"  {name}: step {turn}, {times[name][-1]:.2f} s", file=sys.stderr, flush=True)
         parameters = sum(p.numel() for p in model.parameters())
         medians = {name: (statistics.median(times[name][2:]), statistics.median(in_a_row[name])) for name in names}
         return {
@@ -661,15 +678,18 @@ def main() -> int:
     parser.add_argument("--chunk", choices=CHUNKS, default="allscan", help="whose kernels to use inside chunks")
     parser.add_argument("--only", nargs="+", choices=METHODS, default=METHODS, help="methods besides data parallel")
     parser.add_argument("--profile", action="store_true", help="print the kernel times of a step, by kind")
+    parser.add_argument("--compile", action="store_true", help="torch.compile the model, for allscan and data parallel")
     parser.add_argument("--tuned", action="store_true", help="fla is already tuned, in Triton's cache")
     parser.add_argument("--csv", default=results("hybrid.csv"))
     arguments = parser.parse_args()
     hybrids = [
-        Hybrid(family, mla, arguments.chunk if family != "nemotron_h" else "allscan")
+        Hybrid(family, mla, arguments.chunk if family != "nemotron_h" else "allscan", arguments.compile)
         for family in arguments.model
         for mla in (arguments.mla if family == "kimi_linear" else [0])
     ]
     names, count = tuple(arguments.only), arguments.ranks or torch.cuda.device_count()
+    if arguments.compile:
+        names = tuple(name for name in names if name.startswith("allscan"))
     if torch.cuda.device_count() < 2:
         print("No two GPUs here: a check of every method on 2 CPU ranks.")
         with Ranks(2, "cpu") as ranks:

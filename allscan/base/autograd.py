@@ -129,7 +129,7 @@ def watched(inputs: Iterable[object]) -> bool:
 # AOTAutograd's partitioner raises "Node ... was invalid, but is output".
 #
 # Torch's caches on disk identify an operator by its name alone.
-REVISION = 11  # suffix of the names: raise it with every change of an operator's arguments, results, fake or effect
+REVISION = 12  # suffix of the names: raise it with every change of an operator's arguments, results, fake or effect
 
 
 def _record(mode: Any, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -182,9 +182,10 @@ def _custom_operator(
     count = len(inspect.signature(function).parameters)
 
     def extended(run: TupleFunction) -> TupleFunction:
-        def call(*inputs: Any) -> tuple[Tensor, ...]:
-            outputs = [inputs[0].new_empty(0) if x is None else x for x in run(*inputs[:count])]
-            return *outputs, inputs[0].new_empty(1, dtype=torch.int64)
+        def call(*inputs: Any) -> tuple[Any, ...]:
+            first = inputs[0] if isinstance(inputs[0], Tensor) else inputs[0][0]
+            outputs = [first.new_empty(0) if x is None else x for x in run(*inputs[:count])]
+            return *outputs, first.new_empty(1, dtype=torch.int64)
 
         return call
 
@@ -211,11 +212,11 @@ def ordered(name: str, function: TupleFunction, fake: TupleFunction) -> TupleFun
 
 
 def _with_packed(
-    name: str, function: TupleFunction, fake: TupleFunction
+    name: str, function: TupleFunction, fake: TupleFunction, tags: Sequence[torch.Tag]
 ) -> tuple[list[torch.library.CustomOpDef], TupleFunction]:
     """(custom operators, function that calls one of them). Calls with cu_seqlens use a second operator, which torch
     keeps out of its CUDA graphs: a replay would use the tables of the captured call."""
-    operators, names = [_custom_operator(name, function, fake)], [*inspect.signature(function).parameters]
+    operators, names = [_custom_operator(name, function, fake, tags)], [*inspect.signature(function).parameters]
     at = names.index("cu_seqlens") if "cu_seqlens" in names else None
     if at is None:
         return operators, lambda *inputs: operators[0](*inputs)[:-1]
@@ -228,7 +229,8 @@ class Passes(NamedTuple):
     """The functions of a ``CustomOperator``.
 
     forward, backward: functions of tensors with a schema that torch.library.custom_op can infer. The first argument is
-    never None. Both return tuples, with None for an absent tensor; the custom operator returns an empty tensor for it.
+    a tensor or a list of tensors. Both return tuples, with None for an absent tensor; the custom operator returns an
+    empty tensor for it.
     fake, fake_backward: the same functions on tensors without data, without a side effect. They need no schema.
     """
 
@@ -248,14 +250,20 @@ class CustomOperator:
     once.
     """
 
-    def __init__(self, name: str, passes: Passes, save: Callable[..., None], gradient: TupleFunction) -> None:
-        operators, self.forward = _with_packed(name, passes.forward, passes.fake)
-        _, self.backward = _with_packed(f"{name}_backward", passes.backward, passes.fake_backward)
-        count = len(inspect.signature(passes.forward).parameters) + 1  # with ``after``
+    def __init__(
+        self,
+        name: str,
+        passes: Passes,
+        save: Callable[..., None],
+        gradient: TupleFunction,
+        tags: Sequence[torch.Tag] = (),
+    ) -> None:
+        operators, self.forward = _with_packed(name, passes.forward, passes.fake, tags)
+        _, self.backward = _with_packed(f"{name}_backward", passes.backward, passes.fake_backward, tags)
 
         def gradients(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
             found = gradient(self.backward, ctx, *grads[:-1])
-            return *found, *[None] * (count - len(found))  # torch 2.15 wants one for each argument
+            return *found, *[None] * (len(ctx.needs_input_grad) - len(found))  # one for each argument that was passed
 
         for operator in operators:
             operator.register_autograd(

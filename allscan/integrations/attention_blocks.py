@@ -21,8 +21,10 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import get_device_states, set_device_states
 
-from ..bindings.torch_compat import TorchDispatchMode
+from ..base.autograd import CustomOperator, Passes, ordered
+from ..bindings.torch_compat import TorchDispatchMode, no_cuda_graph
 from ..bindings.triton_compat import OPTIONS
+from ..launch.compiled_kernel import dynamo_disabled
 from ..shmem_kernels.merge import merge_kernel
 from .attention_backward import exact_of, tokens_first
 from .attention_kernels import Kernel, kernel_for, strided_like
@@ -63,6 +65,8 @@ def merged(q: Tensor, k: Tensor, v: Tensor, how: Blocks, kernel: Kernel | None =
     q [B, H, T, D], k [B, G, T, D], v [B, G, T, V]: this rank's tensors. kernel: the result of
     ``kernel_for`` for them, which must not be None.
     """
+    if torch.compiler.is_compiling():
+        return (_in_steps if isinstance(how.gather, ChunkedGather) else _traced)(q, k, v, how)
     gather, project = how.gather, how.project
     scale = q.shape[-1] ** -0.5 if how.scale is None else how.scale
     sources: list = []
@@ -85,6 +89,21 @@ def merged(q: Tensor, k: Tensor, v: Tensor, how: Blocks, kernel: Kernel | None =
         keys = () if gather is None else _keys(gather.read(slots), project, q.dtype, bool(rows))
         o = _Others.apply(shared, (kernel, scale, rows), q.detach(), o, lse, *keys)
     return o.transpose(1, 2)
+
+
+_in_steps = dynamo_disabled(merged)
+
+
+def _traced(q: Tensor, k: Tensor, v: Tensor, how: Blocks) -> torch.Tensor:
+    """``merged`` for torch.compile. Its backward is one operator: the reduce-scatter begins after it."""
+    gather, scale = how.gather, q.shape[-1] ** -0.5 if how.scale is None else how.scale
+    q = tokens_first(q)
+    o, lse = _own_block(q.detach(), k.detach(), v.detach(), scale)
+    slots, rows = ([], []) if gather is None else _rows(gather, q)
+    none = [x[:, :, :0] for x in (k, v)]
+    keys = none if gather is None else _keys(gather.read(slots), how.project, q.dtype, bool(rows))
+    places = [place for some in rows for part in some for place in (part.start, part.stop)]
+    return _blocks.forward(q, k, v, o, lse, *keys, places, scale)[0].transpose(1, 2)
 
 
 def _rows(gather: Gather, q: Tensor) -> tuple[list[int], list[tuple[slice, slice]]]:
@@ -170,6 +189,104 @@ class _Others(torch.autograd.Function):
         parts, sums = _gradients(ctx.scale, blocks, do, (q, o, lse), keys)
         ctx.shared.merged, ctx.shared.parts = (o, lse), parts
         return None, None, None, do, None, *sums
+
+
+# The blocks as custom operators, for torch.compile. What kernels save for backward besides tensors depends on the
+# shapes alone, as there is no dropout.
+
+_saved: dict[tuple, Any] = {}
+
+
+def _own_traced(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    if not q.shape[2]:
+        return _own_fake(q, k, v)
+    kernel = kernel_for(q, k, v)
+    o, lse, more = kernel.forward(q, k, v, True, scale)  # type: ignore[union-attr]
+    _saved[_key(q, k, v)] = kernel, more
+    return tokens_first(o), lse.contiguous()
+
+
+def _key(*tensors: Tensor) -> tuple:
+    return tuple((x.shape, x.dtype, x.device) for x in tensors)
+
+
+def _own_fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    B, H, T = q.shape[:3]
+    lse = torch.promote_types(q.dtype, torch.float32)
+    return q.new_empty(B, T, H, v.shape[-1]).transpose(1, 2), q.new_empty(B, H, T, dtype=lse)
+
+
+def _blocks_traced(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    key: Tensor,
+    value: Tensor,
+    places: Sequence[int],
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    o, lse = tokens_first(o.clone()), lse.clone()
+    if q.shape[2]:
+        kernel, _ = _saved[_key(q, k, v)]
+        _saved[*_key(q, k, v, key), *places] = _add(kernel, scale, _slices(places), (q, o, lse), (key, value))
+    return o, lse
+
+
+def _slices(places: Sequence[int]) -> list[tuple[slice, slice]]:
+    return [(slice(*places[i : i + 2]), slice(*places[i + 2 : i + 4])) for i in range(0, len(places), 4)]
+
+
+def _blocks_backward(
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    key: Tensor,
+    value: Tensor,
+    places: Sequence[int],
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    if not q.shape[2]:
+        return _blocks_fake_backward(do, q, k, v, o, lse, key, value)
+    do = strided_like(do, o)
+    kernel, more = _saved[_key(q, k, v)]
+    blocks = list(zip(_slices(places), _saved[*_key(q, k, v, key), *places], strict=True))
+    parts, sums = _gradients(scale, blocks, do, (q, o, lse), (key, value))
+    dq, dk, dv = kernel.backward(do, q, k, v, o, lse, more, True, scale)
+    for rows, part in parts:
+        dq[:, :, rows] += part.to(dq.dtype)
+    dq, dk, dv, dkey, dvalue = (tokens_first(x) for x in (dq, dk, dv, *sums))
+    return dq, dk, dv, dkey, dvalue
+
+
+def _blocks_fake_backward(do: Tensor, *inputs: Any) -> Any:
+    like = *inputs[:3], *inputs[5:7]
+    return tuple(x.new_zeros(x.transpose(1, 2).shape).transpose(1, 2) for x in like)
+
+
+def _save_blocks(ctx: Any, inputs: Any, output: Any) -> None:
+    *tensors, _, _, key, value, ctx.places, ctx.scale = inputs
+    ctx.save_for_backward(*tensors, *output, key, value)
+    ctx.mark_non_differentiable(output[1])
+
+
+def _gradient_blocks(backward: Any, ctx: Any, do: Tensor, _: Any) -> tuple[Any, ...]:
+    dq, dk, dv, dkey, dvalue = backward(do, *ctx.saved_tensors, ctx.places, ctx.scale)
+    return dq, dk, dv, None, None, dkey, dvalue
+
+
+_own_block = ordered("allscan::own_block", _own_traced, _own_fake)
+_blocks = CustomOperator(
+    "allscan::blocks",
+    Passes(_blocks_traced, _own_fake, _blocks_backward, _blocks_fake_backward),
+    _save_blocks,
+    _gradient_blocks,
+    tags=no_cuda_graph,  # ``_saved``
+)
 
 
 def _add(kernel: Any, scale: float, rows: Any, of: Sequence[Tensor], keys: Sequence[Tensor]) -> list:

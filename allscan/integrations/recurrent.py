@@ -25,7 +25,6 @@ from ..tokens.partition import cached_table
 from .softmax import joined, reject
 
 
-@dynamo_disabled
 def conv_with_halo(
     conv: Callable[[Tensor], Tensor],
     n: int,
@@ -44,6 +43,13 @@ def conv_with_halo(
     tables: those of these pieces, by n; the first call with an n adds them.
     """
     (B, T), count = x.shape[:2], len(pieces)
+    if torch.compiler.is_compiling():
+        if where.get("cu_seqlens") is not None:
+            return _not_traced(conv, n, x, pieces, tables, comm=comm, **where)
+        if T:  # one concatenation, which torch fuses
+            before = halo(x, n, comm=comm, **where).unflatten(1, (count, n))
+            y = conv(torch.cat([before, x.unflatten(1, (count, -1))], 2).flatten(0, 1))[:, n:]
+            return y.unflatten(0, (-1, count)).flatten(1, 2)
     if not T:
         before = halo(x, n, comm=comm, **where)
         return conv(torch.cat([before, x], 1))[:, before.shape[1] :]
@@ -61,6 +67,9 @@ def conv_with_halo(
     if len(cuts.valid) < replacements.shape[1]:  # drop outputs beyond pieces of fewer than n tokens
         replacements = replacements.index_select(1, cuts.valid)
     return _Replaced.apply(conv(x), cuts.outputs, replacements)
+
+
+_not_traced = dynamo_disabled(conv_with_halo)
 
 
 def gather_rows(x: Tensor, tokens: Tokens, comm: Communicator, alone: bool = True) -> tuple[torch.Tensor, torch.Tensor]:

@@ -14,10 +14,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..bindings.torch_compat import coalesced
-from ..comm.communicator import Communicator
+from ..base.autograd import CustomOperator, Passes
+from ..bindings.torch_compat import coalesced, no_cuda_graph
+from ..comm.communicator import Communicator, communicator_of
 from ..comm.process_groups import check_group, collective
-from ..launch.compiled_kernel import dynamo_disabled
 from ..ops.halo import halo
 from ..tokens.packing import Tables, TensorKey, boundaries_on_host, cut, document_places
 from ..tokens.partition import cached_table
@@ -143,7 +143,6 @@ class Gather:
     and in backward. The sum has the tensors' dtype; with 8 ranks or more it has float32.
     """
 
-    @dynamo_disabled
     def __init__(self, comm: Communicator, tokens: Sequence[int], zigzag: bool, *tensors: Tensor) -> None:
         self.comm, self.halves, size = comm, 1 + zigzag, comm.size
         self.length = max(tokens) // self.halves
@@ -152,19 +151,28 @@ class Gather:
         self._work: Any = None  # handle of the collective; ``_arrived`` holds its outputs
         self._arrived: Any = None
         self._sums: Any = None
-        self._token: torch.Tensor | None = Start.apply(self, *tensors)
+        self._token: torch.Tensor | None = None
+        self._traced: Any = None  # of a traced gather: its operators' tensors and other arguments
+        if tensors and torch.compiler.is_compiling():
+            (arrived,) = _gather.forward(tensors, [*tokens], tokens[comm.rank], zigzag, comm.handle)
+            self._traced = [*arrived, *tensors], ([*tokens], zigzag, comm.handle)
+        elif tensors:
+            self._token = Start.apply(self, *tensors)
 
     def in_order(self) -> list[int]:
         """The slot numbers in sequence order."""
         size = self.comm.size
         return [*range(size)] if self.halves == 1 else [*range(size, 2 * size), *reversed(range(size))]
 
-    @dynamo_disabled
     def read(self, slots: Any) -> tuple[torch.Tensor, ...]:
         """Wait, and return the tokens of ``slots``, concatenated, of each tensor [B, tokens, ...].
 
         The results are views where the slots are consecutive and full. Call it once, even if this rank reads no slot.
         """
+        if self._traced is not None:
+            tensors, fixed = self._traced
+            read = [sum(self.filled[slot] for slot in slots), *slots]
+            return tuple(x.transpose(0, 1) for x in _read.forward(tensors, read, *fixed)[0])
         return _Read.apply(self, list(slots), self._token)
 
     def start(self, tensors: Sequence[Tensor]) -> None:
@@ -180,7 +188,6 @@ class Gather:
             self._arrived.append(slots)
         self._work = _together("all_gather", pairs, self.comm.group)
 
-    @dynamo_disabled
     def finish(self, slots: Any) -> tuple[torch.Tensor, ...]:
         with collective(self.comm.group):
             self._work.wait()
@@ -232,6 +239,94 @@ class Gather:
             elif end > first:
                 runs.append((first, end))
         return runs or [(0, 0)]
+
+
+# The same two steps as custom operators, for torch.compile. A Gather that runs is found by the address of the memory
+# that the one operator returns and the other takes. Gathered tensors and gradients are [tokens, B, ...]. read: the
+# number of tokens to read, then their slots (torch would take an empty list of slots for one of tensors).
+
+_running: dict[int, Gather] = {}
+
+
+def _start_traced(
+    xs: Sequence[Tensor], tokens: Sequence[int], own: int, zigzag: bool, handle: int
+) -> tuple[list[torch.Tensor]]:
+    gather = Gather(communicator_of(handle), tokens, zigzag)
+    gather.start(xs)
+    _running[gather._arrived[0].data_ptr()] = gather
+    return (gather._arrived,)
+
+
+def _start_fake(xs: Sequence[Tensor], tokens: Sequence[int], own: int, zigzag: bool, _: Any) -> Any:
+    return ([x.new_empty(_rows_of_slots(tokens, zigzag), x.shape[0], *x.shape[2:]) for x in xs],)
+
+
+def _rows_of_slots(tokens: Sequence[int], zigzag: bool) -> int:
+    return len(tokens) * (1 + zigzag) * (max(tokens) // (1 + zigzag))
+
+
+def _finish_sum_traced(
+    gradients: Sequence[Tensor], tokens: Sequence[int], own: int, zigzag: bool, handle: int
+) -> tuple[list[torch.Tensor]]:
+    sums = _running.pop(gradients[0].data_ptr()).finish_sum()
+    return ([x.transpose(0, 1).to(dx.dtype) for x, dx in zip(sums, gradients, strict=True)],)
+
+
+def _finish_sum_fake(gradients: Sequence[Tensor], _: Any, own: int, *__: Any) -> Any:
+    return ([dx.new_empty(own, *dx.shape[1:]) for dx in gradients],)
+
+
+def _gradient_start(backward: Any, ctx: Any, gradients: Sequence[Tensor]) -> Any:
+    return ([dx.transpose(0, 1) for dx in backward(gradients, *ctx.fixed)[0]],)
+
+
+def _read_traced(
+    tensors: Sequence[Tensor], read: Sequence[int], tokens: Sequence[int], zigzag: bool, handle: int
+) -> tuple[list[torch.Tensor]]:
+    """tensors: those that have arrived, then as many that were sent, which must be kept until then."""
+    gather = _running.pop(tensors[0].data_ptr())
+    found = [x.transpose(0, 1) for x in gather.finish(read[1:])]
+    views = len(gather._runs(read[1:])) == 1
+    return ([x.clone() for x in found] if views else found,)
+
+
+def _read_fake(tensors: Sequence[Tensor], read: Sequence[int], *_: Any) -> Any:
+    return ([x.new_empty(read[0], *x.shape[1:]) for x in tensors[: len(tensors) // 2]],)
+
+
+def _gradient_read(backward: Any, ctx: Any, gradients: Sequence[Tensor]) -> Any:
+    return ([*backward(gradients, *ctx.fixed)[0], *[None] * len(gradients)],)
+
+
+def _start_sum_traced(
+    gradients: Sequence[Tensor], read: Sequence[int], tokens: Sequence[int], zigzag: bool, handle: int
+) -> tuple[list[torch.Tensor]]:
+    gather = Gather(communicator_of(handle), tokens, zigzag)
+    gather.start_sum(read[1:], [dx.transpose(0, 1) for dx in gradients])
+    pairs = zip((x for _, x in gather._sums), gradients, strict=True)
+    sent = [x if x.dtype == dx.dtype else dx.new_empty(x.shape) for x, dx in pairs]  # not in float32: see IN_FLOAT32
+    _running[sent[0].data_ptr()] = gather
+    return (sent,)
+
+
+def _start_sum_fake(gradients: Sequence[Tensor], _: Any, tokens: Sequence[int], zigzag: bool, __: Any) -> Any:
+    return ([dx.new_empty(_rows_of_slots(tokens, zigzag), *dx.shape[1:]) for dx in gradients],)
+
+
+_gather = CustomOperator(
+    "allscan::gather",
+    Passes(_start_traced, _start_fake, _finish_sum_traced, _finish_sum_fake),
+    lambda ctx, inputs, output: setattr(ctx, "fixed", inputs[1:]),
+    _gradient_start,
+    tags=no_cuda_graph,
+)
+_read = CustomOperator(
+    "allscan::gather_read",
+    Passes(_read_traced, _read_fake, _start_sum_traced, _start_sum_fake),
+    lambda ctx, inputs, output: setattr(ctx, "fixed", inputs[1:]),
+    _gradient_read,
+    tags=no_cuda_graph,
+)
 
 
 IN_FLOAT32 = 8  # from this number of ranks on, gradients are summed in float32
@@ -289,7 +384,7 @@ def shifted(
     documents: cu_seqlens of packed sequences that are each sharded, without empty ones; the last token of each sequence
     gets ``ignored``.
     """
-    T, where = labels.shape[1], dict[str, Any](layout="zigzag" if zigzag else "contiguous")
+    T, where = labels.shape[1], {"layout": "zigzag" if zigzag else "contiguous"}  # type: int, dict[str, Any]
     if documents is not None:
         if not T:
             return labels

@@ -322,7 +322,6 @@ def _has_tokens(cache: Any, comm: Communicator) -> bool:
         reject(comm, f"{error} Pass use_cache=True in its place.")
 
 
-@dynamo_disabled
 def _model(
     model: Any,
     comm: Communicator,
@@ -331,18 +330,41 @@ def _model(
     inner: Any,
     input_ids: Tensor | None = None,
     *,
+    use_cache: Any = None,
+    **options: Any,
+) -> Any:
+    """The forward of a text model over this rank's tokens. torch.compile traces what follows ``_entered``."""
+    inputs, sequence, adds_gradient = _entered(model, comm, zigzag, home, inner, input_ids, use_cache, **options)
+    embedding = model.get_input_embeddings() if adds_gradient else None
+    with embedding.register_forward_hook(_with_gradient) if embedding is not None else contextlib.nullcontext():
+        outputs = type(model).forward(model, **inputs)
+    if inputs["use_cache"]:
+        _of_last_tokens(outputs if isinstance(outputs, tuple) else outputs.values(), sequence)
+    return outputs if sequence.own else _without_padding(outputs)
+
+
+@dynamo_disabled
+def _entered(
+    model: Any,
+    comm: Communicator,
+    zigzag: bool,
+    home: str,
+    inner: Any,
+    input_ids: Tensor | None,
+    use_cache: Any,
+    *,
     attention_mask: Tensor | None = None,
     position_ids: Tensor | None = None,
     past_key_values: Any = None,
     cache: Any = None,
     cache_params: Any = None,
     inputs_embeds: Tensor | None = None,
-    use_cache: Any = None,
     per_document: bool = False,
     attention: Attention = WHOLE,
     **options: Any,
-) -> Any:
-    """The forward of a text model over this rank's tokens."""
+) -> tuple[dict[str, Any], SplitSequence, bool]:
+    """Check the arguments of ``_model`` and exchange the ranks' tokens: (arguments of the model's own forward, the
+    sequence, whether the embedding's result needs a gradient)."""
     comm.order.forwards += 1  # first, so that it counts also if what follows raises on this rank alone
     options |= vars(model).pop(HANDED, {})
     position_ids = options.pop("position_ids", position_ids)
@@ -410,22 +432,13 @@ def _model(
         position_ids = torch.arange(sequence.first, sequence.first + sequence.own, device=x.device)[None]
     for name in ("cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"):
         options.pop(name, None)
-    embedding = model.get_input_embeddings() if adds_gradient and inputs_embeds is None else None
-    with embedding.register_forward_hook(_with_gradient) if embedding is not None else contextlib.nullcontext():
-        outputs = type(model).forward(
-            model,
-            input_ids=input_ids,
-            position_ids=position_ids,
-            inputs_embeds=inputs_embeds,
-            use_cache=bool(use_cache),
-            **{name_of_cache(type(model)): cache, SEQUENCE: sequence},  # type: ignore[arg-type]
-            **options,
-        )
-    if use_cache:
-        _of_last_tokens(outputs if isinstance(outputs, tuple) else outputs.values(), sequence)
-    return outputs if sequence.own else _without_padding(outputs)
+    kind: Any = type(model)
+    passed: Any = {name_of_cache(kind): cache, SEQUENCE: sequence, "use_cache": bool(use_cache), **options}
+    passed |= dict(input_ids=input_ids, position_ids=position_ids, inputs_embeds=inputs_embeds)
+    return passed, sequence, adds_gradient and inputs_embeds is None
 
 
+@dynamo_disabled
 def _of_last_tokens(outputs: Any, sequence: SplitSequence) -> None:
     """Write the row's last convolution states into the cache among a model's outputs."""
     for cache in (x for x in outputs if hasattr(x, "layers")):

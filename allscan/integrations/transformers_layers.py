@@ -49,13 +49,14 @@ class SplitOperator:
 
     def __init__(self, original: Any, split: Any) -> None:
         self.original, self.split = original, split
+        self.in_torch = in_torch(original)  # here, since torch.compile cannot trace the closures that it reads
         functools.update_wrapper(self, original)
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
         sequence = options.pop(SEQUENCE, None)
         if sequence is None:
             return self.original(*arguments, **options)
-        original = self.original if on_gpu(sequence.comm.device) else in_torch(self.original)
+        original = self.original if on_gpu(sequence.comm.device) else self.in_torch
         return self.split(original, sequence, *arguments, **options)
 
 

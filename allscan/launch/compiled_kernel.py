@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, ParamSpec, TypeVar
 
@@ -23,7 +24,8 @@ R = TypeVar("R")
 def dynamo_disabled(function: Callable[P, R]) -> Callable[P, R]:
     """torch.compiler.disable for ``function``, whose host exchanges and launches torch must not trace. Outside of
     torch.compile it does not import the compiler, which takes a second, and costs next to nothing."""
-    disabled: Callable[P, R] | None = None
+    # resolved now if that costs nothing: in a traced function torch.compiler.disable() is one more graph break
+    disabled: Callable[P, R] | None = torch.compiler.disable(function) if "torch._dynamo" in sys.modules else None
 
     @functools.wraps(function)
     def call(*args: P.args, **options: P.kwargs) -> R:

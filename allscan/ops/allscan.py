@@ -230,8 +230,9 @@ def scan_zigzag(
     layout: str = "zigzag",
     async_op: bool = False,
     part: ScanPart = HALF,
+    fwd_epochs: Sequence[Tensor | None] = (None, None),
 ) -> Any:
-    """Run ``allscan`` on pairs in the zigzag layout."""
+    """Run ``allscan`` on pairs in the zigzag layout. fwd_epochs: of a custom operator, for each of the two scans."""
     state, decay, transition, initial_state, out = inputs
     ascending: Any
     descending: Any
@@ -272,11 +273,13 @@ def scan_zigzag(
         found = JoinBackward.apply(None, *taken)
         ascending, descending, *rest = (x if t is None else t for x, t in zip(operands, found, strict=True))
         decays, transitions, initial_state = rest[:2], rest[2:4], rest[4]
-    prev = scan_once(comm, ScanInputs(ascending, decays[0], transitions[0], initial_state), False, part=part)
+    inputs = ScanInputs(ascending, decays[0], transitions[0], initial_state)
+    prev = scan_once(comm, inputs, False, part=part, fwd_epoch=fwd_epochs[0])
     outgoing_state = None
     if comm.rank == comm.size - 1:  # where the ascending scan ends, and the descending one begins
         outgoing_state = outgoing(ScanInputs(ascending, decays[0], transitions[0]), prev)
-    found = prev, scan_once(comm, ScanInputs(descending, decays[1], transitions[1], outgoing_state), True, part=part)
+    inputs = ScanInputs(descending, decays[1], transitions[1], outgoing_state)
+    found = prev, scan_once(comm, inputs, True, part=part, fwd_epoch=fwd_epochs[1])
     # the last rank then runs the same backward scans as the others, also if only one result is used
     return JoinBackward.apply(None, *found) if wanted else found
 

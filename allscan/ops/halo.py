@@ -31,7 +31,8 @@ from ..comm.communicator import Communicator, check_communicator, communicator_o
 from ..comm.tags import stamp
 from ..launch.compiled_kernel import dynamo_disabled
 from ..scan.agreement import get_or_create_scan
-from ..scan.fwd_epochs import new_fwd_epochs
+from ..scan.fwd_epochs import FWD_EPOCHS, new_fwd_epochs
+from ..scan.zigzag_scan import outgoing
 from ..tokens.packing import Tables, boundaries_on_host, carried_states, own_boundaries, tokens_of_pieces
 from ..tokens.partition import cached_table, check_packed, compare_values, partition_start
 from .allscan import OF_HALO, scan_once, scan_zigzag
@@ -60,7 +61,7 @@ def halo(
     rank with fewer than n tokens also forwards tokens of the ranks before it, and waits for these first. The first call
     for a shape is collective on the host. For gradients every rank must use the result, also the first rank, whose
     result is zeros: otherwise its backward does not run, and its next call raises (in a compiled function the other
-    ranks time out instead). torch.compile traces the call with fullgraph=True, except for the zigzag layout and for
+    ranks time out instead). torch.compile traces the call with fullgraph=True, except for per_document=True and for
     cu_seqlens that is no tensor.
 
     Args:
@@ -98,9 +99,12 @@ def halo(
         return _eager_halo(x, comm, options)
     xs = x if isinstance(x, tuple) else (x,)
     if not per_document and _traceable(xs, n, comm, cu_seqlens, layout):
-        edge, T, alike = _edges(xs, n, 1, reverse)[0], xs[0].shape[1], (_dtypes(xs), _widths(xs))
+        halves, T, alike = 1 + (layout == "zigzag"), xs[0].shape[1], (_dtypes(xs), _widths(xs))
+        edges = _edges(xs, n, halves, reverse)
+        edge = torch.stack(edges) if halves == 2 else edges[0]
         cu_seqlens = None if cu_seqlens is None else own_boundaries(cu_seqlens)
-        found = _from_edges(_traced.forward(edge, T, cu_seqlens, first_token, reverse, comm.handle, *alike)[0], xs, n)
+        found = _traced.forward(edge, T, cu_seqlens, first_token, reverse, comm.handle, *alike)[0]
+        found = _from_edges(found, xs, halves * n)
         return found if isinstance(x, tuple) else found[0]
     return _not_traced(x, comm, options)
 
@@ -128,7 +132,7 @@ class Options(NamedTuple):
 def _traceable(
     xs: tuple[Tensor, ...], n: int, comm: Communicator, cu_seqlens: Tensor | Sequence[int] | None, layout: str
 ) -> bool:
-    """Return whether the arguments are valid and the layout is contiguous."""
+    """Return whether the arguments are valid."""
     alike = (
         len(xs) > 0
         and all(  # torch 2.11 does not trace bool() of a tuple
@@ -147,7 +151,7 @@ def _traceable(
         alike
         and type(n) is int
         and n >= 1
-        and layout == "contiguous"
+        and (layout == "contiguous" or (layout == "zigzag" and xs[0].shape[1] % 2 == 0))
         and (cu_seqlens is None or packed and len(cu_seqlens) > 1)
     )
 
@@ -188,13 +192,19 @@ def _halo(xs: tuple[Tensor, ...], comm: Communicator, options: Options) -> tuple
     inside = _inside(comm, tokens if T is None else T, n, reverse, cu_seqlens, first_token, zigzag)
     if not zigzag:
         found = scan_once(comm, ScanInputs(edges[0], decay), reverse, part=OF_HALO)
-    else:  # reverse: the ascending scan sends the first tokens of second halves
-        ascending, descending = edges[::-1] if reverse else edges
-        pair = scan_zigzag(comm, ScanInputs((ascending, descending), (decay, decay)), part=OF_HALO)
-        found = torch.cat(pair[::-1] if reverse else pair, 1)
+    else:
+        found = _two_ways(comm, edges, decay, reverse)
     if inside is not None:
         found = torch.where(inside, found, 0.0)
     return _from_edges(found, xs, halves * n)
+
+
+def _two_ways(comm: Communicator, edges: Sequence[Tensor], decay: Any, reverse: bool, **epochs: Any) -> Tensor:
+    """The exchange in the zigzag layout: [B, 2n, words]. reverse: the ascending scan sends the first tokens of second
+    halves."""
+    pair = tuple(edges[::-1] if reverse else edges)
+    found = scan_zigzag(comm, ScanInputs(pair, (decay, decay)), part=OF_HALO, **epochs)
+    return torch.cat(found[::-1] if reverse else found, 1)
 
 
 def _check_halo(xs: Sequence[Tensor], comm: Communicator, options: Options) -> tuple[int, Any, int | None, int]:
@@ -393,25 +403,40 @@ def _forward(
     dtypes: str,
     widths: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
-    """Custom operator of halo() for torch.compile; returns (the neighbour's edge [B, n, words], forward epoch)."""
-    comm, n = communicator_of(handle), edge.shape[1]
+    """Custom operator of halo() for torch.compile; returns (the neighbour's edge [B, n, words], forward epoch). In the
+    zigzag layout edge is [2, B, n, words], and the result [B, 2n, words]."""
+    comm, n, zigzag = communicator_of(handle), edge.shape[-2], edge.ndim == 4
     with comm.call(reverse, "halo()", edge):
-        agree = Options(n, reverse, cu_seqlens, first_token).alike(dtypes, widths)
+        agree = Options(n, reverse, cu_seqlens, first_token, _LAYOUTS[zigzag]).alike(dtypes, widths)
         deferred = None
         try:
-            check_packed(comm, cu_seqlens, T, checked_first_token(first_token, cu_seqlens))
+            check_packed(comm, cu_seqlens, T, checked_first_token(first_token, cu_seqlens), zigzag)
         except (TypeError, ValueError) as error:
             deferred = DeferredError(error)
-        get_or_create_scan(comm, edge.shape, agree, deferred)
+        get_or_create_scan(comm, edge.shape[-3:], agree, deferred)
         comm.order.stamp = _stamp_of(cu_seqlens, agree)
-        inside = _inside(comm, T, n, reverse, cu_seqlens, first_token, False)
-        inputs, fwd_epoch = ScanInputs(edge, _decay(T, n, reverse)), new_fwd_epochs(comm, 1)
-        found = scan_once(comm, inputs, reverse, part=OF_HALO, fwd_epoch=fwd_epoch)
+        inside, decay = _inside(comm, T, n, reverse, cu_seqlens, first_token, zigzag), _decay(T >> zigzag, n, reverse)
+        fwd_epoch = new_fwd_epochs(comm, FWD_EPOCHS)
+        if zigzag:
+            epochs = [_epoch_of(fwd_epoch, descending) for descending in (False, True)]
+            found = _two_ways(comm, [*edge.unbind()], decay, reverse, fwd_epochs=epochs)
+        else:
+            epoch = _epoch_of(fwd_epoch, reverse)
+            found = scan_once(comm, ScanInputs(edge, decay), reverse, part=OF_HALO, fwd_epoch=epoch)
         return found if inside is None else torch.where(inside, found, 0.0), fwd_epoch
 
 
+_LAYOUTS = "contiguous", "zigzag"
+
+
+def _epoch_of(fwd_epoch: Tensor, descending: bool) -> Tensor:
+    """The forward epoch of the ascending or of the descending scan."""
+    return fwd_epoch[2:3] if descending else fwd_epoch[:1]
+
+
 def _fake(edge: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return edge.new_empty(edge.shape), edge.new_empty(1, dtype=torch.int64)
+    B, n, words = edge.shape[-3:]
+    return edge.new_empty(B, n * (edge.ndim - 2), words), edge.new_empty(FWD_EPOCHS, dtype=torch.int64)
 
 
 def _backward(
@@ -424,23 +449,36 @@ def _backward(
     handle: int,
     dtypes: str,
     widths: Sequence[int],
+    zigzag: bool,
 ) -> tuple[Tensor]:
-    comm, n = communicator_of(handle), dfound.shape[1]
-    with comm.call(not reverse, "the backward of halo()", dfound):
-        agree = Options(n, reverse, cu_seqlens, first_token).alike(dtypes, widths)
-        comm.order.stamp = _stamp_of(cu_seqlens, agree)
-        inside = _inside(comm, T, n, reverse, cu_seqlens, first_token, False)
-        inputs = ScanInputs(dfound if inside is None else torch.where(inside, dfound, 0.0), _decay(T, n, reverse))
-        (fwd_epoch,) = restored("halo()", ("fwd_epoch",), [fwd_epoch], [(torch.int64, torch.Size([1]), comm.device)])
-        return (scan_once(comm, inputs, not reverse, part=OF_HALO._replace(adjoint=True), fwd_epoch=fwd_epoch),)
+    comm, n = communicator_of(handle), dfound.shape[1] >> zigzag
+    agree = Options(n, reverse, cu_seqlens, first_token, _LAYOUTS[zigzag]).alike(dtypes, widths)
+    found, outgoing_state = [dfound] * (1 + zigzag), None
+    for descending in (True, False) if zigzag else (reverse,):  # the scan in forward; calls as in eager mode
+        with comm.call(not descending, "the backward of halo()", dfound):
+            comm.order.stamp = _stamp_of(cu_seqlens, agree)
+            inside = _inside(comm, T, n, reverse, cu_seqlens, first_token, zigzag)
+            half = int(zigzag and descending != reverse)
+            part = dfound if inside is None else torch.where(inside, dfound, 0.0)
+            part = part.chunk(1 + zigzag, 1)[half].contiguous()
+            inputs = ScanInputs(part, _decay(T >> zigzag, n, reverse), None, outgoing_state)
+            kind = torch.int64, torch.Size([FWD_EPOCHS]), comm.device
+            (epochs,) = restored("halo()", ("fwd_epoch",), [fwd_epoch], [kind])
+            adjoint, epoch = OF_HALO._replace(adjoint=True), _epoch_of(epochs, descending)
+            found[half] = scan_once(comm, inputs, not descending, part=adjoint, fwd_epoch=epoch)
+            if zigzag and comm.rank == comm.size - 1:  # where the ascending scan has ended, and the other one began
+                outgoing_state = outgoing(inputs, found[half], adjoint=True)
+    return (torch.stack(found) if zigzag else found[0],)
 
 
-def _fake_backward(dfound: Tensor, *_: Any) -> tuple[Tensor]:
-    return (dfound.new_empty(dfound.shape),)
+def _fake_backward(dfound: Tensor, *rest: Any) -> tuple[Tensor]:
+    B, n, words = dfound.shape
+    return (dfound.new_empty((2, B, n // 2, words) if rest[-1] else dfound.shape),)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-    _, ctx.T, cu_seqlens, *ctx.where = inputs
+    edge, ctx.T, cu_seqlens, *ctx.where = inputs
+    ctx.where.append(edge.ndim == 4)
     ctx.save_for_backward(output[1], cu_seqlens)
     ctx.mark_non_differentiable(output[1])
 

@@ -271,11 +271,14 @@ class SequenceOperator:
         if type(comm) is not Communicator:
             check_communicator(comm)
         of_all = isinstance(asked.output_final_state, str) and check_final(asked.output_final_state, comm, self.final)
+        tracing = torch.compiler.is_compiling()
         if carrier is None:
             in_order = comm.invariant if asked.invariant is None else asked.invariant
             kind = InOrderCarrier if in_order else AllScanCarrier
-            carrier = comm.attributes.get((kind, self.dense)) or kind.of(comm, self.dense)
-        tracing = torch.compiler.is_compiling()
+            if tracing:  # a look-up would be a guard, which fails at the second call
+                carrier = kind(comm, self.dense)
+            else:
+                carrier = comm.attributes.get((kind, self.dense)) or kind.of(comm, self.dense)
         recording = tracing or (num_dispatch_modes() and recorded())
         prepared = key = cu_seqlens = None
         with contextlib.nullcontext() if recording else comm.call(False, self.titles[rule], tensors):

@@ -308,6 +308,38 @@ def test_transformers(compiled, ranks, family, dtype, packed, size=2):
         check(errors, dtype)
 
 
+def inductor_case(group, family):
+    """Return {name: (error of the split model compiled by inductor, of the eager split model)} to one rank in float32,
+    in bfloat16 and zigzag; and the reasons of graph breaks."""
+    from torch._dynamo.utils import counters
+
+    from allscan.integrations.transformers import sequence_parallel
+
+    import_fla(models=False)
+    with allscan.Communicator(group, timeout=300) as comm:  # one rank may compile longer than another
+        model, tokens, found = made(family, comm.device), [182] * comm.size, []
+        whole = torch.randint(1, VOCABULARY, (2, sum(tokens)), generator=torch.manual_seed(1)).to(comm.device)
+        mine = place(comm, tokens, True)
+        exact = one_rank(family, model, whole, whole, [0, sum(tokens)])
+        exact["logits"] = exact["logits"][:, mine]
+        model = sequence_parallel(copy.deepcopy(model).to(torch.bfloat16), comm=comm, layout="zigzag")
+        counters.clear()
+        for function in torch.compile(model), model:
+            output = function(input_ids=whole[:, mine], labels=whole[:, mine], use_cache=False)
+            found.append(answers(model, output.logits, output.loss))
+            summed_over(group, found[-1])
+        sequence_parallel(model, comm=None)
+        errors = {name: tuple(relative(x[name], y) for x in found) for name, y in exact.items() if y.any()}
+        return errors, [*counters["graph_break"]]
+
+
+@pytest.mark.parametrize("family", ["qwen3_next"])
+def test_compiled_by_inductor(compiled, ranks, family, size=2):
+    for errors, breaks in run(ranks, inductor_case, family):
+        check(errors, "bfloat16")
+        assert all("_entered" in reason for reason in breaks), breaks
+
+
 def training_case(group, family, dtype):
     """Return (losses of ten steps on one rank with these operators, losses of all ranks). bfloat16 uses autocast."""
     from allscan.integrations.transformers import sequence_parallel

@@ -878,6 +878,55 @@ def test_gradients_beside_a_boundary(run, family, size=2):
             assert ratio < (5 if dtype == torch.float32 else 2), ratios
 
 
+def compiled_case(group, family, layout, checkpointed):
+    """Return (errors of the compiled model's loss and gradients, in its second step, against the eager split model's;
+    reasons of graph breaks; number of graphs; calls of the compiled and of the eager model)."""
+    from torch._dynamo.utils import counters
+
+    from allscan.integrations import transformers_layers as layers
+    from allscan.integrations.transformers import sequence_parallel
+
+    with allscan.Communicator(group, timeout=30) as comm, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layers, "on_gpu", lambda device: True)  # All-Scan's operators for delta rules
+        zigzag = layout == "zigzag"
+        tokens = [16] * comm.size
+        model = sequence_parallel(made(family, keep=True), comm=comm, layout=layout)
+        if checkpointed:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(use_reentrant=False))
+        whole = torch.randint(1, VOCABULARY, (2, sum(tokens)), generator=torch.Generator().manual_seed(0))
+        mine = place(comm, tokens, zigzag)
+        found, compiled = [], torch.compile(model, backend="aot_eager")
+        torch._dynamo.reset()
+        counters.clear()
+        for function in compiled, compiled, model:
+            model.zero_grad()
+            before = list(comm.order.call_counts)
+            loss = function(input_ids=whole[:, mine], labels=whole[:, mine]).loss
+            loss.backward()
+            calls = [now - then for now, then in zip(comm.order.call_counts, before)]
+            found.append((dict(loss=loss.detach()) | copy.deepcopy(gradients(model)), calls))
+        _, (answers, calls), (eager, eager_calls) = found
+        errors = {name: relative(answers[name], x) for name, x in eager.items() if x.any()}
+        return errors, dict(counters["graph_break"]), counters["stats"]["unique_graphs"], calls, eager_calls
+
+
+@pytest.mark.parametrize(
+    "family, layout, checkpointed",
+    [
+        pytest.param("nemotron_h", "contiguous", False, marks=pytest.mark.quick),
+        ("qwen3_next", "zigzag", False),
+        ("kimi_linear", "zigzag", True),
+    ],
+)
+def test_compiled_models(run, family, layout, checkpointed, size=2):
+    """The exchange at the model's entry is the only graph break: two graphs, the text model's, and that of the logits
+    and the loss. A second step compiles nothing. Compiled checkpoints save the results of calls."""
+    for errors, breaks, graphs, compiled, eager in run(size, compiled_case, family, layout, checkpointed):
+        assert all("_entered" in reason for reason in breaks) and graphs == 2, breaks
+        assert max(errors.values()) < 1e-5, errors
+        assert compiled == eager if not checkpointed else sum(compiled) < sum(eager)
+
+
 def masks_case(group):
     """Compare sdpa of the last T queries of S keys with the mask for kernels without a mask in memory and with a full
     mask."""

@@ -25,6 +25,7 @@ PRELOAD = ["torch._inductor.compile_fx"]
 CASES = [  # operator, layout
     ("allscan", "contiguous"),
     ("halo", "contiguous"),
+    ("halo", "zigzag"),
     ("to_zigzag", "contiguous"),
     pytest.param("zeco_gla", "contiguous", marks=pytest.mark.quick),  # with every torch of make matrix
     ("zeco_gla", "zigzag"),
@@ -38,7 +39,8 @@ def call(comm, name, layout, x):
     if name == "allscan":
         return allscan.allscan(x, 0.5, comm=comm)
     if name == "halo":
-        return torch.cat([allscan.halo(x, 2, comm=comm), x[:, 2:]], 1)
+        before = allscan.halo(x, 2, comm=comm, layout=layout)
+        return torch.cat([before, x[:, before.shape[1] :]], 1)
     if name == "to_zigzag":
         return zigzag.to_zigzag(x, comm=comm)
     if name == "zeco_gla":
@@ -94,6 +96,7 @@ def operator_case(group, name, layout, backend):
                     y.square().sum().backward()
                 found.append([y.detach(), leaf.grad] if gradients else [y])
                 counts.append([comm.order.call_counts[0] - before[0], comm.order.call_counts[1] - before[1]])
+            forward += counts[0][1] * ((name, layout) == ("halo", "zigzag"))  # its backward has a call of each kind
             answers.append((max(error(a, b) for a, b in zip(*found)), counts[1], [forward, counts[0][1]]))
     return answers
 
@@ -133,7 +136,7 @@ def recorded_case(group, name, layout):
             lambda y: allscan.allscan(pair, comm=comm, layout="zigzag")[0] + y,
             lambda y: allscan.allscan(y, comm=comm, out=torch.empty_like(x)),
             lambda y: allscan.allscan_segments(y, comm=comm)[0],
-            lambda y: allscan.halo(y, 1, comm=comm, layout="zigzag"),
+            lambda y: allscan.halo(y, 1, comm=comm, layout="zigzag", cu_seqlens=[0, 16], per_document=True),
             lambda y: scan.scan(y),
         )
         return worst, calls, [raised(make_fx(other), x) for other in others]
@@ -203,6 +206,41 @@ def symbolic_case(group):
 
 def test_first_tokens_that_change_and_writes_to_a_result(run):
     assert run(2, symbolic_case) == [(0.0, 0.0)] * 2
+
+
+def alone_case(group):
+    """One rank runs eagerly, as at torch's limit of recompilations, the other's function is compiled. Return the
+    largest error of results and gradients without checkpointing, and the errors raised with it."""
+
+    def layer(x):
+        return allscan.halo(x.sin(), 2, comm=comm).sin() + x[:, :2]
+
+    def repeated(x):
+        return checkpoint(layer, x, use_reentrant=False)
+
+    worst, errors = 0.0, []
+    with allscan.Communicator(group, timeout=5) as comm:
+        for eager in range(2):
+            found = []
+            for program in layer, layer, repeated:
+                torch._dynamo.reset()
+                compiled = program if comm.rank == eager or not found else torch.compile(program, backend="aot_eager")
+                x = torch.linspace(0, 1, 32, device=comm.device).view(1, 8, 4).requires_grad_()
+                y = compiled(x)
+                problem = raised(y.square().sum().backward)
+                found.append((y.detach(), x.grad))
+            worst = max(worst, *(error(a, b) for a, b in zip(*found[:2])))
+            errors.append(problem or raised(comm.barrier))
+            comm.resync()
+    return worst, errors
+
+
+@pytest.mark.cpu  # on CPUs the call itself ends with the time-out
+def test_a_rank_that_does_not_compile(run):
+    """It makes the same calls, except with checkpointing: eager backward passes repeat calls. That raises an error."""
+    for worst, errors in run(2, alone_case):
+        assert worst < 1e-6
+        assert all(name in ("AllScanTimeout", "AllScanOutOfStep") for name, _ in errors), errors
 
 
 # An operator that logs its calls, in one process

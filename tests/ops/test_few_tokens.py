@@ -15,7 +15,9 @@ from torch.utils.flop_counter import FlopCounterMode
 import allscan
 from allscan.base.checks import Shift
 from allscan.integrations import softmax
+from allscan.integrations.recurrent import conv_with_halo
 from allscan.reference import delta_reference, gla_reference, ssd_reference
+from allscan.tokens.packing import TokenRange
 from allscan.zigzag import from_zigzag, to_zigzag, zigzag_positions
 from support.fla import import_fla
 from support.values import chunks, error, pairs, place
@@ -276,12 +278,16 @@ def test_shifted_rows(run, size, depth, protocol, reverse):
 
 
 def compiled_case(group):
-    """Compile halo() and an operator in one full graph."""
+    """Compile a convolution, as Megatron's layers call it, and an operator in one full graph."""
     with allscan.Communicator(group, timeout=60) as comm:
 
+        def convolution(x):
+            both = F.pad(x, (0, 0, 3, 0))
+            return sum(both[:, i : i + x.shape[1]] for i in range(4))
+
         def layer(x):
-            both = torch.cat([allscan.halo(x, 3, comm=comm), x], 1)
-            y = sum(both[:, i : i + x.shape[1]] for i in range(4))
+            pieces, where = [TokenRange(0, x.shape[1])], dict(comm=comm, layout="contiguous")
+            y = conv_with_halo(convolution, 3, x, pieces, {}, **where)
             q = y.unflatten(-1, (1, 16))
             o, _ = allscan.zeco_gla(q, q, q, F.logsigmoid(q), comm=comm)
             return o.flatten(2)

@@ -198,6 +198,27 @@ def test_saved_tensors_of_compiled_functions(run, size=2):
             assert error_name == "RuntimeError" and "saved_tensors_hook" in why, (name, why)
 
 
+def compiled_halves_case(group):
+    """On rank 1 a compiled backward of halo() gets another tensor than was saved. Return this rank's error."""
+    with allscan.Communicator(group, timeout=5) as comm:
+        x = torch.ones(1, 8, 4, device=comm.device, requires_grad=True)
+        torch._dynamo.reset()
+        compiled = torch.compile(lambda x: allscan.halo(x, 2, comm=comm, layout="zigzag").sin(), backend="aot_eager")
+        change = OTHERS["integers"] if comm.rank == 1 else lambda x: x
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: x, change):
+            y = compiled(x)
+            found = raised(y.sum().backward)
+        comm.resync()
+        return found
+
+
+@pytest.mark.cpu  # on CPUs the call itself ends with the time-out
+def test_all_ranks_hear_of_a_compiled_backward_in_halves(run):
+    waits, rejects = run(2, compiled_halves_case)
+    assert rejects[0] == "RuntimeError" and "saved_tensors_hook" in rejects[1], rejects
+    assert waits[0] == "AllScanTimeout" and "saved_tensors_hook" in waits[1], waits
+
+
 def tangents_case(group, only):
     """Pass a tangent in each argument of each operator. With ``only`` one rank has a tangent, at a first call; the
     others must get an error."""
