@@ -33,6 +33,16 @@ def exp2(x, _semantic=None) -> core.tensor:
 
 
 @builtin
+def minus(x, y, _semantic=None) -> core.tensor:
+    """Return x - y in float32. Never contracted: if y is a product, x less its rounded value, as x may contain."""
+    if _semantic is None:
+        return x - y
+    return core.inline_asm_elementwise(
+        "sub.rn.f32 $0, $1, $2;", "=f,f,f", [x, y], dtype=core.float32, is_pure=True, pack=1, _semantic=_semantic
+    )
+
+
+@builtin
 def cast(x, dtype, _semantic=None) -> core.tensor:
     """``x`` in another float type, rounded to nearest: the interpreter's own conversion to bfloat16 cuts off."""
     dtype = unwrapped(dtype)

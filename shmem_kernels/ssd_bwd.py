@@ -38,7 +38,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .blocks import cast, dot_split, load, loop_bound, lower, product, state_at, zeros
+from .blocks import cast, dot_split, load, loop_bound, lower, minus, product, state_at, zeros
 from .segment_table import segment
 from .ssd_blocks import behind_of, decay_of, decays_of, factors_of, reading_of, scores_of, state_behind, tile
 from .ssd_fwd import of_columns, raw_steps, states_of_heads, steps_of
@@ -181,7 +181,7 @@ def ssd_pairs_kernel(
         if PRECISION == "bf16":
             b_onward = dot_split(b_terms, b_before, zeros(d.BT, d.BT), PRECISION)
         else:
-            b_onward = tl.cumsum(b_terms, 1) - b_terms
+            b_onward = minus(tl.cumsum(b_terms, 1), b_terms)
         p_of = p_scalars + row.to(tl.int64) * (2 * d.BT) + t
         tl.store(p_of, tl.sum(tl.where(lower(d.BT, 0), b_onward, 0.0), 0))
         tl.store(p_of + d.BT, tl.sum(b_pairs * b_scores, 0))

@@ -396,9 +396,10 @@ def forward_plan(
     x, (initial, final, saved_buffer) = Inputs(*buffers[:-3]), buffers[-3:]
     fwd_epoch, incoming, *_ = plan.saved_parts(saved_buffer)
     y = plan.output(*x.x.shape, dtype=x.x.dtype)
-    factors, scores = plan.factors(x), plan.scores(x)
+    factors = plan.factors(x)
     sums = plan.local_states(x.B, x.x, factors, incoming.states)
     plan.carry(carrier, sums, incoming, (initial, final), fwd_epoch)
+    scores = plan.scores(x)  # overlapped with the scan
     plan.join_carry()
     plan.outputs(x, scores, factors, incoming, y)
     plan.end()
