@@ -406,7 +406,7 @@ def functions(hybrid, device):
         own = getattr(own, "__wrapped__", own)
     ours = {name: functools.partial(operator, chunk=hybrid.chunk) for name, operator in layers.OURS.items()}
     replaced = {hybrid.of.rule: own}
-    if hybrid.is_ssd:  # mamba_ssm's kernel of a whole layer
+    if hybrid.is_ssd:  # None: the layer then calls its convolution and its scan one after the other
         replaced["mamba2_split_conv1d_scan_combined"] = lambda *_, **__: None
     with (
         mock.patch.multiple(hybrid.modeling, **replaced),

@@ -7,7 +7,7 @@
 ``nvshmem_host``    symmetric heap in NVSHMEM's memory, through nvshmem4py: initialisation, peers.
 ``nvshmem_module``  NVSHMEM's device library in compiled Triton kernels.
 ``nvshmem_device``  NVSHMEM's device functions for stock Triton. Usable without the rest of allscan.
-``cuda_driver``     the CUDA driver: exclusive streams, and graphs built from nodes.
+``cuda_driver``     the CUDA driver: exclusive streams, captures, a kernel's carveout.
 ``torch_compat``    private functions of torch.
 ``triton_compat``   private functions of Triton: launches of compiled kernels, builtins.
 ``versions``        the table of tested versions.

@@ -119,14 +119,7 @@ def ssd_scores_kernel(
 
 
 @triton.jit
-def states_of_heads(
-    p_incoming,
-    p_edge_gate,
-    p_prev,
-    p_segment,
-    place,
-    d: tl.constexpr,
-):
+def states_of_heads(p_incoming, p_edge_gate, p_prev, p_segment, place, d: tl.constexpr):
     """Return the states [BK, BV] of the program's two heads at a segment's edge; the first one twice if HEADS is 1.
     p_incoming, p_edge_gate, p_prev: see load_incoming_state; None for zeros. place: segment, first head, block of P."""
     s, h, i_v = place

@@ -87,7 +87,7 @@ def delta_kernels() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     streams = Streams(device)
     carriers = {(AllScanCarrier, True): Nobody()}
-    middle = types.SimpleNamespace(size=3, device=device, attributes=carriers, graphs=None)
+    middle = types.SimpleNamespace(size=3, device=device, attributes=carriers)
     for K, V, dtype, scalar in (
         (128, 128, BF16, False),
         (128, 64, BF16, True),

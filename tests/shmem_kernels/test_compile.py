@@ -332,9 +332,9 @@ def fields_read(function) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("module", [delta_state, gdn, kda_fwd, kda_bwd, gla_fwd, gla_bwd, gla_strong])
+@pytest.mark.parametrize("module", [delta_state, gdn, kda_fwd, kda_bwd, gla_fwd, gla_bwd, gla_strong, ssd_fwd, ssd_bwd])
 def test_kernels_name_the_constants_that_they_read(module):
-    kernels = {x for name, x in vars(module).items() if name.endswith("_kernel")}
+    kernels = {x for name, x in vars(module).items() if name.endswith("_kernel") and "d" in x.arg_names}
     for kernel in kernels:
         [names] = re.findall(r"^    d: tl\.constexpr,  # (.*)$", kernel.src, re.M)
         assert {*names.split()} == fields_read(kernel), kernel
@@ -421,20 +421,21 @@ def test_gla_kernels(K, V, dtype, keeps, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "H, G, P, N, dtype, z, most_spilled",
+    "H, G, P, N, dtype, z, num_sms, most_spilled",
     [
-        (128, 8, 64, 128, torch.bfloat16, False, 160),
-        (80, 1, 64, 128, torch.bfloat16, True, 240),
-        (64, 64, 128, 128, torch.bfloat16, False, 400),
-        (6, 2, 96, 256, torch.bfloat16, False, 900),
-        (8, 2, 64, 128, torch.float32, True, 2500),
-        (3, 1, 16, 16, torch.float16, False, 64),
+        (128, 8, 64, 128, torch.bfloat16, False, 1, 160),  # programs of two heads fill one multiprocessor
+        (80, 1, 64, 128, torch.bfloat16, True, 132, 240),
+        (64, 64, 128, 128, torch.bfloat16, False, 132, 400),
+        (6, 2, 96, 256, torch.bfloat16, False, 132, 900),
+        (8, 2, 64, 128, torch.float32, True, 132, 2500),
+        (4, 4, 64, 128, torch.float32, False, 132, 1600),
+        (3, 1, 16, 16, torch.float16, False, 132, 64),
     ],
     ids=lambda x: str(x).removeprefix("torch."),
 )
-def test_ssd_kernels(H, G, P, N, dtype, z, most_spilled, monkeypatch):
+def test_ssd_kernels(H, G, P, N, dtype, z, num_sms, most_spilled, monkeypatch):
     """All kernels of forward and backward compile with zeco_ssd's block sizes on a GPU and fit its shared memory."""
-    launch_ssd(H, G, P, N, dtype, monkeypatch, z, channels=z)
+    launch_ssd(H, G, P, N, dtype, monkeypatch, z, channels=z, num_sms=num_sms)
     products = {
         ssd_fwd.ssd_state_kernel,
         ssd_fwd.ssd_output_kernel,
@@ -489,7 +490,7 @@ def launch_states(K, V, scalar, monkeypatch, capability):
     layout = Layout([TokenRange(0, T)], 1, 64, "cpu")  # in the middle of a sequence
     device = torch.device("cpu")
     carriers = {(AllScanCarrier, True): NoScan()}
-    comm = types.SimpleNamespace(size=3, device=device, attributes=carriers, graphs=None)
+    comm = types.SimpleNamespace(size=3, device=device, attributes=carriers)
     states = delta_passes.StatePass(comm, layout, DeltaShape(1, H, H, K, V, dtype, scalar))
     narrow, wide = (torch.zeros(1, T, H, width, dtype=dtype) for width in (K, V))
     sums = torch.zeros((1, T, H) if scalar else (1, T, H, K))

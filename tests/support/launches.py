@@ -55,7 +55,7 @@ class NoCarrier:
     handle = 0
 
     class comm:  # noqa: N801
-        size, device, streams, graphs, debug = 2, torch.device("cpu"), Streams(torch.device("cpu")), None, False
+        size, device, streams, debug = 2, torch.device("cpu"), Streams(torch.device("cpu")), False
         checked, rank, algorithm = NoCalls(), 0, "chain"
 
         @staticmethod
@@ -174,8 +174,9 @@ def launch_gla(K, V, dtype, kept, monkeypatch, H=4, T=130):
         GLA._backward(None, do, final, q, k, v, g, *made, None, True, g.dtype, g.dtype, *fixed)
 
 
-def launch_ssd(H, G, P, N, dtype, monkeypatch, z=False, channels=False, T=130):
+def launch_ssd(H, G, P, N, dtype, monkeypatch, z=False, channels=False, num_sms=H100_MULTIPROCESSORS):
     """Record in Launches the launches of both passes of zeco_ssd on a GPU, with x, B and C as columns of one tensor."""
+    T = 130
     for module in (gla_plans, ssd_plans):
         for name, kernel in list(vars(module).items()):
             if name.endswith("_kernel") and not isinstance(kernel, Launches):
@@ -184,7 +185,7 @@ def launch_ssd(H, G, P, N, dtype, monkeypatch, z=False, channels=False, T=130):
     find = SSD.shape
 
     def on_gpu(*arguments):
-        return dataclasses.replace(find(*arguments), device="cuda", num_sms=H100_MULTIPROCESSORS)
+        return dataclasses.replace(find(*arguments), device="cuda", num_sms=num_sms)
 
     monkeypatch.setattr(SSD, "shape", on_gpu)
     monkeypatch.setattr(operator, "carrier_of", lambda *_: NoCarrier())
@@ -236,7 +237,7 @@ def chunk_pass(layout, K, V, dtype, scalar, monkeypatch, capability=90):
     monkeypatch.setattr(delta_passes.AllScanCarrier, "of", lambda *_, **__: NoScan())
     monkeypatch.setattr(Launches, "made", [])
     device = torch.device("cpu")
-    comm = types.SimpleNamespace(size=3, device=device, streams=Streams(device), graphs=None)
+    comm = types.SimpleNamespace(size=3, device=device, streams=Streams(device))
     cls = gdn_plans.ScalarChunkPass if scalar else kda_plans.ChunkPass
     return cls(comm, layout, DeltaShape(1, 4, 4, K, V, dtype, scalar))
 

@@ -31,13 +31,14 @@ from ..gla.gla_plans import CarryPlan, Shape
 SPLIT_HEADS = 32  # most heads whose contributions to dB and dC one program adds up
 LONGEST, SHORTEST = 4096, 512  # tokens of a segment on a GPU
 FULL = 0.9  # a segment is the longest whose programs fill this part of their waves
-PART = 8192  # least tokens of a part of the segments in backward
+LEAST_PART = 8192  # least tokens of a part of the segments in backward
 
 # (num_warps, num_stages) of bfloat16 inputs and large states
 TUNED = dict(local=(4, 3), state=(4, 3), output=(4, 1), adjoint=(4, 1), pairs=(4, 3), gradients=(4, 3))
 TWO_HEADS = dict(local=(8, 3), state=(8, 3), adjoint=(8, 3))  # of programs with two heads of up to 8,192 elements
 WIDE = dict(local=(8, 3), state=(8, 3), adjoint=(8, 3))  # of states of more than 8,192 elements in a program
-RESIDENT = dict(local=2, state=1, adjoint=1)  # programs with two heads that a multiprocessor has registers for
+# programs of two heads that a multiprocessor has registers for; heads are taken in twos if they fill the GPU so
+RESIDENT = dict(local=2, state=1, adjoint=1)
 GRADIENT_ROWS = 64  # rows of the states in a program of ssd_gradients_kernel
 
 
@@ -177,7 +178,8 @@ class SSDPlan(CarryPlan):
         if self.cuda and name == "output":
             BV, heads, tuned = min(BV, 8192 // min(BK, 128)), 1, TUNED
         elif self.cuda and heads == 2:
-            heads = 2 if self.shape.filled(segments, 1, RESIDENT[name]) >= FULL else 1
+            filled = self.shape.filled(segments, 1, RESIDENT[name]) >= FULL
+            heads = 2 if filled or self.shape.invariant else 1  # invariant: the same kernel for every number of ranks
             tuned = TWO_HEADS if heads == 2 else TUNED
         warps, stages = tuned[name] if self.shape.is_bf16 and BK <= 128 else (8, 1)
         self.launch(
@@ -260,13 +262,13 @@ class BackwardPlan(SSDPlan):
         self.parts = self._cut(layout.first_chunks)
 
     def _cut(self, first_chunks: Sequence[int]) -> list[Part]:
-        """Cut segments with these first chunks into parts of about as many chunks, at least PART tokens and segments
-        that fill a GPU."""
+        """Cut segments with these first chunks into parts of about as many chunks: of LEAST_PART tokens or more, whose
+        programs fill a GPU."""
         *firsts, chunks = first_chunks
         number = 2
         if self.cuda:
             least = next(n for n in itertools.count(1) if self.shape.filled(n, 1) >= FULL)
-            least = max(least, cdiv(PART, self.shape.segment))
+            least = max(least, cdiv(LEAST_PART, self.shape.segment))
             number = max(1, min(len(firsts), chunks * CHUNK_TOKENS // self.shape.segment) // least)
         inner = {bisect.bisect_left(firsts, chunks * i // number) for i in range(1, number)}
         cuts = sorted({0, *inner, len(firsts)}) if firsts else [0, 0]
