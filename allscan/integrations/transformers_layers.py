@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
+from ..launch.compiled_kernel import dynamo_disabled
 from ..ops.delta import zeco_gated_delta_rule, zeco_kda
 from ..ops.ssd import zeco_simple_gla, zeco_ssd
 from . import needing
@@ -277,8 +278,15 @@ def softmax_forward(layer: Any, *arguments: Any, past_key_values: Any = None, ca
     sequence = options.get(SEQUENCE)
     if sequence is None:
         raise _called_alone(layer)
-    options[KEYS] = keys = _Keys(sequence, past_key_values if cache is None else cache)
+    cache = past_key_values if cache is None else cache
+    if torch.compiler.is_compiling() and sequence.attention.memory is not None:
+        # backward projects keys again, for which it needs autograd's graph of the projection
+        return _softmax_not_traced(layer, *arguments, cache=cache, **options)
+    options[KEYS] = keys = _Keys(sequence, cache)
     return type(layer).forward(layer, *arguments, **{name_of_cache(type(layer)): keys}, **options)  # type: ignore[arg-type]
+
+
+_softmax_not_traced = dynamo_disabled(softmax_forward)
 
 
 def lightning_forward(
