@@ -24,6 +24,8 @@ from ..tokens.packing import Tables, TokenRange, join_document_states, split_doc
 from ..tokens.partition import cached_table
 from .softmax import joined, reject
 
+CONCATENATED = 1 << 25  # numbers of x; 4,096 tokens of 8,192 channels: with more the GPU takes longer than Python
+
 
 def conv_with_halo(
     conv: Callable[[Tensor], Tensor],
@@ -37,19 +39,22 @@ def conv_with_halo(
 ) -> torch.Tensor:
     """conv over x [B, T, C], with the n tokens before each shard boundary, and zeros before a sequence's first token.
 
-    conv first runs over the whole row. The first n outputs of each piece lack the tokens before it: conv computes them
-    again from 2n tokens, and they overwrite those in conv's result, in place. The backward of the overwritten outputs
-    receives zeros. No other node may hold the result's gradient: it is changed in place, like that of ``gather_rows``.
-    tables: those of these pieces, by n; the first call with an n adds them.
+    A row of one sequence with at most ``CONCATENATED`` numbers is concatenated with the tokens before each piece, and
+    conv runs once: few calls from Python, and more memory traffic. torch.compile fuses the concatenation.
+
+    Otherwise conv first runs over the whole row. The first n outputs of each piece lack the tokens before it: conv
+    computes them again from 2n tokens, and they overwrite those in conv's result, in place. The backward of the
+    overwritten outputs receives zeros. No other node may hold the result's gradient: it is changed in place, like that
+    of ``gather_rows``. tables: those of these pieces, by n; the first call with an n adds them.
     """
     (B, T), count = x.shape[:2], len(pieces)
-    if torch.compiler.is_compiling():
-        if where.get("cu_seqlens") is not None:
-            return _not_traced(conv, n, x, pieces, tables, comm=comm, **where)
-        if T:  # one concatenation, which torch fuses
+    if where.get("cu_seqlens") is None:
+        if T and (torch.compiler.is_compiling() or x.numel() <= CONCATENATED):
             before = halo(x, n, comm=comm, **where).unflatten(1, (count, n))
             y = conv(torch.cat([before, x.unflatten(1, (count, -1))], 2).flatten(0, 1))[:, n:]
             return y.unflatten(0, (-1, count)).flatten(1, 2)
+    elif torch.compiler.is_compiling():
+        return _not_traced(conv, n, x, pieces, tables, comm=comm, **where)
     if not T:
         before = halo(x, n, comm=comm, **where)
         return conv(torch.cat([before, x], 1))[:, before.shape[1] :]

@@ -711,6 +711,7 @@ def test_cpu_ranks_call_no_kernels_of_fla(run, family):
 def copies_case(group, family, layout, packed):
     """Return [ordinary model, split model]: elements copied by a forward and backward pass, for each number of tokens.
     One product replaces the recurrences, and there are no softmax layers."""
+    from allscan.integrations import recurrent
     from allscan.integrations.transformers import sequence_parallel
     from allscan.integrations.transformers_layers import OPERATORS
 
@@ -723,6 +724,7 @@ def copies_case(group, family, layout, packed):
     table = []
     with allscan.Communicator(group) as comm, pytest.MonkeyPatch.context() as patch:
         patch.delitem(OPERATORS, name)
+        patch.setattr(recurrent, "CONCATENATED", 0)  # as for long rows; short ones are copied once
         for T in (64, 128):
             model = made(family, **COPIED[family])
             patch.setattr(modeling, name, rule)
@@ -763,13 +765,15 @@ def test_what_a_split_copies(run, family, layout, packed, size=2):
         assert added_of_more - added <= 64 * 8, (added, added_of_more)  # a row has at least 48 numbers a token
 
 
-def convolutions_case(group, activation, layout):
+def convolutions_case(group, activation, layout, concatenated):
     """Return errors of a convolution's outputs and gradients, for activations that save their result for backward or
     not, and for a slice x of a wider tensor."""
-    from allscan.integrations.recurrent import conv_with_halo
+    from allscan.integrations import recurrent
     from allscan.tokens.packing import TokenRange, flags_of
 
-    with allscan.Communicator(group) as comm:
+    with allscan.Communicator(group) as comm, pytest.MonkeyPatch.context() as patch:
+        if not concatenated:
+            patch.setattr(recurrent, "CONCATENATED", 0)
         torch.manual_seed(0)
         zigzag, n, T, C = layout == "zigzag", 3, 10, 4
         tokens = [T] * comm.size
@@ -789,7 +793,7 @@ def convolutions_case(group, activation, layout):
         if zigzag:
             pieces = [TokenRange(0, T // 2, flags=flags_of(comm.rank == 0)), TokenRange(T // 2, T, 1)]
         part = wide[:, mine].detach().requires_grad_()
-        here = conv_with_halo(conv, n, part[:, :, C:], pieces, {}, comm=comm, layout=layout)
+        here = recurrent.conv_with_halo(conv, n, part[:, :, C:], pieces, {}, comm=comm, layout=layout)
         got, dx, *sums = answers(here, dy[:, mine], part)
         for x in sums:
             dist.all_reduce(x, group=comm.group)
@@ -797,11 +801,12 @@ def convolutions_case(group, activation, layout):
         return [relative(*pair) for pair in zip((got, dx, *sums), wanted, strict=True)]
 
 
+@pytest.mark.parametrize("concatenated", [False, True])
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("activation", [torch.nn.functional.silu, torch.relu, torch.tanh, torch.nn.Identity()])
-def test_convolutions(run, activation, layout, size=3):
+def test_convolutions(run, activation, layout, concatenated, size=3):
     """The first outputs are replaced in place, also where the activation saves its result for backward."""
-    for errors in run(size, convolutions_case, activation, layout):
+    for errors in run(size, convolutions_case, activation, layout, concatenated):
         assert max(errors) < 2e-6, errors
 
 
