@@ -292,7 +292,7 @@ def rule_of_heads(original, sequence, q, k, v, g, beta, use_qk_l2norm_in_kernel=
     def rule(q, k, *of_values):
         v, g, beta = (t.unflatten(3, (each, *end)).flatten(2, 3) for t, end in zip(of_values, ends, strict=True))
         q, k, v, g, beta = (t.contiguous() for t in (q, k, v, g.float(), beta))
-        o = original(q, k, v, g=g, beta=beta, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)[0]
+        o = original.call(q, k, v, g=g, beta=beta, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)[0]
         return o.unflatten(2, (-1, each)).flatten(3)
 
     of_values = (t.to(q.dtype).unflatten(2, (-1, each)).flatten(3) for t in (v, g, beta))
@@ -306,7 +306,7 @@ def scan_of_heads(original, sequence, x, dt, A, B, C, chunk_size, *, D, dt_bias,
 
     def scan(x, dt, B, C):
         x, dt = x.unflatten(3, (each, -1)).flatten(2, 3), dt.flatten(2)
-        y = original(x, dt, A, B, C, chunk_size, D=D, dt_bias=dt_bias, **options)
+        y = original.call(x, dt, A, B, C, chunk_size, D=D, dt_bias=dt_bias, **options)
         return y.unflatten(2, (-1, each)).flatten(3)
 
     x = x.unflatten(2, (-1, each)).flatten(3)

@@ -9,7 +9,6 @@ latents from which the keys are projected), in backward with the reduce-scatter 
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -31,7 +30,6 @@ from .attention_kernels import Kernel, kernel_for, strided_like
 from .softmax import Gather, Row, Start
 
 
-@functools.cache
 def reads(rank: int, size: int, zigzag: bool) -> tuple[list[int], list[tuple[range, int]]]:
     """(slots, [(halves, n)]): a rank's queries attend to these slots of ``softmax.Gather`` besides the rank's own keys;
     the queries in ``halves`` attend to the last n of them. The contiguous layout has one half."""

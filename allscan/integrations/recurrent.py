@@ -191,16 +191,19 @@ def run_delta_rule(
     where: Mapping[str, Any],
     *,
     final: bool = False,
+    supported: frozenset[str] | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Gated DeltaNet or KDA over the ranks, for every model: see ``delta_rule``.
 
     operator: zeco_kda or zeco_gated_delta_rule, if it computes the same as ``function``; it gets the ``options`` that
-        it knows, and ``where`` this rank's tokens lie. None: ``function`` runs over each piece.
+        it knows (``supported`` has their names), and ``where`` this rank's tokens lie. None: ``function`` runs over
+        each piece.
     """
     if operator is None:
         return delta_rule(functools.partial(function, **options), tensors, pieces, comm=where["comm"], final=final)
-    known = {name: x for name, x in options.items() if name in names_of(operator)}
+    supported = names_of(operator) if supported is None else supported
+    known = {name: x for name, x in options.items() if name in supported}
     return operator(*tensors, output_final_state="all" if final else False, **known | dict(where))
 
 

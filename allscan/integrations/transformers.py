@@ -171,8 +171,11 @@ def sequence_parallel(
         how: dict[str, Any] = dict(per_document=per_document, attention=attention)
         base.forward = functools.partial(_model, base, comm, zigzag, modeling.__name__, inner, **how)
     for layer in layers:
-        lightning = _class_of(layer, family, (3,))
-        layer.forward = functools.partial(lightning_forward if lightning else softmax_forward, layer)
+        kind: Any = type(layer)
+        if _class_of(layer, family, (3,)):
+            layer.forward = functools.partial(lightning_forward, layer)
+        else:
+            layer.forward = functools.partial(softmax_forward, layer, name_of_cache(kind))
     for head in heads:
         head.loss_function = functools.partial(_loss, comm, zigzag, per_document)
         head.generate = functools.partial(_generate, comm)

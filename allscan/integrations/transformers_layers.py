@@ -6,7 +6,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -45,24 +45,48 @@ def name_of_cache(kind: Any) -> str | None:
     return next((name for name in CACHES if name in parameters), None)
 
 
+class Original(NamedTuple):
+    """A function of a model's file, and what its closures and signature tell: torch.compile cannot trace either.
+
+    packaged: whether it is a function of fla or mamba_ssm. operator: All-Scan's operator that computes the same, or
+    None. known, supported: names of the options of the function and of the operator.
+    """
+
+    call: Callable[..., Any]
+    packaged: bool
+    operator: Callable[..., Any] | None = None
+    known: frozenset[str] = frozenset()
+    supported: frozenset[str] = frozenset()
+
+
+def original_of(function: Any) -> Original:
+    """Inspect a function of a model's file."""
+    package = of_package(function)
+    behind: Any = package or inspect.unwrap(function)
+    operator = OURS.get(getattr(behind, "__name__", ""))
+    if operator is None or not behind.__module__.startswith(("fla.", "transformers.")):
+        return Original(function, package is not None)
+    return Original(function, package is not None, operator, names_of(behind), names_of(operator))
+
+
 class SplitOperator:
     """Replaces a function of a model's file by name; runs over the ranks if called with a SplitSequence."""
 
     def __init__(self, original: Any, split: Any) -> None:
         self.original, self.split = original, split
-        self.in_torch = in_torch(original)  # here, since torch.compile cannot trace the closures that it reads
+        self.inspected, self.in_torch = original_of(original), original_of(in_torch(original))
         functools.update_wrapper(self, original)
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
         sequence = options.pop(SEQUENCE, None)
         if sequence is None:
             return self.original(*arguments, **options)
-        original = self.original if on_gpu(sequence.comm.device) else self.in_torch
+        original = self.inspected if on_gpu(sequence.comm.device) else self.in_torch
         return self.split(original, sequence, *arguments, **options)
 
 
 def _convolution(
-    original: Any,
+    original: Original,
     sequence: SplitSequence,
     x: Tensor,
     weight: Tensor,
@@ -73,12 +97,12 @@ def _convolution(
     """Short convolution over x [B, channels, tokens]; the last tokens are this rank's."""
     n = weight.shape[-1] - 1
     if not n:
-        return original(x, weight, bias, activation=activation)  # with the padding token
+        return original.call(x, weight, bias, activation=activation)  # with the padding token
     own = sequence.own
     x = x if x.shape[2] == own else x[:, :, x.shape[2] - own :]
 
     def conv(x: Tensor) -> torch.Tensor:
-        return original(x.mT, weight, bias, activation=activation).mT
+        return original.call(x.mT, weight, bias, activation=activation).mT
 
     y = conv_with_halo(conv, n, x.mT, sequence.pieces, sequence.cuts, **sequence.where)
     return y.mT if own else _padded(y, sequence).mT
@@ -94,12 +118,12 @@ def _padded(x: Tensor, sequence: SplitSequence) -> torch.Tensor:
     return x if sequence.own else F.pad(x, (0, 0) * (x.ndim - 2) + (0, 1))
 
 
-def _fused(original: Any, sequence: SplitSequence, *_, **__) -> None:
+def _fused(original: Original, sequence: SplitSequence, *_, **__) -> None:
     """Disables mamba_ssm's fused kernel of a whole layer, which cannot be split; the layer runs unfused."""
 
 
 def _state_space(
-    original: Any,
+    original: Original,
     sequence: SplitSequence,
     x: Tensor,
     dt: Tensor,
@@ -149,23 +173,13 @@ def in_torch(function: Callable[..., Any]) -> Callable:
     return call
 
 
-@functools.cache
-def rule_behind(function: Callable[..., Any]) -> tuple[str, frozenset[str]] | None:
-    """(name, names of arguments) of fla's delta rule, or transformers' own in torch, behind a function of a model's
-    file; None for another function."""
-    theirs: Any = of_package(function) or inspect.unwrap(function)
-    known = getattr(theirs, "__name__", "") in OURS and theirs.__module__.startswith(("fla.", "transformers."))
-    return (theirs.__name__, names_of(theirs)) if known else None
-
-
-def ours(function: Callable[..., Any], device: torch.device, options: Any, anywhere: bool = False) -> Callable | None:
+def ours(original: Original, device: torch.device, options: Any, anywhere: bool = False) -> Callable | None:
     """All-Scan's operator for a model's delta rule, on a GPU or with ``anywhere``; None unless it supports all
-    ``options`` of the call."""
-    rule = rule_behind(function) if anywhere or on_gpu(device) else None
-    if rule is None:
+    ``options`` of the call that the model's function knows."""
+    if not (anywhere or on_gpu(device)):
         return None
-    found, taken = OURS[rule[0]], rule[1]
-    return found if options.keys() & taken <= names_of(found) else None
+    supported = all(name in original.supported for name in options if name in original.known)
+    return original.operator if supported else None
 
 
 def on_gpu(device: torch.device) -> bool:
@@ -174,7 +188,7 @@ def on_gpu(device: torch.device) -> bool:
 
 
 def _delta_rule(
-    original: Any,
+    original: Original,
     sequence: SplitSequence,
     query: Tensor,
     key: Tensor,
@@ -192,7 +206,7 @@ def _delta_rule(
     tensors: Any = (query, key, value, g, beta) if sequence.own else _own(sequence, query, key, value, g, beta)
     operator = ours(original, value.device, options, sequence.comm.invariant > 0)
     # transformers' torch functions, unlike All-Scan's operators, take any size, and cast any dtype
-    fits = of_package(original) is not None or (
+    fits = original.packaged or (
         query.dtype == key.dtype == value.dtype
         and query.dtype in HALF_OR_SINGLE
         and g.dtype in (torch.float32, query.dtype)
@@ -200,11 +214,12 @@ def _delta_rule(
     )
     o, state = run_delta_rule(
         operator if fits else None,
-        original,
+        original.call,
         tensors,
         sequence.pieces,
         sequence.where,
         final=output_final_state,
+        supported=original.supported,
         use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
         **options,
     )
@@ -273,17 +288,19 @@ def _called_alone(layer: Any) -> ValueError:
     return ValueError(f"a {type(layer).__name__} cannot be called directly in a split model: call the model")
 
 
-def softmax_forward(layer: Any, *arguments: Any, past_key_values: Any = None, cache: Any = None, **options: Any) -> Any:
-    """Forward of a softmax layer with the keys and values of all ranks."""
+def softmax_forward(
+    layer: Any, taken: Any, *arguments: Any, past_key_values: Any = None, cache: Any = None, **options: Any
+) -> Any:
+    """Forward of a softmax layer with the keys and values of all ranks. taken: the name of its cache argument."""
     sequence = options.get(SEQUENCE)
     if sequence is None:
         raise _called_alone(layer)
     cache = past_key_values if cache is None else cache
     if torch.compiler.is_compiling() and sequence.attention.memory is not None:
         # backward projects keys again, for which it needs autograd's graph of the projection
-        return _softmax_not_traced(layer, *arguments, cache=cache, **options)
+        return _softmax_not_traced(layer, taken, *arguments, cache=cache, **options)
     options[KEYS] = keys = _Keys(sequence, cache)
-    return type(layer).forward(layer, *arguments, **{name_of_cache(type(layer)): keys}, **options)  # type: ignore[arg-type]
+    return type(layer).forward(layer, *arguments, **{taken: keys}, **options)
 
 
 _softmax_not_traced = dynamo_disabled(softmax_forward)

@@ -552,7 +552,7 @@ def functions_case(group, family, name, wrapped, packed, **more):
         own = vars(modeling)[name]
         own = getattr(own, "original", own)
         patch.setattr(modeling, name, own)  # undo restores this value
-        split = functools.partial(layers.OPERATORS[name], wrapped(own))
+        split = functools.partial(layers.OPERATORS[name], layers.original_of(wrapped(own)))
         patch.setattr(modeling, name, layers.SplitOperator(own, lambda _, *given, **options: split(*given, **options)))
         return model_case(group, family, packed, "sdpa", keep=True, **more)
 
@@ -601,7 +601,7 @@ def ours_case(group, family, packed, layout):
         return own(*tensors, **options)
 
     def chosen(device, **options):
-        found = layers.ours(decorated(own), torch.device(device), options)
+        found = layers.ours(layers.original_of(decorated(own)), torch.device(device), options)
         return found and found.__name__
 
     with pytest.MonkeyPatch.context() as patch:
@@ -611,7 +611,7 @@ def ours_case(group, family, packed, layout):
             chosen("cuda", use_cache=True),
             chosen("cuda", cp_context=1),
             chosen("cpu"),
-            layers.ours(own, torch.device("cuda"), {}),
+            layers.ours(layers.original_of(own), torch.device("cuda"), {}),
         ]
         patch.setattr(layers, "on_gpu", lambda device: True)
         patch.setitem(layers.OURS, theirs, counted)
@@ -657,10 +657,10 @@ def without_fla_case(group, family):
         return operator(*tensors, **options)
 
     def given(own):
-        on_cpus, on_gpus = (layers.ours(own, torch.device(kind), {}) for kind in ("cpu", "cuda"))
-        assert (
-            on_cpus is None and on_gpus is operator and not layers.ours(own, torch.device("cuda"), {"chunk_size": 32})
-        )
+        inspected = layers.original_of(own)
+        on_cpus, on_gpus = (layers.ours(inspected, torch.device(kind), {}) for kind in ("cpu", "cuda"))
+        assert on_cpus is None and on_gpus is operator
+        assert not layers.ours(inspected, torch.device("cuda"), {"chunk_size": 32})
         patch.setitem(layers.OURS, name, counted)
         patch.setattr(layers, "on_gpu", lambda device: True)
         return own
