@@ -130,7 +130,7 @@ def headline() -> str:
             f"heads by all-to-all, 4 ranks: {_number(moved['percent_of_data_parallel'], 1)} %",
         ],
         [
-            "hybrid training (Kimi-Linear, Qwen3-Next; 12 layers, 0.7 to 0.9 billion parameters), tokens/s, "
+            "hybrid training (12 layers, 0.7 to 2.5 billion parameters), tokens/s, "
             "% of data parallel",
             hybrid("allscan, zigzag", 2),
             hybrid("allscan, zigzag", 4),
@@ -217,13 +217,16 @@ def _hybrid(ranks: int) -> str:
         "allscan": "the same, consecutive parts",
         "heads": "heads by all-to-all, in both kinds of layers",
     }
-    rows = []
+    rows, models = [], _hybrids("data parallel", ranks)
     for method, told in names.items():
         rows.append([told])
-        for row in _hybrids(method, ranks).values():
-            percent = _number(row["percent_of_data_parallel"], 1)
-            rows[-1] += [_number(row["tokens_per_s_per_gpu"], 0), f"{percent} %"]
-    models = _hybrids("data parallel", ranks)
+        found = _hybrids(method, ranks)
+        for row in map(found.get, models):
+            if row is None:
+                rows[-1] += ["not measured"] * 2
+            else:
+                percent = _number(row["percent_of_data_parallel"], 1)
+                rows[-1] += [_number(row["tokens_per_s_per_gpu"], 0), f"{percent} %"]
     return _table(["", *(name for told in models for name in (told, "of data parallel"))], rows)
 
 
@@ -265,7 +268,7 @@ def _hybrids(method: str, ranks: int) -> dict[str, dict[str, str]]:
     return {
         told: _find("hybrid", model=model, method=method, ranks=ranks)
         for model, told in HYBRIDS.items()
-        if _matching("hybrid", model=model, ranks=ranks)
+        if _matching("hybrid", model=model, method=method, ranks=ranks)
     }
 
 
