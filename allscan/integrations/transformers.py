@@ -62,7 +62,12 @@ FAMILIES = {
     "zamba2": ("Zamba2Model", "Zamba2ForCausalLM", "Zamba2Attention"),
     "mamba2": ("Mamba2Model", "Mamba2ForCausalLM"),
     "minimax": ("MiniMaxModel", "MiniMaxForCausalLM", "MiniMaxAttention", "MiniMaxLightningAttention"),
+    "olmo_hybrid": ("OlmoHybridModel", "OlmoHybridForCausalLM", "OlmoHybridAttention"),
+    "bailing_hybrid": ("BailingHybridModel", "BailingHybridForCausalLM", "BailingHybridAttention"),
+    "lfm2": ("Lfm2Model", "Lfm2ForCausalLM", "Lfm2Attention"),
+    "lfm2_moe": ("Lfm2MoeModel", "Lfm2MoeForCausalLM", "Lfm2MoeAttention"),
 }
+SHORT_CONVOLUTIONS = "lfm2", "lfm2_moe"  # instead of recurrent layers
 
 
 def sequence_parallel(
@@ -151,7 +156,8 @@ def sequence_parallel(
         _restore(bases, heads, layers)
         return model
     names = vars(modeling).keys()
-    if family != "minimax" and ("causal_conv1d_fn" not in names or not names & RECURRENCES):
+    recurs = family in SHORT_CONVOLUTIONS or names & RECURRENCES
+    if family != "minimax" and ("causal_conv1d_fn" not in names or not recurs):
         raise ValueError(f"{modeling.__name__} has other functions than those to replace: {OTHER_VERSION}")
     for name, operator in OPERATORS.items():
         known = vars(modeling).get(name)

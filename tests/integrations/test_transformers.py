@@ -150,6 +150,30 @@ CHOICES = {
         | dict(num_hidden_layers=3, layer_types=["full_attention", "linear_attention", "linear_attention"])
         | dict(num_key_value_heads=2, intermediate_size=32, num_local_experts=2, block_size=8),
     ),
+    "olmo_hybrid": (
+        "OlmoHybrid",
+        COMMON | DELTA | MIXED | dict(num_key_value_heads=2, intermediate_size=32, linear_allow_neg_eigval=True),
+    ),
+    "bailing_hybrid": (
+        "BailingHybrid",
+        COMMON
+        | MIXED
+        | dict(num_key_value_heads=4, head_dim=8, kv_lora_rank=12, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=8)
+        | dict(mlp_layer_types=["dense", "sparse"], intermediate_size=32, moe_intermediate_size=16)
+        | dict(num_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1),
+    ),
+    "lfm2": (
+        "Lfm2",
+        COMMON
+        | dict(num_hidden_layers=2, layer_types=["conv", "full_attention"], num_key_value_heads=2)
+        | dict(intermediate_size=32, block_auto_adjust_ff_dim=False),
+    ),
+    "lfm2_moe": (
+        "Lfm2Moe",
+        COMMON
+        | dict(num_hidden_layers=2, layer_types=["conv", "full_attention"], num_key_value_heads=2)
+        | dict(intermediate_size=32, moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2, num_dense_layers=1),
+    ),
 }
 PRELOAD = ["allscan.integrations.transformers", *(f"transformers.models.{f}.modeling_{f}" for f in CHOICES)]
 OWN = (
@@ -282,6 +306,13 @@ def model_case(group, family, packed, inner, keep=False, layout="contiguous", at
         ("mamba2", 2, "position_ids", "eager"),
         ("minimax", 2, None, "sdpa"),
         ("minimax", 3, "cu_seq_lens", "eager"),
+        ("olmo_hybrid", 2, None, "sdpa"),
+        ("olmo_hybrid", 3, "cu_seq_lens", "eager"),
+        ("bailing_hybrid", 2, None, "sdpa"),
+        ("bailing_hybrid", 3, "position_ids", "eager"),
+        ("lfm2", 3, None, "sdpa"),
+        ("lfm2", 2, "cu_seq_lens", "eager"),
+        ("lfm2_moe", 2, None, "sdpa"),
     ],
 )
 def test_models(run, family, size, packed, inner):
