@@ -432,6 +432,7 @@ def blocks(page: str, language: str) -> list:
     return [part.split("```")[0] for part in text.split(f"```{language}\n")[1:]]
 
 
+@pytest.mark.slow
 def test_programs_of_readme_and_own_kernels_run_as_pasted(request, tmp_path, size=2):
     found = [*blocks("README.md", "python"), *blocks("docs/own_kernels.md", "python")]
     programs = [block for block in found if "init_process_group" in block and not block.startswith("# needs GPUs")]

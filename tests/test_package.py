@@ -319,6 +319,7 @@ def test_a_forgotten_init_process_group_is_rejected(tmp_path):
     assert "torch.distributed.init_process_group first" in done.stderr
 
 
+@pytest.mark.slow(but="triton")
 @pytest.mark.parametrize(
     "first, then, value, words",
     [
@@ -335,6 +336,7 @@ def test_triton_interpret_that_is_set_too_late(first, then, value, words, tmp_pa
     assert done.returncode == 1 and words in done.stderr, done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not importlib.util.find_spec("fla"), reason="needs flash-linear-attention")
 def test_delta_rules_run_on_cpu_ranks_without_patches(tmp_path):
     """Alone and in a model of fla's, forward and backward, with a user's environment."""
@@ -565,6 +567,7 @@ def test_make_test_gpu_finds_its_python(tmp_path, has_all):
     assert "-m pytest --gpu -m alone" in lines[-1]
 
 
+@pytest.mark.slow
 def test_pytest_runs_in_an_unpacked_sdist(tmp_path):
     """It has all tests and their files: all are collected, and some of each type pass."""
     code = f"import setuptools.build_meta as b; print(b.build_sdist({str(tmp_path)!r}))"

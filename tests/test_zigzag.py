@@ -76,6 +76,7 @@ def test_ascending_and_descending(run, size, T):
     run(size, zigzag_case, T)
 
 
+@pytest.mark.slow(but=("1", "2", "4"))
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
 def test_zeco_gla(run, size):
     kind = "mixed" if size == 3 else "weak"
@@ -96,6 +97,7 @@ def test_both_scans_are_launches_of_a_plan(run, B, K, of_python, size=2):
     assert [count for _, count in found] == [of_python] * size
 
 
+@pytest.mark.slow(but=("1", "2-over", "3", "2-empty"))
 @pytest.mark.parametrize("size, name", [(len(tokens), name) for name, (tokens, _) in PACKED.items()])
 def test_packed_zeco_gla(run, size, name):
     tokens, lengths = PACKED[name]
@@ -111,6 +113,7 @@ DOCUMENTS = {  # cu_seqlens over 2P, with each document in 2P pieces
 }
 
 
+@pytest.mark.slow(but=("1", "2"))
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
 def test_cut_documents_zeco_gla(run, size):
     """One scan sends the states of all documents: empty ones, some with one token a piece, some longer than a chunk."""
@@ -119,6 +122,7 @@ def test_cut_documents_zeco_gla(run, size):
     check(run(size, gla_case, case._replace(gates="mixed" if size == 3 else "weak", recompute=size != 2)))
 
 
+@pytest.mark.slow(but="gated")
 @pytest.mark.cpu
 @pytest.mark.parametrize("rule, size", [("gated_delta_rule", 3), ("kda", 4)])
 def test_cut_documents_delta_rules(run, rule, size):
@@ -132,6 +136,7 @@ def test_bfloat16(run, size=2):
     check(run(size, gla_case, GLACase([40, 150], K=32, V=32, dtype=BF16, zigzag=True)), BF16)
 
 
+@pytest.mark.slow(but="gated")
 @pytest.mark.cpu
 @pytest.mark.parametrize("rule, size", [("gated_delta_rule", 1), ("gated_delta_rule", 3), ("kda", 2)])
 def test_delta_rules(run, rule, size):
@@ -140,6 +145,7 @@ def test_delta_rules(run, rule, size):
         assert max(errors.values()) < 1e-5, errors
 
 
+@pytest.mark.slow(but="2")
 @pytest.mark.cpu
 @pytest.mark.parametrize("size, name", [(2, "over the middle"), (4, "over most, between others")])
 def test_packed_delta_rule(run, size, name):
@@ -189,6 +195,7 @@ def collective_case(group, kind):
         return max(errors)
 
 
+@pytest.mark.slow(but=("rows-1", "rows-2", "rows-3", "dense-2", "dense-3", "none-1", "none-2"))
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 @pytest.mark.parametrize("kind", ["rows", "dense", "none"])
 def test_allscan(run, size, kind):
@@ -378,6 +385,7 @@ def halo_of_documents_case(group, lengths, n):
             assert torch.equal(own.grad.cpu(), counts[mine][None, :, None].expand_as(own))
 
 
+@pytest.mark.slow(but=("1", "2", "3"))
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_halo_of_cut_documents(run, size):
     for lengths, n in (([0, 9, 9, 14, 18], 3), ([0, 1, 3, 4, 9, 9], 3), ([0, 1], 2), ([0, 0], 2)):
@@ -572,6 +580,7 @@ def modes_case(group, documents):
         return max(errors)
 
 
+@pytest.mark.slow(but="None")
 @pytest.mark.parametrize("documents", [None, [0, 8, 8, 24, 48]])
 def test_compiled_and_checkpointed(run, documents):
     assert max(run(2, modes_case, documents)) < 1e-4

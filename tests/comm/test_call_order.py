@@ -361,6 +361,7 @@ def test_a_rank_that_ignores_what_it_gets(answers, how, size):
     assert answers[0][0] == [0.0, "AllScanTimeout" if how == "zigzag" else "RuntimeError"]
 
 
+@pytest.mark.slow(but="zeco_gla")
 @pytest.mark.cpu
 @pytest.mark.parametrize("name, size, who", [("zeco_gla", 3, 0), ("zeco_gla", 2, 1), ("zeco_kda", 2, 0)])
 def test_a_rank_that_ignores_an_operators_output_in_zigzag(run, name, size, who):
@@ -391,6 +392,7 @@ def operators_validation_case(group, name, invariant):
         return (time.monotonic() - start) / timeout
 
 
+@pytest.mark.slow(but="2")
 @pytest.mark.cpu  # on GPUs the first call compiles its kernels
 @pytest.mark.parametrize(
     "size, name, invariant", pairs([2, 3], ["zeco_gla", "zeco_kda", "zeco_gated_delta_rule"], [0, 64])
@@ -525,6 +527,7 @@ def recomputed_case(group, scans_only):
         return found
 
 
+@pytest.mark.slow(but="3")
 @pytest.mark.parametrize("size, scans_only", [(2, False), (3, True)])  # only scans' inputs differ between ranks
 def test_what_ranks_compute_again(run, size, scans_only):
     """Non-reentrant checkpointing recomputes each operator, last in its region or not, at the same place on all ranks
@@ -692,6 +695,7 @@ def few_programs_case(group, depth, protocol):
     return True
 
 
+@pytest.mark.slow(but=("1", "3-put"))
 @pytest.mark.parametrize("protocol", ["sentinel", "signal", "put"])
 @pytest.mark.parametrize("depth", [1, 3])
 def test_more_tiles_than_programs(run, pool, depth, protocol):
@@ -886,6 +890,15 @@ def mixed_case(group, operator, what):
     return found, end, again
 
 
+@pytest.mark.slow(
+    "zeco_gla-some",
+    "zeco_gla-packed",
+    "zeco_kda-zigzag",
+    "zeco_kda-packed",
+    "zeco_ssd-invariant",
+    "zeco_ssd-layout",
+    "halo-layout",
+)
 @pytest.mark.side_by_side(case=mixed_case)
 @pytest.mark.parametrize(
     "operator, what, size",
@@ -1002,6 +1015,7 @@ def test_ctrl_c_where_a_call_begins_and_ends(run):
         assert count > 15 and not wrong, wrong
 
 
+@pytest.mark.slow(but="True")
 @pytest.mark.cpu
 @pytest.mark.parametrize("debug", [False, True])
 def test_ctrl_c_where_a_call_fails(run, debug):

@@ -88,6 +88,7 @@ def summary_case(group, cuts, layout):
         return max(errors)
 
 
+@pytest.mark.slow(but=("contiguous-one", "contiguous-borders", "zigzag-packed"))
 @pytest.mark.cpu
 @pytest.mark.parametrize("layout, cuts, size", pairs(["contiguous", "zigzag"], [*CUTS], [2, 4]))
 def test_summaries(run, size, cuts, layout):

@@ -65,6 +65,7 @@ def logits(run, family, tokens, invariant=S, layout="contiguous"):
     return torch.cat([x for _, x in parts], 1)[:, torch.cat([mine for mine, _ in parts]).argsort()]
 
 
+@pytest.mark.slow(but="2")
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("size", [2, 3])
 def test_logits_have_the_same_bits(run, family, size):

@@ -257,6 +257,9 @@ def model_case(group, family, packed, inner, keep=False, layout="contiguous", at
         return errors, unused
 
 
+@pytest.mark.slow(
+    but=("qwen3_next", "qwen3_5-3", "kimi_linear", "nemotron_h-2", "bamba-2", "mamba2-2-None", "minimax-2")
+)
 @pytest.mark.quick("qwen3_next-2-None", "nemotron_h-2")
 @pytest.mark.parametrize(
     "family, size, packed, inner",
@@ -350,6 +353,7 @@ def few_case(group, family, inner, batches, layout, more=()):
         return found
 
 
+@pytest.mark.slow(but=("qwen3_next", "kimi_linear-sdpa"))
 @pytest.mark.parametrize(
     "family, inner, layout",
     [
@@ -374,6 +378,9 @@ def test_few_tokens_with_a_kernel_of_one_token(run, family, kernel, size=2):
         assert max(errors) < 2e-5, errors
 
 
+@pytest.mark.slow(
+    but=("kimi_linear-2", "kimi_linear-4-cu_seq_lens", "qwen3_next-2-one", "nemotron_h-2-p", "mamba2", "minimax-2")
+)
 @pytest.mark.parametrize(
     "family, size, given, inner",
     [
@@ -404,6 +411,7 @@ def test_models_in_zigzag(run, family, size, given, inner):
         assert all("experts" in name or "gate" in name for name in unused), unused
 
 
+@pytest.mark.slow(but=("kimi_linear", "qwen3_next"))
 @pytest.mark.parametrize(
     "family, size, given, inner",
     [
@@ -485,6 +493,7 @@ def test_cut_documents_and_what_is_rejected(run, size=2):
             assert answer is not None and answer[0] == "ValueError" and text in answer[1], (text, answer)
 
 
+@pytest.mark.slow(but="kimi_linear-3")
 @pytest.mark.parametrize("attention", [(False,), (True, 8000)])
 @pytest.mark.parametrize(
     "family, size, layout",
@@ -516,6 +525,7 @@ def half_precision_case(group, family, how):
         return relative(alone, exact), relative(found.logits, exact), finite
 
 
+@pytest.mark.slow(but=("qwen3_5", "nemotron_h"))
 @pytest.mark.parametrize(
     "family, how",
     [("qwen3_5", "bfloat16"), ("nemotron_h", "bfloat16"), ("qwen3_5", "autocast"), ("minimax", "bfloat16")],
@@ -565,6 +575,7 @@ def in_one_call_case(group, layout):
         return functions_case(group, "nemotron_h", "mamba2_chunk_scan", packing_scan, "cu_seq_lens", layout=layout)
 
 
+@pytest.mark.slow(but=("3-contiguous", "2-zigzag"))
 @pytest.mark.parametrize("size, layout", [(3, "contiguous"), (2, "zigzag"), (4, "zigzag")])
 def test_functions_that_take_packed_sequences(run, size, layout):
     for errors, _ in run(size, in_one_call_case, layout):
@@ -619,6 +630,7 @@ def ours_case(group, family, packed, layout):
     return errors, calls, choices
 
 
+@pytest.mark.slow(but=("kimi_linear-None-2", "qwen3_next-cu_seq_lens-2", "kimi_linear-position_ids"))
 @pytest.mark.parametrize(
     "family, packed, size, layout",
     [
@@ -746,6 +758,7 @@ COPIED = {
 }
 
 
+@pytest.mark.slow(but=("kimi_linear-contiguous-True", "nemotron_h"))
 @pytest.mark.parametrize(
     "family, layout, packed",
     [
@@ -869,6 +882,7 @@ def steep_case(group, family):
     return ratios
 
 
+@pytest.mark.slow(but=("qwen3_5", "kimi_linear"))
 @pytest.mark.parametrize("family", [family for family in CHOICES if family != "minimax"])  # without convolutions
 def test_gradients_beside_a_boundary(run, family, size=2):
     """A convolution's gradients there are as exact as the unsplit model's, also where outputs without the tokens of the
@@ -910,6 +924,7 @@ def compiled_case(group, family, layout, checkpointed):
         return errors, dict(counters["graph_break"]), counters["stats"]["unique_graphs"], calls, eager_calls
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "family, layout, checkpointed",
     [
@@ -1005,6 +1020,7 @@ def prefill_case(group, family, layout):
         return max(errors)
 
 
+@pytest.mark.slow(but=("qwen3_next", "nemotron_h-contiguous", "mamba2-contiguous", "minimax-contiguous"))
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("family", ["qwen3_next", "kimi_linear", "nemotron_h", "falcon_h1", "mamba2", "minimax"])
 def test_every_ranks_cache(run, family, layout, size=4):
@@ -1097,6 +1113,7 @@ def training_case(group, family, how, layout):
         return curves
 
 
+@pytest.mark.slow(but="qwen3_5")
 @pytest.mark.parametrize(
     "family, how, layout",
     [

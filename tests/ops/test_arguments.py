@@ -526,6 +526,7 @@ def strong_case(group, rule, strength):
         return {n: error(a, b) for n, a, b in zip(NAMES, found, whole.reference())}
 
 
+@pytest.mark.slow(but=("-1e2-gated", "-1e3-gated", "-1e4-gated", "-1e5"))
 @pytest.mark.cpu
 @pytest.mark.parametrize("rule", ["kda", "gated_delta_rule"])
 @pytest.mark.parametrize("strength", ["-1e2", "-1e3", "-1e4", "-1e5"])

@@ -101,6 +101,7 @@ def operator_case(group, name, layout, backend):
     return answers
 
 
+@pytest.mark.slow(but=("to_zigzag", "zeco_gla"))
 @pytest.mark.parametrize("name, layout", [x for x in CASES if x != ("zeco_gla", "zigzag")])  # an operator's once
 def test_every_call_is_made_once(run, name, layout):
     """Covers calls whose results a rank does not use, equal calls on a rank, and calls in a recomputed region
@@ -380,6 +381,7 @@ def value_and_gradient(function, gradients):
     return [y.detach(), *([x.grad] if gradients else [])]
 
 
+@pytest.mark.slow(but=("aot_eager-1.0-False", "aot_eager-0.5", "inductor-1.0-False"))
 @pytest.mark.cpu
 @pytest.mark.parametrize(
     "backend, budget, gradients",

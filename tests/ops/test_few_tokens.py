@@ -145,17 +145,20 @@ def check(answers, limit=2e-5):
         assert max(errors) < limit, errors
 
 
+@pytest.mark.slow(but=("3-zeco_gla-True", "2-zeco_ssd", "1"))
 @pytest.mark.parametrize("size, name, packed", CASES["operators"])
 def test_operators(run, size, name, packed):
     check(run(size, few_case, name, BATCHES, packed, "contiguous"))
 
 
+@pytest.mark.slow(but=("1", "3-zeco_gated_delta_rule-True"))
 @pytest.mark.cpu  # on GPUs fla's kernels round float32 to TF32
 @pytest.mark.parametrize("size, name, packed", CASES["delta rules"])
 def test_delta_rules(run, size, name, packed):
     check(run(size, few_case, name, BATCHES, packed, "contiguous"))
 
 
+@pytest.mark.slow(but="zeco_gla")
 @pytest.mark.cpu
 @pytest.mark.parametrize("name", REFERENCES)
 def test_in_debug_mode(run, name, size=3):
@@ -163,6 +166,7 @@ def test_in_debug_mode(run, name, size=3):
     check(run(size, few_case, name, BATCHES[1:5], False, "contiguous", debug=True))
 
 
+@pytest.mark.slow(but=("zeco_gla-True", "zeco_kda-True", "zeco_gated_delta_rule-True", "zeco_ssd-True"))
 @pytest.mark.cpu
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("name", REFERENCES)
@@ -170,6 +174,7 @@ def test_zigzag(run, name, packed, size=2):
     check(run(size, few_case, name, IN_ZIGZAG, packed, "zigzag"))
 
 
+@pytest.mark.slow(but=("zeco_gated_delta_rule", "zeco_gla"))
 @pytest.mark.cpu
 @pytest.mark.parametrize("name, size", [*zip(REFERENCES, (3, 2, 1, 4))])
 def test_cut_documents(run, name, size):
@@ -225,6 +230,7 @@ def halo_case(group, n, batches, reverse, packed, layout):
 SHORT = [((8, 8, 8, 8), 5), ((8, 2, 8, 1), 9), ((0, 1, 1, 8), 3), ((8, 1, 0, 1), 4), *BATCHES[2:]]
 
 
+@pytest.mark.slow(but=("1", "2", "3-False-True"))
 @pytest.mark.parametrize("size, reverse, packed", CASES["halo"])
 def test_halo(run, size, reverse, packed):
     for n in (1, 3):
@@ -270,6 +276,7 @@ def tiles_case(group, depth, protocol, reverse):
                 assert torch.equal(found.cpu(), expected), (number, adjoint)
 
 
+@pytest.mark.slow(but=("1", "4-2"))
 @pytest.mark.parametrize(
     "size, depth, protocol, reverse", pairs([1, 4], [(1, "auto"), (2, "signal"), (3, "auto")], [False, True])
 )
@@ -369,6 +376,7 @@ def saved_case(group, name):
     return saved, equal
 
 
+@pytest.mark.slow(but="zeco_gated")
 @pytest.mark.parametrize("name", ["zeco_gla", "zeco_kda", "zeco_gated_delta_rule"])
 def test_a_rank_saves_nothing_for_the_sequences_of_others(run, name, size=2):
     (first, last), equal = zip(*run(size, saved_case, name))

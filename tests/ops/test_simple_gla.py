@@ -104,6 +104,7 @@ def random_case(group, seed):
         return compared(comm, tokens, lengths, layout, *given, scale=draw.choice([None, 1.0, -0.3]))
 
 
+@pytest.mark.slow(but=("0", "1", "2", "3", "7"))
 @pytest.mark.kernels
 @pytest.mark.parametrize("seed", range(8))
 def test_random_options(run, seed):

@@ -83,6 +83,7 @@ def case(group, tokens, cuts, layout, strong):
         return errors
 
 
+@pytest.mark.slow(but=("1-given", "1-None-zigzag", "2-asked", "3-None-contiguous"))
 @pytest.mark.quick("2-asked-contiguous")
 @pytest.mark.parametrize(
     "cuts, layout",

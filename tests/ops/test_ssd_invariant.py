@@ -97,6 +97,7 @@ def test_the_law_in_float64(run, packed, size=2):
         assert ((ours - expected).abs().max() / expected.abs().max()).item() < 2e-5, name
 
 
+@pytest.mark.slow(but=("False-dtype0-3", "True-dtype1-3"))
 @pytest.mark.parametrize(
     "size, tokens", [(2, [S, 3 * S + 21]), (3, [2 * S, 0, 2 * S + 21]), (8, [S, 0, S, 0, S, S, 0, 21])]
 )
@@ -107,6 +108,7 @@ def test_contiguous(run, packed, dtype, size, tokens):
     )
 
 
+@pytest.mark.slow(but=("2-True", "4-False"))
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_zigzag(run, packed, size):

@@ -232,6 +232,7 @@ def compiled_case(group, backend, packed):
         return worst
 
 
+@pytest.mark.slow(but="True")
 @pytest.mark.parametrize("packed", [False, True])
 def test_in_compiled_functions(run, packed):
     assert max(run(2, compiled_case, backend_of_gpus(), packed)) < 1e-5
@@ -374,6 +375,7 @@ def transition_case(group, shape, reverse, from_zero):
         return errors
 
 
+@pytest.mark.slow(but=("shape0", "shape1", "shape2-2", "shape3-2", "shape4-1", "shape5-1"))
 @pytest.mark.quick("shape0-2")
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("shape", [(2, 5, 6), (3, 40, 24), (2, 2, 16, 33), (2, 128, 64), (1, 200, 20), (1, 300, 17)])
@@ -406,6 +408,7 @@ def received_case(group, dense):
         return (received, scan.num_tiles) if last else None
 
 
+@pytest.mark.slow(but="True")
 @pytest.mark.quick("False-2")
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("dense", [False, True])

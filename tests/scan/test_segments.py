@@ -96,6 +96,7 @@ def test_special_values(run, factor, size):
     assert differing(one, found(run, case, {2: (2, 3), 3: (1, 0, 4)}[size])) == []
 
 
+@pytest.mark.slow(but=("rows-shape0", "rows-shape1", "rows-shape2", "transitions"))
 @pytest.mark.parametrize("shape", [(1, 1), (3, 33, 7), (1, 130, 5), (2, 3, 8, 40)])
 @pytest.mark.parametrize("factor", ["rows", "transitions"])
 def test_shapes(run, factor, shape, size=2):

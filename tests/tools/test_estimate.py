@@ -105,6 +105,7 @@ def measured_hybrids():
     return [pytest.param(x, id=f"{x['model']}, {x['method']}") for x in rows if x["method"] != "gathered"]
 
 
+@pytest.mark.slow(but=("kimi_linear, MLA 128", "qwen3_next, allscan"))
 @pytest.mark.skipif(
     installed("transformers") < (5, 23), reason="measured with transformers 5.23, whose layers save less than 5.20's"
 )

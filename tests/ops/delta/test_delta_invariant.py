@@ -89,6 +89,7 @@ def test_the_law_in_float64(run, rule, size=2):
         assert ((ours - expected).abs().max() / expected.abs().max()).item() < 1e-5, name
 
 
+@pytest.mark.slow(but=("kda-weak-dtype1-2-1-3-tokens2", "gated_delta_rule-mild"))
 @pytest.mark.parametrize("size, tokens", [(2, [S, 2 * S + 37]), (3, [S, 0, 2 * S + 37]), (3, [S, S, S + 37])])
 @pytest.mark.parametrize(
     "rule, kind, dtype, B, HV",
@@ -105,6 +106,7 @@ def test_contiguous(run, rule, kind, dtype, B, HV, size, tokens):
     assert same(found_by_one(run, case), found(run, case._replace(tokens=tokens))) == ALL
 
 
+@pytest.mark.slow(but="4-tokens0-gated")
 @pytest.mark.parametrize("rule", CALLS)
 @pytest.mark.parametrize("size, tokens", [(4, [2, 0, 3, 2]), (8, [1, 0, 2, 1, 0, 1, 1, 1])])
 def test_many_ranks(run, rule, tokens, size):
@@ -121,6 +123,7 @@ def test_every_batch_size(run, rule, size=1):
     assert same(one, [x[:1] for x in three]) == ALL
 
 
+@pytest.mark.slow(but="gated")
 @pytest.mark.parametrize("rule", CALLS)
 def test_raw_arguments(run, rule, size=2):
     case = DeltaCase(rule, [3 * S + 37], H=2, HV=2, dtype=BF16)
@@ -134,6 +137,7 @@ def test_of_the_communicator(run, rule, size=2):
     assert same(found(run, case), found(run, case, of_comm=True)) == ALL
 
 
+@pytest.mark.slow(but="3")
 @pytest.mark.parametrize("rule", CALLS)
 @pytest.mark.parametrize("size", [1, 3])
 def test_zigzag(run, rule, size):

@@ -37,6 +37,7 @@ def check(answers, dtype=F32):
         assert max(errors.values()) < LIMIT[dtype], errors
 
 
+@pytest.mark.slow(but=("1-mixed", "2-mild", "3-zero", "4-mixed"))
 @pytest.mark.parametrize("rule", ["kda", "gated_delta_rule"])
 @pytest.mark.parametrize(
     "size, kind",
@@ -47,12 +48,14 @@ def test_passes(run, rule, kind, size):
     check(run(size, pass_case, DeltaCase(rule, tokens, HV=2, V=24, gates=kind)))
 
 
+@pytest.mark.slow(but="weak")
 @pytest.mark.parametrize("rule", ["kda", "gated_delta_rule"])
 @pytest.mark.parametrize("kind, beta", [("weak", None), ("zero", 0.0), ("zero", 1.0)])
 def test_passes_in_bfloat16(run, rule, kind, beta, size=2):
     check(run(size, pass_case, DeltaCase(rule, [300, 270], H=2, HV=2, K=32, gates=kind, dtype=BF16, beta=beta)), BF16)
 
 
+@pytest.mark.slow(but=("24", "200"))
 @pytest.mark.parametrize("rule", ["kda", "gated_delta_rule"])
 @pytest.mark.parametrize("K, V", [(24, 40), (100, 16), (200, 40)])
 def test_passes_of_odd_widths(run, rule, K, V, size=2):
@@ -66,6 +69,7 @@ def test_passes_of_packed_sequences(run, rule, size, name):
     check(run(size, pass_case, DeltaCase(rule, tokens, lengths=lengths)))
 
 
+@pytest.mark.slow(but=("1", "2"))
 @pytest.mark.quick("2")
 @on_cpus
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
@@ -171,6 +175,7 @@ def raw_case(group, rule):
         return errors
 
 
+@pytest.mark.slow(but=("kda", "bounded"))
 @on_cpus
 @pytest.mark.parametrize("rule", ["kda", "bounded", "gated_delta_rule"])
 def test_raw_arguments(run, rule):

@@ -163,6 +163,18 @@ def point_case(group, rule, point):
         return relative_all(names, (o, final, *grads), (*expected, *wanted[8:]))
 
 
+@pytest.mark.slow(
+    but=(
+        "gated_delta_rule",
+        "kda-a lower",
+        "kda-safe",
+        "kda-beta in float64",
+        "kda-three",
+        "kda-documents",
+        "kda-V of 300",
+        "kda-norms",
+    )
+)
 @pytest.mark.quick("kda-closed gates in zigzag", "kda-a lower bound", "gated_delta_rule-raw gates")
 @pytest.mark.parametrize("rule, name", [(rule, name) for rule, name, _ in POINTS])
 def test_a_point_of_the_interface(run, rule, name, size=2):

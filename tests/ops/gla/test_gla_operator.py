@@ -57,6 +57,7 @@ def test_gradients_and_values(run, size):
     check(run(size, gla_case, GLACase(tokens, H=2, V=24, gates="mild")))
 
 
+@pytest.mark.slow(but=("weak", "strong-1", "zero-1", "mixed", "spots-1"))
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("kind", ["weak", "strong", "zero", "mixed", "spots"])
 @pytest.mark.kernels
@@ -91,6 +92,7 @@ def test_many_rows_of_16_bits(run, size=2):
     check(run(size, gla_case, GLACase([130, 70], K=160, V=33, gates="mild", dtype=BF16)), BF16)
 
 
+@pytest.mark.slow(but=("dtype0", "dtype1"))
 @pytest.mark.parametrize("kind", ["weak", "mild", "mixed"])
 @pytest.mark.parametrize("dtype, gate_dtype", [(BF16, BF16), (BF16, F32), (F16, F16)])
 def test_16_bit_inputs(run, kind, dtype, gate_dtype, size=2):
@@ -111,6 +113,7 @@ PACKED = {
 }
 
 
+@pytest.mark.slow(but=("1-one", "2-over", "2-at", "3", "2-empty"))
 @pytest.mark.quick("2-at the cut")
 @pytest.mark.parametrize("size, name", [(len(tokens), name) for name, (tokens, _) in PACKED.items()])
 def test_packed(run, size, name):
@@ -119,6 +122,7 @@ def test_packed(run, size, name):
         check(run(size, gla_case, GLACase(tokens, H=2, gates=kind, lengths=lengths)))
 
 
+@pytest.mark.slow(but=("1", "2-lengths4", "2-None"))
 @pytest.mark.parametrize("kind", ["weak", "mixed"])
 @pytest.mark.parametrize(
     "size, lengths, zigzag, dtype",
@@ -326,6 +330,7 @@ def compiled_case(group, packed, recompute):
         return {name: max(relative(a, b) for a, b in zip(values, plain)) for name, values in results.items()}
 
 
+@pytest.mark.slow(but=("True-True-1", "False-True-2"))
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("packed, recompute", [(False, True), (True, True), (True, False)])
 def test_compiled_and_checkpointed(run, size, packed, recompute):
