@@ -13,7 +13,8 @@
 # make docs      build the documentation into site/: write tables and API pages, run examples
 # make venv      the environment only
 #
-# OPTIONS: pytest's options for check, test, test-all, peer, e.g. -x, -k kda or --junitxml=results.xml; for peer also --ranks N.
+# OPTIONS: pytest's options for check, test, test-all, peer, e.g. -x, -k kda or --junitxml=results.xml; for peer also
+# --ranks N.
 # PYTHON=python3, for example, uses that interpreter and its packages, and creates no environment. test-gpu and peer use
 # python3 if it has all required packages, else an environment with CUDA's packages.
 
