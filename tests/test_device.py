@@ -222,6 +222,7 @@ def left_out_case(group, ranks, debug):
         return found, torch.equal(out, comm.rank * state)
 
 
+@pytest.mark.slow(but=("ranks0", "ranks1-True", "ranks2"))
 @pytest.mark.parametrize("debug", [True, pytest.param(False, marks=pytest.mark.cpu)])
 @pytest.mark.parametrize("ranks", [(0, 1), (0,), (1,)])
 def test_a_grid_that_leaves_tiles_out(run, ranks, debug):

@@ -16,7 +16,7 @@ from support import ROOT
 EXAMPLES = os.path.join(ROOT, "examples")
 
 
-@pytest.mark.slow(but=("any", "prefill", "same_bits"))
+@pytest.mark.slow(but=("prefill", "same_bits"))
 @pytest.mark.parametrize(
     "command",
     [
@@ -41,7 +41,7 @@ def test_example(fresh, command, tmp_path, monkeypatch, capsys):
     assert "rank" in capsys.readouterr().out
 
 
-@pytest.mark.slow(but="-own")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "launcher, command",
     [

@@ -20,6 +20,7 @@ def chunks_case(group, gates, name):
     return chunks.run(gates, name, 128, 1, "cpu")
 
 
+@pytest.mark.slow(but="weak")
 @pytest.mark.parametrize("gates, name", [(gates, x) for gates in ("weak", "strong") for x in chunks.groups(gates)])
 def test_variants_against_float64(run, gates, name):
     assert run(1, chunks_case, gates, name) == [0]
@@ -34,7 +35,7 @@ def test_variants_with_gates_of_all_strengths(run, name):
 NAMES = "operands", "strong", "solved", "pairs", "gradient", "rest"
 
 
-@pytest.mark.slow(but=("solved", "pairs", "rest"))
+@pytest.mark.slow(but="pairs")
 @pytest.mark.skipif(not triton.__version__.startswith("3.6"), reason="which products are wrong differs with ptxas")
 @pytest.mark.parametrize("name", NAMES)
 def test_kernels_read_what_they_should(name):

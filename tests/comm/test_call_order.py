@@ -92,6 +92,7 @@ def halfway_case(group, kernel):
     return shifted_case(group, f"zeco_gla halfway {kernel}", False)
 
 
+@pytest.mark.slow(but=("2-state_kernel", "2-scan_kernel", "2-output", "3-scan"))
 @pytest.mark.cpu  # on GPUs a plan's launches may be one graph
 @pytest.mark.side_by_side(case=halfway_case)
 @pytest.mark.parametrize("kernel", ["state_kernel", "scan_kernel", "output_kernel"])
@@ -361,7 +362,7 @@ def test_a_rank_that_ignores_what_it_gets(answers, how, size):
     assert answers[0][0] == [0.0, "AllScanTimeout" if how == "zigzag" else "RuntimeError"]
 
 
-@pytest.mark.slow(but="zeco_gla")
+@pytest.mark.slow(but="zeco_gla-2")
 @pytest.mark.cpu
 @pytest.mark.parametrize("name, size, who", [("zeco_gla", 3, 0), ("zeco_gla", 2, 1), ("zeco_kda", 2, 0)])
 def test_a_rank_that_ignores_an_operators_output_in_zigzag(run, name, size, who):

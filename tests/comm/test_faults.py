@@ -769,6 +769,7 @@ def first_call_case(group, kind):
 KINDS = "allscan", "zigzag", "halo", "zeco_gla", "zeco_kda", "zeco_gated_delta_rule", "zeco_ssd"
 
 
+@pytest.mark.slow(but=("allscan", "zigzag", "halo", "zeco_gla", "zeco_kda"))
 @pytest.mark.cpu
 @pytest.mark.side_by_side(case=first_call_case)
 @pytest.mark.parametrize("kind", KINDS)
@@ -800,6 +801,7 @@ def later_call_case(group, kind):
     return found
 
 
+@pytest.mark.slow(but=("allscan", "zigzag", "halo", "zeco_gla"))
 @pytest.mark.cpu
 @pytest.mark.side_by_side(case=later_call_case)
 @pytest.mark.parametrize("kind", KINDS)

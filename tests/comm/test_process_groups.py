@@ -74,7 +74,7 @@ def skipped_case(how):
     return first, [failed(moved, comm, value) for value in (3, 4)], float(comm.rank)
 
 
-@pytest.mark.slow(but=("rejected_case-resync", "skipped_case-close", "rejected_case-new"))
+@pytest.mark.slow(but=("rejected_case-new", "skipped_case-close"))
 @pytest.mark.cpu
 @pytest.mark.parametrize("how", ["resync", "close", "new group"])
 @pytest.mark.parametrize("case", [rejected_case, skipped_case])

@@ -227,6 +227,7 @@ def rejected_case(group, backward):
     return first, raised(call, comm.rank == sender), between
 
 
+@pytest.mark.slow(but="True")
 @pytest.mark.cpu
 @pytest.mark.parametrize("backward", [False, True])
 def test_arguments_that_one_rank_rejects(run, backward, size=3):

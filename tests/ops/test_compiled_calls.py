@@ -381,7 +381,7 @@ def value_and_gradient(function, gradients):
     return [y.detach(), *([x.grad] if gradients else [])]
 
 
-@pytest.mark.slow(but=("aot_eager-1.0-False", "aot_eager-0.5", "inductor-1.0-False"))
+@pytest.mark.slow(but=("aot_eager-1.0-False", "inductor-1.0-False"))
 @pytest.mark.cpu
 @pytest.mark.parametrize(
     "backend, budget, gradients",

@@ -166,7 +166,7 @@ def test_in_debug_mode(run, name, size=3):
     check(run(size, few_case, name, BATCHES[1:5], False, "contiguous", debug=True))
 
 
-@pytest.mark.slow(but=("zeco_gla-True", "zeco_kda-True", "zeco_gated_delta_rule-True", "zeco_ssd-True"))
+@pytest.mark.slow(but=("zeco_gla-True", "zeco_gated_delta_rule-True", "zeco_ssd-True"))
 @pytest.mark.cpu
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("name", REFERENCES)
@@ -174,7 +174,7 @@ def test_zigzag(run, name, packed, size=2):
     check(run(size, few_case, name, IN_ZIGZAG, packed, "zigzag"))
 
 
-@pytest.mark.slow(but=("zeco_gated_delta_rule", "zeco_gla"))
+@pytest.mark.slow(but="zeco_gated")
 @pytest.mark.cpu
 @pytest.mark.parametrize("name, size", [*zip(REFERENCES, (3, 2, 1, 4))])
 def test_cut_documents(run, name, size):
@@ -230,7 +230,7 @@ def halo_case(group, n, batches, reverse, packed, layout):
 SHORT = [((8, 8, 8, 8), 5), ((8, 2, 8, 1), 9), ((0, 1, 1, 8), 3), ((8, 1, 0, 1), 4), *BATCHES[2:]]
 
 
-@pytest.mark.slow(but=("1", "2", "3-False-True"))
+@pytest.mark.slow(but=("1", "3-False-True", "2-True"))
 @pytest.mark.parametrize("size, reverse, packed", CASES["halo"])
 def test_halo(run, size, reverse, packed):
     for n in (1, 3):
@@ -313,6 +313,7 @@ def compiled_case(group):
         return max(errors)
 
 
+@pytest.mark.slow
 @pytest.mark.cpu
 def test_compiled(run, size=3):
     assert max(run(size, compiled_case)) < 1e-6
@@ -405,6 +406,7 @@ def many_finals_case(group):
         return max(differences), len(comm.agreed.scans)
 
 
+@pytest.mark.slow
 def test_final_states_of_many_sequences(run, size=3):
     """On all ranks they need memory for some numbers of sequences, not for each."""
     for difference, scans in run(size, many_finals_case):

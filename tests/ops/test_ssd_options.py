@@ -95,7 +95,7 @@ def gates_case(group, gates, sizes):
         return compared(comm, tokens, None, "contiguous", *given, {})
 
 
-@pytest.mark.slow(but=("one group", "no groups-strong"))
+@pytest.mark.slow(but=("one group-strong", "one group-reset", "no groups-weak"))
 @pytest.mark.kernels
 @pytest.mark.parametrize("gates", ["weak", "mild", "strong", "reset"])
 @pytest.mark.parametrize("sizes", [(4, 1, 16, 16), (3, 3, 20, 40)], ids=["one group", "no groups"])
@@ -168,7 +168,7 @@ def random_case(group, seed):
         return compared(comm, tokens, lengths, layout, *given, options)
 
 
-@pytest.mark.slow(but=("0", "1", "2", "3", "8"))
+@pytest.mark.slow(but=("0", "1", "2", "3"))
 @pytest.mark.kernels
 @pytest.mark.parametrize("seed", range(9))
 def test_random_options(run, seed):

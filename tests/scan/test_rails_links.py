@@ -44,7 +44,7 @@ def values_case(group, nodes, algorithm, case: ScanCase):
     return worst
 
 
-@pytest.mark.slow(but=("nodes0", "nodes2"))
+@pytest.mark.slow(but=("nodes0-recursive", "nodes2-rails"))
 @pytest.mark.quick("nodes0-rails")
 @pytest.mark.parametrize("algorithm", ["rails", "recursive_doubling"])
 @pytest.mark.parametrize("nodes", [(2, 2), (4,), (1, 1, 1), (3, 1), (2, 3)])
@@ -59,7 +59,7 @@ def sixteen():
         yield ranks
 
 
-@pytest.mark.slow(but="nodes1")
+@pytest.mark.slow(but="nodes1-rails")
 @pytest.mark.parametrize("algorithm", ["rails", "recursive_doubling"])
 @pytest.mark.parametrize("nodes", [(4, 4, 4, 4), (3, 5)])
 def test_values_of_16_ranks_and_of_uneven_nodes(request, nodes, algorithm):
@@ -72,7 +72,7 @@ def test_values_of_16_ranks_and_of_uneven_nodes(request, nodes, algorithm):
     assert max(errors) < 1e-6
 
 
-@pytest.mark.slow(but=("signal-2-rails", "put-1-rails"))
+@pytest.mark.slow(but="signal-2-rails")
 @pytest.mark.parametrize("algorithm", ["rails", "recursive_doubling"])
 @pytest.mark.parametrize("protocol, depth", [("put", 1), ("put", 3), ("signal", 2)])
 def test_protocols_and_depths(run, algorithm, protocol, depth):
@@ -113,6 +113,7 @@ def test_a_call_that_one_rank_rejects_or_never_enters(run):
             assert end[0] in ("AllScanOutOfStep", "AllScanTimeout") and again, (rank, found, end)
 
 
+@pytest.mark.slow(but="rails")
 @pytest.mark.parametrize("algorithm", ["rails", "recursive_doubling"])
 def test_a_rank_that_ignores_what_it_gets(run, algorithm):
     answers = run(4, ignoring_case, "allscan", options(algorithm, (2, 2)))

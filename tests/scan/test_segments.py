@@ -61,6 +61,7 @@ def test_values_and_gradients(run, factor, size=2):
                 assert ((a - b).abs().max() / b.abs().max()).item() < 1e-6, name
 
 
+@pytest.mark.slow(but=("rows-False-8", "rows-True", "heads-False-4", "number-True", "none", "transitions-True"))
 @pytest.mark.parametrize("factor, reverse, size", pairs([*FACTORS], [False, True], [*CUTS]))
 def test_the_same_bits_for_every_cut(run, factor, reverse, size):
     case = SegmentsCase((7,), factor=factor, reverse=reverse)

@@ -167,6 +167,7 @@ def compile_transitions(K, one):
     return Compiled(transition_kernel, arguments | {"channel": channel}, values, **blocks)
 
 
+@pytest.mark.slow(but=("64-stride_i", "128", "256-stride_j", "512"))
 @pytest.mark.parametrize("one", ["stride_i", "stride_j"])  # the transition's columns or rows are contiguous
 @pytest.mark.parametrize("K", [16, 64, 128, 256, 512])
 def test_transitions(K, one):
@@ -460,7 +461,7 @@ def test_ssd_kernels(H, G, P, N, dtype, z, num_sms, most_spilled, monkeypatch):
             assert compiled.count(r"sub\.rn\.f32"), kernel
 
 
-@pytest.mark.slow(but="KDA")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "K, V, scalar, most_spilled",
     [(128, 128, False, most(16, v38=24)), (128, 128, True, most(0, v39=8)), (256, 512, True, most(96, v39=152))],

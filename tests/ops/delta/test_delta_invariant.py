@@ -89,7 +89,7 @@ def test_the_law_in_float64(run, rule, size=2):
         assert ((ours - expected).abs().max() / expected.abs().max()).item() < 1e-5, name
 
 
-@pytest.mark.slow(but=("kda-weak-dtype1-2-1-3-tokens2", "gated_delta_rule-mild"))
+@pytest.mark.slow(but=("kda-weak-dtype1-2-1-3-tokens2", "gated_delta_rule-mild-dtype3-1-2-3"))
 @pytest.mark.parametrize("size, tokens", [(2, [S, 2 * S + 37]), (3, [S, 0, 2 * S + 37]), (3, [S, S, S + 37])])
 @pytest.mark.parametrize(
     "rule, kind, dtype, B, HV",
@@ -146,6 +146,7 @@ def test_zigzag(run, rule, size):
     assert same(found_by_one(run, case), found(run, cut)) == ALL
 
 
+@pytest.mark.slow(but=("True", "False-gated"))
 @pytest.mark.parametrize("rule", CALLS)
 @pytest.mark.parametrize("zigzag", [False, True])
 def test_packed(run, zigzag, rule, size=2):

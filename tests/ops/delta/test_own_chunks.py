@@ -123,7 +123,7 @@ def repeated_key_case(group, rule, dtype, beta, gate):
     return max(found)
 
 
-@pytest.mark.slow(but=("dtype0", "dtype1", "dtype3"))
+@pytest.mark.slow(but=("dtype1", "dtype3"))
 @pytest.mark.parametrize("rule", ["kda", "gated_delta_rule"])
 @pytest.mark.parametrize(
     "dtype, beta, gate, least, most",
@@ -288,7 +288,7 @@ def small(blocks, BV_max):
     }
 
 
-@pytest.mark.slow(but=("16-dtype0-3e-06-g", "64-dtype0-3e-06", "64-dtype1-0.01-g"))
+@pytest.mark.slow(but="64-dtype0-3e-06")
 @pytest.mark.parametrize("rule", ["kda", "gated_delta_rule"])
 @pytest.mark.parametrize("dtype, limit", [(F32, 3e-6), (BF16, 1e-2)])
 @pytest.mark.parametrize("BV_max", [16, 64])
@@ -394,7 +394,7 @@ def scaled_case(group, dtype, gate, scale):
         return relative_all(NAMES, found[1], wanted), relative_all(NAMES, *found)
 
 
-@pytest.mark.slow(but=("dtype0--1.0", "dtype0--1.5", "dtype1--1.0"))
+@pytest.mark.slow(but=("dtype0--1.0", "dtype1--1.0"))
 @pytest.mark.parametrize(
     "gate, scale",
     [(gate, scale) for gate in (-1.0, -1.5, -4.6) for scale in (2.0**-40, 2.0**40)]
