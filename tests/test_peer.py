@@ -71,14 +71,14 @@ OPERATORS = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.cpu
-@pytest.mark.parametrize("operators", [OPERATORS[:1], pytest.param(OPERATORS, marks=pytest.mark.slow)], ids=len)
-def test_a_checkout_whose_tests_are_known(operators, tmp_path):
+def test_a_checkout_whose_tests_are_known(tmp_path):
     """fla's assertions judge the ranks' results, in both layouts, also with odd numbers of tokens."""
     pytest.importorskip("fla")
     folder = tmp_path / "tests" / "ops"
     folder.mkdir(parents=True)
-    for operator in operators:
+    for operator in OPERATORS:
         (folder / f"{operator['file']}.py").write_text(CASE.format(**operator))
     record, command = tmp_path / "record", ["make", "-C", ROOT, "peer", f"PYTHON={sys.executable}"]
 
@@ -87,7 +87,7 @@ def test_a_checkout_whose_tests_are_known(operators, tmp_path):
         return subprocess.run([*command, *given], capture_output=True, text=True, timeout=900)
 
     done = make("-n 1")  # in a worker of pytest-xdist
-    for operator in operators:
+    for operator in OPERATORS:
         for layout in ("contiguous", "zigzag"):
             found = re.search(f"{operator['file']}.py {layout}: (.*)", done.stdout)
             graph = ", 1 skipped" if operator["file"] != "test_gla" else ""
