@@ -257,13 +257,8 @@ def model_case(group, family, packed, inner, keep=False, layout="contiguous", at
         return errors, unused
 
 
-@pytest.mark.slow(
-    but=("qwen3_next", "qwen3_5-3", "kimi_linear", "nemotron_h-2", "bamba-2", "mamba2-2-None", "minimax-2")
-)
-@pytest.mark.quick("qwen3_next-2-None", "nemotron_h-2")
-@pytest.mark.parametrize(
-    "family, size, packed, inner",
-    [
+MODELS = {  # by layout: family, number of ranks, how sequences are given, softmax function
+    "contiguous": [
         ("qwen3_next", 2, None, "sdpa"),
         ("qwen3_next", 4, "cu_seq_lens", "sdpa"),
         ("qwen3_5", 3, None, "eager"),
@@ -286,9 +281,54 @@ def model_case(group, family, packed, inner, keep=False, layout="contiguous", at
         ("minimax", 2, None, "sdpa"),
         ("minimax", 3, "cu_seq_lens", "eager"),
     ],
+    "zigzag": [
+        ("kimi_linear", 2, None, "sdpa"),
+        ("kimi_linear", 4, "one", "eager"),
+        ("kimi_linear", 1, None, "sdpa"),
+        ("kimi_linear", 4, "cu_seq_lens", "sdpa"),
+        ("nemotron_h", 2, "position_ids", "sdpa"),
+        ("qwen3_next", 4, "position_ids", "eager"),
+        ("qwen3_next", 2, "one", "sdpa"),
+        ("qwen3_next", 4, None, "sdpa"),
+        ("qwen3_next", 2, None, "eager"),
+        ("qwen3_5", 2, "one", "sdpa"),
+        ("nemotron_h", 2, None, "eager"),
+        ("nemotron_h", 4, None, "sdpa"),
+        ("bamba", 2, None, "sdpa"),
+        ("granitemoehybrid", 2, None, "eager"),
+        ("falcon_h1", 4, None, "sdpa"),
+        ("zamba2", 2, None, "eager"),
+        ("mamba2", 2, "position_ids", "eager"),
+        ("minimax", 2, "position_ids", "sdpa"),
+        ("minimax", 4, None, "sdpa"),
+    ],
+    "documents": [  # of no tokens, and of one a piece; the layout shifts labels within documents
+        ("kimi_linear", 1, "cu_seq_lens", "sdpa"),
+        ("kimi_linear", 4, "cu_seq_lens", "sdpa"),
+        ("qwen3_next", 3, "both", "eager"),
+        ("qwen3_next", 2, "cu_seq_lens", "sdpa"),
+        ("nemotron_h", 5, "cu_seq_lens", "sdpa"),
+        ("falcon_h1", 2, "both", "eager"),
+        ("mamba2", 2, "both", "eager"),
+        ("minimax", 2, "cu_seq_lens", "sdpa"),
+    ],
+}
+
+
+@pytest.mark.slow(
+    but=(
+        *("contiguous-qwen3_next", "contiguous-qwen3_5-3", "contiguous-kimi_linear", "contiguous-nemotron_h-2"),
+        *("contiguous-bamba-2", "contiguous-mamba2-2-None", "contiguous-minimax-2", "zigzag-kimi_linear-2"),
+        *("zigzag-kimi_linear-4-cu_seq_lens", "zigzag-qwen3_next-2-one", "zigzag-nemotron_h-2-p"),
+        *("documents-kimi_linear", "documents-qwen3_next"),
+    )
 )
-def test_models(run, family, size, packed, inner):
-    for errors, unused in run(size, model_case, family, packed, inner):
+@pytest.mark.quick("contiguous-qwen3_next-2-None", "contiguous-nemotron_h-2")
+@pytest.mark.parametrize(
+    "layout, family, size, packed, inner", [(layout, *case) for layout, cases in MODELS.items() for case in cases]
+)
+def test_models(run, layout, family, size, packed, inner):
+    for errors, unused in run(size, model_case, family, packed, inner, keep=False, layout=layout):
         assert max(errors.values()) < 2e-5, {k: v for k, v in errors.items() if not v < 2e-5}
         assert all("experts" in name or "gate" in name for name in unused), unused
 
@@ -376,59 +416,6 @@ def test_few_tokens_with_a_kernel_of_one_token(run, family, kernel, size=2):
     batches, more = [((0, 7), None), ((7, 0), None)], {kernel: 1}
     for errors in run(size, few_case, family, "sdpa", batches, layout="contiguous", more=more):
         assert max(errors) < 2e-5, errors
-
-
-@pytest.mark.slow(but=("kimi_linear-2", "kimi_linear-4-cu_seq_lens", "qwen3_next-2-one", "nemotron_h-2-p"))
-@pytest.mark.parametrize(
-    "family, size, given, inner",
-    [
-        ("kimi_linear", 2, None, "sdpa"),
-        ("kimi_linear", 4, "one", "eager"),
-        ("kimi_linear", 1, None, "sdpa"),
-        ("kimi_linear", 4, "cu_seq_lens", "sdpa"),
-        ("nemotron_h", 2, "position_ids", "sdpa"),
-        ("qwen3_next", 4, "position_ids", "eager"),
-        ("qwen3_next", 2, "one", "sdpa"),
-        ("qwen3_next", 4, None, "sdpa"),
-        ("qwen3_next", 2, None, "eager"),
-        ("qwen3_5", 2, "one", "sdpa"),
-        ("nemotron_h", 2, None, "eager"),
-        ("nemotron_h", 4, None, "sdpa"),
-        ("bamba", 2, None, "sdpa"),
-        ("granitemoehybrid", 2, None, "eager"),
-        ("falcon_h1", 4, None, "sdpa"),
-        ("zamba2", 2, None, "eager"),
-        ("mamba2", 2, "position_ids", "eager"),
-        ("minimax", 2, "position_ids", "sdpa"),
-        ("minimax", 4, None, "sdpa"),
-    ],
-)
-def test_models_in_zigzag(run, family, size, given, inner):
-    for errors, unused in run(size, model_case, family, given, inner, keep=False, layout="zigzag"):
-        assert max(errors.values()) < 2e-5, {k: v for k, v in errors.items() if not v < 2e-5}
-        assert all("experts" in name or "gate" in name for name in unused), unused
-
-
-@pytest.mark.slow(but=("kimi_linear", "qwen3_next"))
-@pytest.mark.parametrize(
-    "family, size, given, inner",
-    [
-        ("kimi_linear", 1, "cu_seq_lens", "sdpa"),
-        ("kimi_linear", 4, "cu_seq_lens", "sdpa"),
-        ("qwen3_next", 3, "both", "eager"),
-        ("qwen3_next", 2, "cu_seq_lens", "sdpa"),
-        ("nemotron_h", 5, "cu_seq_lens", "sdpa"),
-        ("falcon_h1", 2, "both", "eager"),
-        ("mamba2", 2, "both", "eager"),
-        ("minimax", 2, "cu_seq_lens", "sdpa"),
-    ],
-)
-def test_models_of_cut_documents(run, family, size, given, inner):
-    """With per_document=True logits, loss and gradients of every parameter are right, with documents of no tokens and
-    of one a piece; the layout shifts labels within documents."""
-    for errors, unused in run(size, model_case, family, given, inner, keep=False, layout="documents"):
-        assert max(errors.values()) < 1e-5, {k: v for k, v in errors.items() if not v < 1e-5}
-        assert all("experts" in name or "gate" in name for name in unused), unused
 
 
 def documents_case(group):
