@@ -690,12 +690,16 @@ def test_a_first_call_checks_before_it_asks(answers, kind, size=3):
             assert answer[1][:40] in others[1] and after is None and seconds < 60, (name, answer, others, after)
 
 
+OF_ANOTHER_CALL = "no shape", "no batch", "cu_seqlens on one rank"  # with them a rank makes a first call
+
+
 def later_call_case(group, kind):
     """Make the same calls as repeated ones, without a host exchange, until the last rank has rejected one."""
     found, rank, size = {}, dist.get_rank(group), dist.get_world_size(group)
     function, right = arguments_of(kind)
     with allscan.Communicator(group, timeout=3.0) as comm:
-        for name, (common, wrong) in list(wrong_of(kind, size).items())[::4]:
+        known = [x for x in wrong_of(kind, size).items() if x[0] not in OF_ANOTHER_CALL]
+        for name, (common, wrong) in known[::4]:
             given = right | {x: 6 * rank if x == "first_token" else y for x, y in common.items()}
             function(**given, comm=comm)
             number = sum(comm.order.call_counts) + 1
