@@ -138,17 +138,6 @@ def _test_of(module):
     return folder, f"test_{name}.py"
 
 
-@pytest.mark.quick
-def test_cases_name_their_arguments():
-    """A call of the fixture ``run`` has the number of ranks, the case, and at most four positional arguments of it."""
-    bare = []
-    for path in python_files("tests"):
-        for node in ast.walk(ast.parse(open(path, encoding="utf-8").read())):
-            if isinstance(node, ast.Call) and ast.unparse(node.func) == "run" and len(node.args) > 6:
-                bare.append(f"{path}:{node.lineno}")
-    assert not bare, "\n".join(bare)
-
-
 OF_INTERPRETER = "corrections", "fast_blocks", "fast_launches", "fast_operations"
 COMPAT = "bindings.torch_compat", "bindings.triton_compat", "bindings.interpreter"
 COMPAT += (*(f"bindings.interpreter.{x}" for x in OF_INTERPRETER),)

@@ -26,7 +26,7 @@ def differing(run, rule, case, tokens, **how):
     return {*RULES[rule].names} - {*same(rule, _of_one_rank[str((rule, one))], split)}
 
 
-@pytest.mark.quick("gla")
+@pytest.mark.quick("False-gla")
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("packed", [False, True])
 def test_the_law_in_float64(run, packed, rule, size=2):
