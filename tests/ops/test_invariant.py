@@ -26,6 +26,7 @@ def differing(run, rule, case, tokens, **how):
     return {*RULES[rule].names} - {*same(rule, _of_one_rank[str((rule, one))], split)}
 
 
+@pytest.mark.slow(but=("False", "True-ssd"))
 @pytest.mark.quick("False-gla")
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("packed", [False, True])
@@ -107,10 +108,11 @@ def test_what_is_kept(run, dtype, size=2):
 @pytest.mark.parametrize(
     "rule, how",
     [
-        *((rule, dict(of_comm=True)) for rule in ("gla", *DELTA)),
+        ("gla", dict(of_comm=True)),
         ("gla", dict(compiled=True)),
-        pytest.param("kda", dict(raw=True), marks=pytest.mark.slow),
         ("gated_delta_rule", dict(raw=True)),
+        *(pytest.param(rule, dict(of_comm=True), marks=pytest.mark.slow) for rule in DELTA),
+        pytest.param("kda", dict(raw=True), marks=pytest.mark.slow),
     ],
 )
 def test_options(run, rule, how, size=2):
@@ -120,6 +122,7 @@ def test_options(run, rule, how, size=2):
     assert same(rule, one, found(run, rule, case._replace(tokens=[S, 2 * S + 37]), **how)) == [*RULES[rule].names]
 
 
+@pytest.mark.slow(but=("gla", "gated", "ssd"))
 @pytest.mark.parametrize("rule", RULES)
 def test_without_it_bits_differ(run, rule, size=2):
     """The control."""
