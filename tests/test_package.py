@@ -368,27 +368,6 @@ def test_public_things_are_documented():
         assert inspect.getdoc(thing), thing
 
 
-@pytest.mark.quick
-def test_public_things_have_types():
-    public = {name: getattr(allscan, name) for name in allscan.__all__}
-    public |= {f"zigzag.{name}": getattr(allscan.zigzag, name) for name in ("to_zigzag", "from_zigzag")}
-    public |= {name: getattr(allscan.reference, name) for name in ("allscan_reference", "gla_reference")}
-    for name, thing in public.items():
-        if inspect.ismodule(thing):
-            continue
-        functions = [thing]
-        if inspect.isclass(thing):
-            functions = [
-                getattr(member, "fget", None) or getattr(member, "__func__", None) or member
-                for key, member in vars(thing).items()
-                if not key.startswith("_") or key == "__init__"
-            ]
-        for function in filter(inspect.isfunction, functions):
-            signature = inspect.signature(function)
-            untyped = [p.name for p in signature.parameters.values() if p.annotation is p.empty and p.name != "self"]
-            assert not untyped and signature.return_annotation is not signature.empty, (name, function, untyped)
-
-
 def functions(node, compiled=False):
     """Yield (function, whether Triton compiles it or an enclosing function) for all below ``node``."""
     for child in ast.iter_child_nodes(node):

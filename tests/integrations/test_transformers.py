@@ -927,26 +927,6 @@ def test_compiled_models(run, family, layout, checkpointed, size=2):
         assert compiled == eager if not checkpointed else sum(compiled) < sum(eager)
 
 
-def masks_case(group):
-    """Compare sdpa of the last T queries of S keys with the mask for kernels without a mask in memory and with a full
-    mask."""
-    from torch.nn.attention.bias import causal_lower_right
-
-    errors = []
-    for T, S, H, D in ((5, 9, 2, 8), (7, 7, 1, 16), (1, 6, 2, 8)):
-        q, k, v = (torch.randn(2, H, n, D, requires_grad=True) for n in (T, S, S))
-        seen, do, answers = torch.ones(T, S, dtype=torch.bool).tril(S - T), torch.randn(2, H, T, D), []
-        for mask in (seen, causal_lower_right(T, S)):
-            o = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, scale=0.3)
-            answers.append([o, *torch.autograd.grad(o, (q, k, v), do)])
-        errors += [relative(a, b) for a, b in zip(*answers, strict=True)]
-    return max(errors)
-
-
-def test_the_mask_of_sdpa(run):
-    assert max(run(1, masks_case)) < 1e-6
-
-
 def fla_case(group, name):
     """Return forward errors, against the recurrence, of fla's own functions that Triton's interpreter runs."""
     import_fla()
