@@ -828,6 +828,9 @@ def mixed_case(group, operator, what):
     "zeco_kda-packed",
     "zeco_ssd-invariant",
     "zeco_ssd-layout",
+    "zeco_gla-layout",
+    "zeco_gla-scale-3",
+    "allscan_segments-layout",
     "halo-layout",
 )
 @pytest.mark.side_by_side(case=mixed_case)

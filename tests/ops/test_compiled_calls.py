@@ -143,6 +143,7 @@ def recorded_case(group, name, layout):
         return worst, calls, [raised(make_fx(other), x) for other in others]
 
 
+@pytest.mark.slow(but=("allscan", "zeco_gla-contiguous", "zeco_gated"))
 @pytest.mark.parametrize("name, layout", CASES)
 def test_calls_that_make_fx_records(run, name, layout):
     """A graph that lacked a call would return memory that nothing has written."""

@@ -325,7 +325,7 @@ def received_case(group, dense):
         return (received, scan.num_tiles) if last else None
 
 
-@pytest.mark.slow(but="True")
+@pytest.mark.slow(but="True-2")
 @pytest.mark.quick("False-2")
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("dense", [False, True])

@@ -164,16 +164,10 @@ def point_case(group, rule, point):
 
 
 @pytest.mark.slow(
-    but=(
-        "gated_delta_rule",
-        "kda-a lower",
-        "kda-safe",
-        "kda-beta in float64",
-        "kda-three",
-        "kda-documents",
-        "kda-V of 300",
-        "kda-norms",
-    )
+    "kda",
+    "gated_delta_rule-gates in b",
+    "gated_delta_rule-beta in b",
+    but=("kda-a lower", "kda-safe", "kda-beta in float64", "kda-norms", "kda-V of 300"),
 )
 @pytest.mark.quick("kda-closed gates in zigzag", "kda-a lower bound", "gated_delta_rule-raw gates")
 @pytest.mark.parametrize("rule, name", [(rule, name) for rule, name, _ in POINTS])
