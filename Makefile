@@ -1,6 +1,7 @@
 # make demo      a GLA language model on real text, unsplit and split over ranks; sets everything up
 # make check     ruff, types and the quick tests: the inner loop
-# make test      the whole CPU suite, ruff, types and the documentation
+# make test      the CPU suite without the cases marked slow, ruff, types and the documentation: 15 minutes on 2 cores
+# make test-all  the whole CPU suite
 # make test-gpu  the same cases and more on this machine's GPUs; writes tests/gpu/last_run.json. GO_ON=--go-on: only
 #                tests that have not passed since the last change, e.g. after an interrupted run. GPUS=2: each test uses
 #                two of the GPUs, and more tests run at once
@@ -12,7 +13,8 @@
 # make docs      build the documentation into site/: write tables and API pages, run examples
 # make venv      the environment only
 #
-# OPTIONS: pytest's options for check, test, peer, e.g. -x, -k kda or --junitxml=results.xml; for peer also --ranks N.
+# OPTIONS: pytest's options for check, test, test-all, peer, e.g. -x, -k kda or --junitxml=results.xml; for peer also
+# --ranks N.
 # PYTHON=python3, for example, uses that interpreter and its packages, and creates no environment. test-gpu and peer use
 # python3 if it has all required packages, else an environment with CUDA's packages.
 
@@ -36,7 +38,7 @@ export PYTHONPATH := $(CURDIR)$(addprefix :,$(PYTHONPATH))
 # Hundreds of processes import the package and must keep its bytecode
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: venv demo check test test-gpu test-network test-triton peer on-gpu network-on-gpu triton-on-gpu peer-on-gpu matrix bench docs clean
+.PHONY: venv demo check test test-all test-gpu test-network test-triton peer on-gpu network-on-gpu triton-on-gpu peer-on-gpu matrix bench docs clean
 
 venv: $(VENV)/ready
 
@@ -66,10 +68,13 @@ check: $(READY)
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m pytest -n 2 --dist worksteal -m quick $(OPTIONS)
 
+test-all: ALL := --all
+test-all: test
+
 test: $(READY)
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
-	$(PYTHON) -m pytest -n $(WORKERS) --dist worksteal $(OPTIONS)
+	$(PYTHON) -m pytest -n $(WORKERS) --dist worksteal $(ALL) $(OPTIONS)
 
 HAS_ALL := import pytest, xdist, torch, nvshmem.bindings; assert torch.cuda.is_available()
 test-gpu: GOAL := on-gpu

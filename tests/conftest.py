@@ -26,7 +26,8 @@ def pytest_addoption(parser):
     parser.addoption("--gpus", type=int, help="with --gpu: GPUs per test; workers use different ones")
     parser.addoption("--share", type=int, help="with --gpu: number of ranks, which share the GPUs; no record")
     parser.addoption("--network", action="store_true", help="run the network tests; no record")
-    parser.addoption("--seeds", type=int, default=4, help="number of seeds for each property (test_properties.py)")
+    parser.addoption("--all", action="store_true", help="also the cases marked slow, which GPU runs always have")
+    parser.addoption("--seeds", type=int, help="number of seeds for each property (test_properties.py)")
 
 
 def pytest_configure(config):
@@ -57,6 +58,16 @@ def choose_gpus(config, worker):
         os.environ["CUDA_VISIBLE_DEVICES"] = gpu_schedule.turned(name, devices.split(","), count)
 
 
+def choose_cases(item):
+    """Remove from a case the marks quick and slow that are for other cases of its test, and slow if quick names it."""
+    case = item.callspec.id if hasattr(item, "callspec") else ""
+    for mark in [mark for mark in item.own_markers if mark.name in ("quick", "slow")]:
+        if not case.startswith(mark.args or "") or case.startswith(mark.kwargs.get("but", ())):
+            item.own_markers.remove(mark)
+    if any(mark.name == "quick" for mark in item.own_markers):
+        item.own_markers[:] = [mark for mark in item.own_markers if mark.name != "slow"]
+
+
 def pytest_collection_modifyitems(config, items):
     on_gpu = config.getoption("--gpu")
     largest = count_of_ranks(config) if on_gpu else 8
@@ -64,16 +75,16 @@ def pytest_collection_modifyitems(config, items):
     kept, dropped = [], []
     go_on = on_gpu and not sharing and config.getoption("--go-on")
     before = gpu_record.read(OF_GPU)[1] if go_on else {}
+    without_slow = not on_gpu and not config.getoption("--all")
     for item in items:
-        for mark in [mark for mark in item.own_markers if mark.name == "quick" and mark.args]:
-            if not item.callspec.id.startswith(mark.args):
-                item.own_markers.remove(mark)
+        choose_cases(item)
         size = side_by_side.size_of(item)
         if sharing and ("nvshmem" in item.nodeid or item.get_closest_marker("alone")):
             size = largest + 1
         over_network = (item.get_closest_marker("network") is not None) == config.getoption("--network")
         marks = {mark.name for mark in item.iter_markers()}  # keywords would include the names of folders
         here = ("gpu" in marks) <= on_gpu and not ("cpu" in marks and on_gpu)
+        here = here and not (without_slow and "slow" in marks)
         here = here and ("every_shape" in marks) == (config.option.markexpr == "every_shape")
         wanted = over_network and here and size <= largest
         (kept if wanted and before.get(item.nodeid, (None,))[0] != "passed" else dropped).append(item)

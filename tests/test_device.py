@@ -222,6 +222,7 @@ def left_out_case(group, ranks, debug):
         return found, torch.equal(out, comm.rank * state)
 
 
+@pytest.mark.slow(but=("ranks0", "ranks1-True", "ranks2"))
 @pytest.mark.parametrize("debug", [True, pytest.param(False, marks=pytest.mark.cpu)])
 @pytest.mark.parametrize("ranks", [(0, 1), (0,), (1,)])
 def test_a_grid_that_leaves_tiles_out(run, ranks, debug):
@@ -432,6 +433,7 @@ def blocks(page: str, language: str) -> list:
     return [part.split("```")[0] for part in text.split(f"```{language}\n")[1:]]
 
 
+@pytest.mark.slow
 def test_programs_of_readme_and_own_kernels_run_as_pasted(request, tmp_path, size=2):
     found = [*blocks("README.md", "python"), *blocks("docs/own_kernels.md", "python")]
     programs = [block for block in found if "init_process_group" in block and not block.startswith("# needs GPUs")]

@@ -16,6 +16,7 @@ from support import ROOT
 EXAMPLES = os.path.join(ROOT, "examples")
 
 
+@pytest.mark.slow(but=("prefill", "same_bits"))
 @pytest.mark.parametrize(
     "command",
     [
@@ -40,6 +41,7 @@ def test_example(fresh, command, tmp_path, monkeypatch, capsys):
     assert "rank" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "launcher, command",
     [

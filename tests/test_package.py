@@ -138,17 +138,6 @@ def _test_of(module):
     return folder, f"test_{name}.py"
 
 
-@pytest.mark.quick
-def test_cases_name_their_arguments():
-    """A call of the fixture ``run`` has the number of ranks, the case, and at most four positional arguments of it."""
-    bare = []
-    for path in python_files("tests"):
-        for node in ast.walk(ast.parse(open(path, encoding="utf-8").read())):
-            if isinstance(node, ast.Call) and ast.unparse(node.func) == "run" and len(node.args) > 6:
-                bare.append(f"{path}:{node.lineno}")
-    assert not bare, "\n".join(bare)
-
-
 OF_INTERPRETER = "corrections", "fast_blocks", "fast_launches", "fast_operations"
 COMPAT = "bindings.torch_compat", "bindings.triton_compat", "bindings.interpreter"
 COMPAT += (*(f"bindings.interpreter.{x}" for x in OF_INTERPRETER),)
@@ -319,6 +308,7 @@ def test_a_forgotten_init_process_group_is_rejected(tmp_path):
     assert "torch.distributed.init_process_group first" in done.stderr
 
 
+@pytest.mark.slow(but="triton")
 @pytest.mark.parametrize(
     "first, then, value, words",
     [
@@ -335,6 +325,7 @@ def test_triton_interpret_that_is_set_too_late(first, then, value, words, tmp_pa
     assert done.returncode == 1 and words in done.stderr, done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not importlib.util.find_spec("fla"), reason="needs flash-linear-attention")
 def test_delta_rules_run_on_cpu_ranks_without_patches(tmp_path):
     """Alone and in a model of fla's, forward and backward, with a user's environment."""
@@ -375,27 +366,6 @@ def test_public_things_are_documented():
     public += [f for name, f in vars(nvshmem_device).items() if inspect.isfunction(f) and not name.startswith("_")]
     for thing in public:
         assert inspect.getdoc(thing), thing
-
-
-@pytest.mark.quick
-def test_public_things_have_types():
-    public = {name: getattr(allscan, name) for name in allscan.__all__}
-    public |= {f"zigzag.{name}": getattr(allscan.zigzag, name) for name in ("to_zigzag", "from_zigzag")}
-    public |= {name: getattr(allscan.reference, name) for name in ("allscan_reference", "gla_reference")}
-    for name, thing in public.items():
-        if inspect.ismodule(thing):
-            continue
-        functions = [thing]
-        if inspect.isclass(thing):
-            functions = [
-                getattr(member, "fget", None) or getattr(member, "__func__", None) or member
-                for key, member in vars(thing).items()
-                if not key.startswith("_") or key == "__init__"
-            ]
-        for function in filter(inspect.isfunction, functions):
-            signature = inspect.signature(function)
-            untyped = [p.name for p in signature.parameters.values() if p.annotation is p.empty and p.name != "self"]
-            assert not untyped and signature.return_annotation is not signature.empty, (name, function, untyped)
 
 
 def functions(node, compiled=False):
@@ -565,6 +535,7 @@ def test_make_test_gpu_finds_its_python(tmp_path, has_all):
     assert "-m pytest --gpu -m alone" in lines[-1]
 
 
+@pytest.mark.slow
 def test_pytest_runs_in_an_unpacked_sdist(tmp_path):
     """It has all tests and their files: all are collected, and some of each type pass."""
     code = f"import setuptools.build_meta as b; print(b.build_sdist({str(tmp_path)!r}))"

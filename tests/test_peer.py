@@ -71,6 +71,7 @@ OPERATORS = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.cpu
 def test_a_checkout_whose_tests_are_known(tmp_path):
     """fla's assertions judge the ranks' results, in both layouts, also with odd numbers of tokens."""

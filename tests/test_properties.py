@@ -1,6 +1,6 @@
 """Properties on random cases with fixed seeds, against the tests' own float64 laws.
 
-``--seeds N`` runs N cases of each; a failure names its seed, which is also the test's id.
+``--seeds N`` runs N cases of each, by default two, with ``--all`` four; a failure names its seed, the test's id.
 """
 
 from __future__ import annotations
@@ -19,9 +19,13 @@ from support.properties.ssd_calls import ssd_calls, ssd_case
 pytestmark = pytest.mark.cpu  # GPUs would compile kernels for every case
 
 
+def seeds_of(config):
+    return config.getoption("--seeds") or (4 if config.getoption("--all") else 2)
+
+
 def pytest_generate_tests(metafunc):
     if "seed" in metafunc.fixturenames:
-        name, seeds = metafunc.function.__name__, range(metafunc.config.getoption("--seeds"))
+        name, seeds = metafunc.function.__name__, range(seeds_of(metafunc.config))
         metafunc.parametrize("seed, size", [pytest.param(s, size_of(name, s), id=str(s)) for s in seeds])
 
 
@@ -60,5 +64,5 @@ def test_halos(run, seed, size):
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_life_cycles(fresh, request, size):
     ranks = fresh(size)
-    for seed in range(size - 2, request.config.getoption("--seeds"), 3):
+    for seed in range(size - 2, max(3, seeds_of(request.config)), 3):
         ranks.run(life_cycle_case, seed)

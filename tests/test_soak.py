@@ -11,6 +11,7 @@ from support import soak
 STEPS = 40  # 100 take more than two minutes in the interpreter on two cores
 
 
+@pytest.mark.slow
 @pytest.mark.cpu
 def test_soak():
     """soak() checks its results; this test checks that the planned events have happened."""

@@ -76,12 +76,6 @@ def test_ascending_and_descending(run, size, T):
     run(size, zigzag_case, T)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
-def test_zeco_gla(run, size):
-    kind = "mixed" if size == 3 else "weak"
-    check(run(size, gla_case, GLACase(TOKENS[:size], B=2 if size < 4 else 1, H=2, V=24, gates=kind, zigzag=True)))
-
-
 def recorded_case(group, case):
     """Return gla_case's errors, and the number of its scans that Python launches, because a plan cannot."""
     with mock.patch.object(carrier, "record_call", wraps=carrier.record_call) as called:
@@ -96,13 +90,7 @@ def test_both_scans_are_launches_of_a_plan(run, B, K, of_python, size=2):
     assert [count for _, count in found] == [of_python] * size
 
 
-@pytest.mark.parametrize("size, name", [(len(tokens), name) for name, (tokens, _) in PACKED.items()])
-def test_packed_zeco_gla(run, size, name):
-    tokens, lengths = PACKED[name]
-    check(run(size, gla_case, GLACase(tokens, H=2, lengths=lengths, zigzag=True)))
-
-
-DOCUMENTS = {  # cu_seqlens over 2P, with each document in 2P pieces
+DOCUMENTS = {  # cu_seqlens over 2P, with each document in 2P pieces: empty ones, some with one token a piece
     1: [0, 3, 3, 70, 71],
     2: [0, 0, 33, 34, 67],
     3: [0, 20, 21, 21],
@@ -111,41 +99,48 @@ DOCUMENTS = {  # cu_seqlens over 2P, with each document in 2P pieces
 }
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
-def test_cut_documents_zeco_gla(run, size):
-    """One scan sends the states of all documents: empty ones, some with one token a piece, some longer than a chunk."""
-    lengths = [2 * size * n for n in DOCUMENTS[size]]
-    case = GLACase([lengths[-1] // size] * size, H=2, V=24, lengths=lengths, zigzag=True, per_document=True)
-    check(run(size, gla_case, case._replace(gates="mixed" if size == 3 else "weak", recompute=size != 2)))
+def split(size, what):
+    """Return (tokens of each rank, fields of a case): plain, one of PACKED, or "documents", each sharded."""
+    if what == "documents":
+        lengths = [2 * size * n for n in DOCUMENTS[size]]
+        return [lengths[-1] // size] * size, dict(zigzag=True, lengths=lengths, per_document=True)
+    tokens, lengths = PACKED.get(what, (TOKENS[:size], None))
+    return tokens, dict(zigzag=True, lengths=lengths)
 
 
+PACKED_SIZES = [(len(tokens), name) for name, (tokens, _) in PACKED.items()]
+
+
+@pytest.mark.slow(but=("1-plain", "2", "3-over"))
+@pytest.mark.parametrize("size, what", [*itertools.product([1, 2, 3, 4, 5], ["plain", "documents"]), *PACKED_SIZES])
+def test_zeco_gla(run, size, what):
+    tokens, fields = split(size, what)
+    fields |= dict(gates="mixed" if size == 3 else "weak", recompute=(size, what) != (2, "documents"))
+    check(run(size, gla_case, GLACase(tokens, B=2 if what == "plain" and size < 4 else 1, H=2, V=24, **fields)))
+
+
+@pytest.mark.slow(but=("gated_delta_rule-1", "gated_delta_rule-3-plain", "gated_delta_rule-2"))
 @pytest.mark.cpu
-@pytest.mark.parametrize("rule, size", [("gated_delta_rule", 3), ("kda", 4)])
-def test_cut_documents_delta_rules(run, rule, size):
-    lengths = [2 * size * n for n in DOCUMENTS[size]]
-    case = DeltaCase(rule, [lengths[-1] // size] * size, HV=2, lengths=lengths, zigzag=True, per_document=True)
-    for errors in run(size, operator_case, case):
+@pytest.mark.parametrize(
+    "rule, size, what",
+    [
+        ("gated_delta_rule", 1, "plain"),
+        ("gated_delta_rule", 3, "plain"),
+        ("kda", 2, "plain"),
+        ("gated_delta_rule", 2, "over the middle"),
+        ("gated_delta_rule", 4, "over most, between others"),
+        ("gated_delta_rule", 3, "documents"),
+        ("kda", 4, "documents"),
+    ],
+)
+def test_delta_rules(run, rule, size, what):
+    tokens, fields = split(size, what)
+    for errors in run(size, operator_case, DeltaCase(rule, tokens, HV=2, **fields)):
         assert max(errors.values()) < 1e-5, errors
 
 
 def test_bfloat16(run, size=2):
     check(run(size, gla_case, GLACase([40, 150], K=32, V=32, dtype=BF16, zigzag=True)), BF16)
-
-
-@pytest.mark.cpu
-@pytest.mark.parametrize("rule, size", [("gated_delta_rule", 1), ("gated_delta_rule", 3), ("kda", 2)])
-def test_delta_rules(run, rule, size):
-    B = 2 if size == 3 else 1
-    for errors in run(size, operator_case, DeltaCase(rule, TOKENS[:size], B=B, HV=2, zigzag=True)):
-        assert max(errors.values()) < 1e-5, errors
-
-
-@pytest.mark.cpu
-@pytest.mark.parametrize("size, name", [(2, "over the middle"), (4, "over most, between others")])
-def test_packed_delta_rule(run, size, name):
-    tokens, lengths = PACKED[name]
-    for errors in run(size, operator_case, DeltaCase("gated_delta_rule", tokens, lengths=lengths, zigzag=True)):
-        assert max(errors.values()) < 1e-5, errors
 
 
 def collective_case(group, kind):
@@ -189,6 +184,7 @@ def collective_case(group, kind):
         return max(errors)
 
 
+@pytest.mark.slow(but=("rows-1", "rows-2", "rows-3", "dense-2", "dense-3", "none-1", "none-2"))
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 @pytest.mark.parametrize("kind", ["rows", "dense", "none"])
 def test_allscan(run, size, kind):
@@ -327,31 +323,6 @@ def test_moves_are_recomputed_at_the_same_place_on_all_ranks(run, size=2):
     assert run(size, checkpointed_move_case) == [True] * size
 
 
-def halo_case(group, tokens, lengths, reverse):
-    with allscan.Communicator(group) as comm:
-        total, n, mine = sum(tokens), 3, place(comm, tokens, True)
-        whole = torch.randn(1, total, 5, generator=torch.Generator().manual_seed(0)).to(comm.device)
-        own = whole[:, mine].clone().requires_grad_()
-        found = allscan.halo(own, n, comm=comm, reverse=reverse, cu_seqlens=lengths, layout="zigzag")
-        cuts, expected, where = lengths or [0, total], torch.zeros_like(found), []
-        for i, half in enumerate(mine.chunk(2)):
-            here = half[-1].item() if reverse else half[0].item()
-            begin, end = next((a, b) for a, b in zip(cuts, cuts[1:]) if a <= here < b)
-            for j, t in enumerate(range(here + 1, here + 1 + n) if reverse else range(here - n, here)):
-                if begin <= t < end:
-                    expected[:, i * n + j] = whole[:, t]
-                    where.append(t)
-        assert torch.equal(found, expected)
-        found.sum().backward()  # number of halos with this token
-        counts = torch.zeros(total)
-        counts[where] = 1
-        counts = sum(torch.tensor(c) for c in comm.order.exchange(counts.tolist(), "test"))
-        assert torch.equal(own.grad.cpu(), counts[mine][None, :, None].expand_as(own))
-        labels = (whole[..., 0] * 1000).long()
-        shifted = allscan.halo(labels[:, mine], 1, comm=comm, layout="zigzag")
-        assert shifted.dtype == torch.long and shifted[0, 0] == (labels[0, mine[0] - 1] if comm.rank else 0)
-
-
 def halo_of_documents_case(group, lengths, n):
     """Check a halo of two tensors, one of integers, in both directions, for pieces longer and shorter than n; the
     gradient."""
@@ -378,18 +349,11 @@ def halo_of_documents_case(group, lengths, n):
             assert torch.equal(own.grad.cpu(), counts[mine][None, :, None].expand_as(own))
 
 
+@pytest.mark.slow(but=("1", "2"))
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_halo_of_cut_documents(run, size):
     for lengths, n in (([0, 9, 9, 14, 18], 3), ([0, 1, 3, 4, 9, 9], 3), ([0, 1], 2), ([0, 0], 2)):
         run(size, halo_of_documents_case, [2 * size * x for x in lengths], n)
-
-
-@pytest.mark.parametrize("reverse", [False, True])
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_halo(run, size, reverse):
-    tokens = [20, 14, 6, 8][:size]
-    run(size, halo_case, tokens, None, reverse)
-    run(size, halo_case, tokens, [0, 1, 5, 5, sum(tokens) // 2, sum(tokens) - 2, sum(tokens)], reverse)
 
 
 def rejected_case(group):
@@ -572,6 +536,7 @@ def modes_case(group, documents):
         return max(errors)
 
 
+@pytest.mark.slow(but="None")
 @pytest.mark.parametrize("documents", [None, [0, 8, 8, 24, 48]])
 def test_compiled_and_checkpointed(run, documents):
     assert max(run(2, modes_case, documents)) < 1e-4

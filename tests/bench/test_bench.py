@@ -82,6 +82,7 @@ def baseline_case(group, method, dtype):
         return relative_all([NAMES[i] for i in (0, 2, 3, 4, 5)], [o] + [x.grad for x in own], expected)
 
 
+@pytest.mark.slow(but=("ring-2", "all_to_all-2", "all_gather overlapped-2"))
 @pytest.mark.cpu  # bench.operator checks these methods on GPUs, with groups that all ranks of the job have created
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("method", ["all_gather", "all_gather overlapped", "ring", "all_to_all"])
@@ -170,6 +171,7 @@ def test_time_of_a_scan_that_nothing_covers():
     assert torch.isfinite(torch.tensor(timeline.exposed([("a", 0, 0.0, 1.0)])))
 
 
+@pytest.mark.slow
 @pytest.mark.cpu
 def test_host_times_against_other_sources(tmp_path, capsys):
     """The other sources are these; nothing is timed."""
@@ -204,6 +206,7 @@ def test_a_check_lets_no_nan_pass():
             harness.checked("other", actual, [good, good], 1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.cpu
 def test_calls_from_python_on_cpu_ranks(capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["host"])
@@ -233,6 +236,7 @@ def wrong_segments_case(group):
     return True
 
 
+@pytest.mark.slow
 @pytest.mark.cpu
 def test_the_first_step_of_a_process_without_gpus(capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["cold"])
@@ -285,6 +289,7 @@ def test_the_split_of_scalar_decays(capsys, monkeypatch):
     assert [line.split()[0] for line in lines] == [*ssd_split.RULES]
 
 
+@pytest.mark.slow
 @pytest.mark.cpu
 def test_every_method_trains_the_hybrid_alike(capsys, monkeypatch):
     pytest.importorskip("transformers", minversion="5.23", reason="needs transformers")
@@ -308,6 +313,7 @@ def test_every_method_trains_megatrons_hybrid_alike(capsys, monkeypatch):
     assert all(float(line.split()[-1]) < 1e-5 for line in lines), lines
 
 
+@pytest.mark.slow
 @pytest.mark.cpu
 def test_both_cuts_of_packed_rows_train_alike(capsys, monkeypatch):
     pytest.importorskip("transformers", minversion="5.23", reason="needs transformers")

@@ -20,11 +20,13 @@ def chunks_case(group, gates, name):
     return chunks.run(gates, name, 128, 1, "cpu")
 
 
+@pytest.mark.slow(but="weak")
 @pytest.mark.parametrize("gates, name", [(gates, x) for gates in ("weak", "strong") for x in chunks.groups(gates)])
 def test_variants_against_float64(run, gates, name):
     assert run(1, chunks_case, gates, name) == [0]
 
 
+@pytest.mark.slow(but="strong")
 @pytest.mark.parametrize("name", chunks.groups("mixed"))
 def test_variants_with_gates_of_all_strengths(run, name):
     assert run(1, chunks_case, "mixed", name) == [0]
@@ -33,6 +35,7 @@ def test_variants_with_gates_of_all_strengths(run, name):
 NAMES = "operands", "strong", "solved", "pairs", "gradient", "rest"
 
 
+@pytest.mark.slow(but="pairs")
 @pytest.mark.skipif(not triton.__version__.startswith("3.6"), reason="which products are wrong differs with ptxas")
 @pytest.mark.parametrize("name", NAMES)
 def test_kernels_read_what_they_should(name):
@@ -52,6 +55,7 @@ def local_case(group):
         return [local_delta.check(f"zeco_{shape.rule}, chunk=allscan", comm, shape, 70) for shape in shapes]
 
 
+@pytest.mark.slow
 def test_bench_local_of_kda(run):
     [errors] = run(1, local_case)
     assert all(0 < error < 1e-2 for error in errors), errors

@@ -442,6 +442,7 @@ def interrupts(name):
     return count, wrong
 
 
+@pytest.mark.slow(but="next")
 @pytest.mark.parametrize("name", ["first", "next", "hooked", "failing"])
 def test_launches_after_an_interrupted_one(fresh, name):
     ((count, wrong),) = fresh(1).run(interrupts, name)

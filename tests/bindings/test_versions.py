@@ -146,6 +146,7 @@ def test_a_torch_that_is_too_old_is_an_import_error(code, tmp_path):
     assert done.returncode == 1 and re.search(words, done.stderr), done.stderr
 
 
+@pytest.mark.slow(but=("torch-2.6", "triton"))
 @pytest.mark.parametrize("name, version", [("torch", "2.6.0"), ("triton", "3.0.0"), ("torch", "2.16.0")])
 def test_doctor_has_no_traceback(name, version, tmp_path):
     done = python(["-m", "allscan", "doctor"], tmp_path, **{name: version})

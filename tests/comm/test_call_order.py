@@ -43,14 +43,19 @@ from support.fla import import_fla
 from support.values import pairs, raised
 
 
-@pytest.mark.side_by_side(case=shifted_case, step=False)
-@pytest.mark.parametrize("how, size", [*product(["allscan", "zigzag", "halo", "zeco_gla"], [2, 3]), ("delta", 2)])
-def test_a_call_that_one_rank_rejects(answers, size, how):
-    """No rank returns another call's values, all ranks get an error, and resync() repairs the communicator."""
+def check_no_values_of_others(answers):
+    """Each rank has right values, NaN or the names of errors; barrier() raises, and calls after resync() are right."""
     for rank, (found, right, end, again) in enumerate(answers):
         for got, wanted in zip(found, right):
             assert got == wanted or isinstance(got, str) or got != got, (rank, found, right)
         assert end[0] in ("AllScanOutOfStep", "AllScanTimeout") and again, (rank, found, end)
+
+
+@pytest.mark.side_by_side(case=shifted_case, step=False)
+@pytest.mark.parametrize("how, size", [*product(["allscan", "zigzag", "halo", "zeco_gla"], [2, 3]), ("delta", 2)])
+def test_a_call_that_one_rank_rejects(answers, size, how):
+    """No rank returns another call's values, all ranks get an error, and resync() repairs the communicator."""
+    check_no_values_of_others(answers)
     rejecting = answers[-1]
     assert rejecting[0][3] in ("TypeError", "ValueError") and set(rejecting[0][4:]) == {"AllScanOutOfStep"}, rejecting
     assert "has rejected its call 4" in rejecting[2][1]
@@ -71,7 +76,7 @@ def other_shape_case(group, options):
         right.append(float(i * comm.rank))
     if comm.device.type == "cuda":
         torch.cuda.synchronize()
-    end = raised(comm.barrier)[0]
+    end = raised(comm.barrier)
     comm.resync()
     again = (allscan.allscan(torch.ones(1, 2, device=comm.device), comm=comm) == comm.rank).all().item()
     comm.close()
@@ -81,10 +86,7 @@ def other_shape_case(group, options):
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_rank_that_is_at_another_call_does_not_go_on(run, size):
     answers = run(size, other_shape_case, {})
-    for rank, (found, right, end, again) in enumerate(answers):
-        for got, wanted in zip(found, right):
-            assert got == wanted or isinstance(got, str) or got != got, (rank, found, right)
-        assert end in ("AllScanOutOfStep", "AllScanTimeout") and again, (rank, found, end)
+    check_no_values_of_others(answers)
     assert answers[1][0][3:] == ["AllScanOutOfStep"] * 3, answers[1]
 
 
@@ -92,16 +94,14 @@ def halfway_case(group, kernel):
     return shifted_case(group, f"zeco_gla halfway {kernel}", False)
 
 
+@pytest.mark.slow(but=("2-state_kernel", "2-scan_kernel", "2-output", "3-scan"))
 @pytest.mark.cpu  # on GPUs a plan's launches may be one graph
 @pytest.mark.side_by_side(case=halfway_case)
 @pytest.mark.parametrize("kernel", ["state_kernel", "scan_kernel", "output_kernel"])
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_call_that_ends_between_two_launches(answers, size, kernel):
     """An error before or after the rank's scan has the effect of a rejected call."""
-    for rank, (found, right, end, again) in enumerate(answers):
-        for got, wanted in zip(found, right):
-            assert got == wanted or isinstance(got, str) or got != got, (rank, found, right)
-        assert end[0] in ("AllScanOutOfStep", "AllScanTimeout") and again, (rank, found, end)
+    check_no_values_of_others(answers)
     found, right, end, _ = answers[-1]
     assert found[:4] == [*right[:3], "OutOfMemoryError"] and set(found[4:]) == {"AllScanOutOfStep"}, found
     assert "has rejected its call 4" in end[1]
@@ -121,10 +121,7 @@ def test_a_call_that_one_rank_never_enters(answers, how, size):
     for rank, (_, _, end, again) in enumerate(without):
         assert end[0] == "AllScanOutOfStep" or "zigzag" in how and end[0] == "AllScanTimeout", (rank, end)
         assert again and (counted in end[1] or "zigzag" in how), (rank, end)  # zigzag waits for all ranks in each call
-    for rank, (found, right, end, again) in enumerate(answers):
-        for got, wanted in zip(found, right):
-            assert got == wanted or isinstance(got, str) or got != got, (rank, found, right)
-        assert end[0] in ("AllScanOutOfStep", "AllScanTimeout") and again
+    check_no_values_of_others(answers)
     found, right, end, _ = answers[-1]
     assert found[:4] == [*right[:3], "OutOfMemoryError"], found
     assert not any(isinstance(x, float) and x == x for x in found[4:])
@@ -361,6 +358,7 @@ def test_a_rank_that_ignores_what_it_gets(answers, how, size):
     assert answers[0][0] == [0.0, "AllScanTimeout" if how == "zigzag" else "RuntimeError"]
 
 
+@pytest.mark.slow(but="zeco_gla-2")
 @pytest.mark.cpu
 @pytest.mark.parametrize("name, size, who", [("zeco_gla", 3, 0), ("zeco_gla", 2, 1), ("zeco_kda", 2, 0)])
 def test_a_rank_that_ignores_an_operators_output_in_zigzag(run, name, size, who):
@@ -391,6 +389,7 @@ def operators_validation_case(group, name, invariant):
         return (time.monotonic() - start) / timeout
 
 
+@pytest.mark.slow(but="2")
 @pytest.mark.cpu  # on GPUs the first call compiles its kernels
 @pytest.mark.parametrize(
     "size, name, invariant", pairs([2, 3], ["zeco_gla", "zeco_kda", "zeco_gated_delta_rule"], [0, 64])
@@ -398,30 +397,6 @@ def operators_validation_case(group, name, invariant):
 def test_validation_without_backward_in_zigzag(run, size, name, invariant):
     """No rank waits, before its first scan, for another one's second scan, which waits for that first one."""
     assert max(run(size, operators_validation_case, name, invariant)) < 1
-
-
-def checkpoint_case(group):
-    """Activation checkpointing recomputes a call in backward, and stops there: no call is rejected or dropped."""
-    from torch.utils.checkpoint import checkpoint
-
-    with allscan.Communicator(group, timeout=60) as comm:
-
-        def call(x):
-            return allscan.allscan(x.sin(), comm=comm)
-
-        found = []
-        for i in range(1, 5):
-            state = torch.full((1, 1), float(i), device=comm.device, requires_grad=True)
-            prev = checkpoint(call, state, use_reentrant=False)
-            (prev * i).sum().backward()
-            found.append((state.grad / state.cos()).item())
-            assert comm.order.rejected is None
-            assert not any(any(scan.launcher.backwards.dropped) for scan in comm.collectives)
-        return max(abs(x - i * (comm.size - 1 - comm.rank)) for i, x in enumerate(found, 1))
-
-
-def test_a_call_that_is_recomputed(run):
-    assert max(run(2, checkpoint_case)) < 1e-5
 
 
 SCANS = 13  # of recomputed_operators; their optional inputs differ between ranks
@@ -521,10 +496,12 @@ def recomputed_case(group, scans_only):
                 found[name, last, early_stop] = max(
                     (a - b).abs().max().item() for a, b in zip(expected, gradients(checkpointed), strict=True)
                 )
+        assert comm.order.rejected is None and not any(any(x.launcher.backwards.dropped) for x in comm.collectives)
         comm.barrier()
         return found
 
 
+@pytest.mark.slow(but="3")
 @pytest.mark.parametrize("size, scans_only", [(2, False), (3, True)])  # only scans' inputs differ between ranks
 def test_what_ranks_compute_again(run, size, scans_only):
     """Non-reentrant checkpointing recomputes each operator, last in its region or not, at the same place on all ranks
@@ -692,6 +669,7 @@ def few_programs_case(group, depth, protocol):
     return True
 
 
+@pytest.mark.slow(but=("1", "3-put"))
 @pytest.mark.parametrize("protocol", ["sentinel", "signal", "put"])
 @pytest.mark.parametrize("depth", [1, 3])
 def test_more_tiles_than_programs(run, pool, depth, protocol):
@@ -721,29 +699,6 @@ def test_puts_that_overtake_each_other(run, depth):
     assert run(3, overtaking_case, depth) == [[], [], []]
 
 
-def wrong_out_case(group):
-    with allscan.Communicator(group) as comm:
-        memory = torch.zeros(3 * 64, device=comm.device)
-        state, out = memory[:64].view(1, 8, 8), memory[8:72].view(1, 8, 8)
-        decay = memory[64:72].view(1, 8)
-        scan = allscan.AllScan(comm, (1, 8, 8))
-        answers = [
-            raised(scan.scan, state, out=out),
-            raised(scan.scan, state, decay, out=memory[64:128].view(1, 8, 8)),
-            raised(scan.scan, state, initial_state=out, out=memory[64:128].view(1, 8, 8)),
-            raised(scan.scan, state, "0.5"),
-            raised(allscan.allscan, state, "0.5", comm=comm),
-        ]
-        scan.scan(state, out=state)
-        return answers
-
-
-def test_out_that_shares_memory_and_decays_that_are_no_numbers(run):
-    for answers in run(2, wrong_out_case):
-        assert [kind for kind, _ in answers] == ["ValueError"] * 3 + ["TypeError"] * 2
-        assert all("shares memory" in text for _, text in answers[:3])
-
-
 def transforms_case(group):
     """torch.func's transforms are rejected by name, and the next call is right."""
     with allscan.Communicator(group, timeout=60) as comm:
@@ -768,26 +723,6 @@ def test_functorch(run):
     for found, right in run(2, transforms_case):
         assert right and len(found) == 12
         assert all(kind == "NotImplementedError" and "torch.func" in text for kind, text in found), found
-
-
-def forward_mode_case(group):
-    from torch.autograd import forward_ad
-
-    with allscan.Communicator(group) as comm:
-        x = torch.ones(1, 2, 1, 2, device=comm.device)
-
-        def call(q):
-            return allscan.zeco_gla(q, x, x, -x, comm=comm)[0]
-
-        first = raised(torch.func.jvp, call, (x,), (x,))
-        with forward_ad.dual_level():
-            second = raised(call, forward_ad.make_dual(x, x))
-        return first[0], second[0]
-
-
-@pytest.mark.cpu
-def test_forward_mode_derivatives_are_rejected(run):
-    assert run(1, forward_mode_case) == [("NotImplementedError", "NotImplementedError")]
 
 
 def heard_at_the_end_case(group):
@@ -886,6 +821,18 @@ def mixed_case(group, operator, what):
     return found, end, again
 
 
+@pytest.mark.slow(
+    "zeco_gla-some",
+    "zeco_gla-packed",
+    "zeco_kda-zigzag",
+    "zeco_kda-packed",
+    "zeco_ssd-invariant",
+    "zeco_ssd-layout",
+    "zeco_gla-layout",
+    "zeco_gla-scale-3",
+    "allscan_segments-layout",
+    "halo-layout",
+)
 @pytest.mark.side_by_side(case=mixed_case)
 @pytest.mark.parametrize(
     "operator, what, size",
@@ -1002,6 +949,7 @@ def test_ctrl_c_where_a_call_begins_and_ends(run):
         assert count > 15 and not wrong, wrong
 
 
+@pytest.mark.slow(but="True")
 @pytest.mark.cpu
 @pytest.mark.parametrize("debug", [False, True])
 def test_ctrl_c_where_a_call_fails(run, debug):

@@ -538,6 +538,7 @@ def hosting_case(port, how):
     return comm.closed
 
 
+@pytest.mark.slow(but=("barrier", "leave"))
 @pytest.mark.parametrize("how", ["close", "barrier", "leave"])
 def test_the_rank_that_has_the_store_ends_first(fresh, how):
     with socket.create_server(("127.0.0.1", 0)) as listening:

@@ -74,6 +74,7 @@ def skipped_case(how):
     return first, [failed(moved, comm, value) for value in (3, 4)], float(comm.rank)
 
 
+@pytest.mark.slow(but=("rejected_case-new", "skipped_case-close"))
 @pytest.mark.cpu
 @pytest.mark.parametrize("how", ["resync", "close", "new group"])
 @pytest.mark.parametrize("case", [rejected_case, skipped_case])
@@ -113,6 +114,7 @@ def interrupted_case(what):
     return is_desynchronized(comm.group), failed(call)
 
 
+@pytest.mark.slow(but="gather")
 @pytest.mark.cpu
 @pytest.mark.parametrize("what", ["to_zigzag", "gather"])
 def test_an_interrupted_wait(fresh, what):

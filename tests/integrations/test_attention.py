@@ -526,6 +526,7 @@ def test_triangles_are_compared(how):
     assert calls.count(True) == {"wrong": 2, "rejects": 1, "no memory": 2, "not finite": 0}[how]
 
 
+@pytest.mark.slow(but=("half", "not a number-2"))
 @pytest.mark.parametrize("of, row", [(0, -1), (1, 0), (2, -1), (0, 37)])
 @pytest.mark.parametrize("how", ["half", "zero", "of another size", "not a number"])
 def test_one_row_is_compared(monkeypatch, of, row, how):

@@ -88,6 +88,7 @@ def summary_case(group, cuts, layout):
         return max(errors)
 
 
+@pytest.mark.slow(but=("contiguous-one", "contiguous-borders", "zigzag-packed"))
 @pytest.mark.cpu
 @pytest.mark.parametrize("layout, cuts, size", pairs(["contiguous", "zigzag"], [*CUTS], [2, 4]))
 def test_summaries(run, size, cuts, layout):
@@ -226,6 +227,7 @@ def rejected_case(group, backward):
     return first, raised(call, comm.rank == sender), between
 
 
+@pytest.mark.slow(but="True")
 @pytest.mark.cpu
 @pytest.mark.parametrize("backward", [False, True])
 def test_arguments_that_one_rank_rejects(run, backward, size=3):

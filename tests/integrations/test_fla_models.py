@@ -149,6 +149,18 @@ def model_case(group, tokens, kind, choices, packed, layout, attention=()):
         ]
 
 
+@pytest.mark.slow(
+    but=(
+        "gla, hybrid-2-contiguous",
+        "kda, bounded",
+        "gated_deltanet, hybrid-1",
+        "kda, hybrid-2",
+        "gla, hybrid-2-documents",
+        "simple_gla, convolution-2-contiguous",
+        "retnet, hybrid-2",
+        "mamba2, gate-2",
+    )
+)
 @pytest.mark.parametrize(
     "choice, size, layout",
     [
@@ -191,6 +203,7 @@ def test_models(run, choice, size, layout):
         assert all(max(errors) < 5e-3 for errors in of_fla)  # fla's products are in TF32
 
 
+@pytest.mark.slow(but="contiguous-attention0")
 @pytest.mark.cpu
 @pytest.mark.parametrize("attention", [(False,), (True, 2000)])
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
@@ -249,6 +262,7 @@ def few_case(group, kind, choices, batches, layout):
         return errors
 
 
+@pytest.mark.slow(but="gla, hybrid")
 @pytest.mark.parametrize(
     "choice, layout",
     [
@@ -305,6 +319,7 @@ def steep_case(group, kind, layout, T=24):
         return [((split[x] - expected[x]).norm(dim=1) / expected[x].norm(dim=1)).max().item() for x in "qkv"]
 
 
+@pytest.mark.slow(but="gla")
 @pytest.mark.cpu
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("kind", ["gla", "kda", "gated_deltanet"])
@@ -344,6 +359,7 @@ PREFILLED = {"gla": dict(use_short_conv=True), "kda": CHOICES["kda, hybrid"], "g
 PREFILLED |= dict(simple_gla=dict(use_short_conv=True), retnet={}, mamba2=CHOICES["mamba2, norm"])
 
 
+@pytest.mark.slow(but="3-kda-zigzag")
 @pytest.mark.parametrize(
     "kind, layout", [*((kind, "contiguous") for kind in PREFILLED), ("kda", "zigzag"), ("mamba2", "zigzag")]
 )
@@ -509,6 +525,7 @@ def cut_case(group, choice):
         return relative(found, expected), answers
 
 
+@pytest.mark.slow(but="gla, hybrid")
 @pytest.mark.parametrize("choice", ["gla, convolution", "gla, hybrid"])
 def test_cut_batches(run, choice, size=2):
     """Without all parts of one batch from cut_batch, a split model raises; cut_batch's stamp detects that."""
@@ -546,6 +563,7 @@ def copies_case(group, layout, packed):
     return table
 
 
+@pytest.mark.slow(but="zigzag-False")
 @pytest.mark.cpu
 @pytest.mark.parametrize("layout, packed", [("contiguous", False), ("zigzag", False), ("zigzag", True)])
 def test_what_a_split_copies(run, layout, packed, size=2):

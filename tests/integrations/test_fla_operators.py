@@ -134,6 +134,7 @@ def operator_case(group, name):
 NAMES = ["linear attention", "RetNet", "simple GLA, Mamba2", "GLA", "RWKV6", "HGRN", "Gated DeltaNet", "KDA"]
 
 
+@pytest.mark.slow(but=("HGRN-2", "Gated DeltaNet-2", "KDA-2", "GLA-2", "RWKV6-2", "simple GLA, Mamba2-4", "RetNet-2"))
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("name", NAMES)
 def test_operators(run, size, name):

@@ -96,6 +96,7 @@ def walk_case(package, layer):
     return *numbers, *(dict(x.most_common()) for x in names)
 
 
+@pytest.mark.slow(but=("transformers-MLA", "transformers-attention"))
 @pytest.mark.parametrize("package, layer", BOUNDS)
 def test_a_layers_calls(fresh, package, layer):
     for forward, backward, *names in fresh(2).run(walk_case, package, layer):

@@ -91,33 +91,38 @@ NORM_RECOMPUTED = dict(
 FEW = dict(linear_num_key_heads=1, linear_num_value_heads=2, mamba_num_heads=2, mamba_num_groups=1)
 
 
+MODELS = [  # layout, tokens of each rank, boundaries, options, params
+    ("zigzag", [16, 16], None, {}, {}),
+    ("contiguous", [6, 3, 11, 9], None, FEW, {}),  # more ranks than heads
+    ("zigzag", [16, 16], [0, 12, 12, 32], {}, {}),
+    ("row", [16, 16], [0, 1, 8, 17, 21, 32], {}, {}),
+    ("contiguous", [0, 16], [0, 5, 16], {}, {}),  # ranks without tokens
+    ("contiguous", [16, 0], None, NORM_RECOMPUTED, {}),
+    ("zigzag", [16], None, NORM_RECOMPUTED, {}),  # Megatron's own forward
+]
+MORE_MODELS = [
+    ("zigzag", [12] * 4, None, FEW, {}),
+    ("contiguous", [17, 12], None, {}, {}),
+    ("zigzag", [14] * 4, [0, 8, 48, 56], FEW, {}),  # some ranks with fewer tokens than a convolution's halo
+    ("row", [10] * 4, [0, 4, 5, 14, 28, 29, 40], FEW, {}),
+    ("contiguous", [17, 12], [0, 1, 8, 17, 21, 29], {}, {}),
+    ("contiguous", [6, 3, 11, 9], [0, 4, 5, 14, 18, 29], FEW, {}),
+    ("contiguous", [7, 0, 9], None, dict(deterministic_mode=False), {}),
+    ("zigzag", [16, 16], None, dict(pattern="MG*-MG*-"), {}),  # with softmax attention and MLPs
+    ("contiguous", [12] * 4, None, dict(pattern="GM*-"), {}),
+    ("zigzag", [16, 16], None, {}, dict(gdn=dict(conv_bias=True), mamba=dict(D_has_hdim=True, rmsnorm=False))),
+    ("zigzag", [16, 16], None, RECOMPUTED, {}),
+    ("zigzag", [16, 16], None, NORM_RECOMPUTED, {}),
+    ("zigzag", [16, 16], None, dict(deterministic_mode=False), {}),  # fla's operators
+    ("zigzag", [16, 16], [0, 12, 12, 32], dict(deterministic_mode=False), {}),
+    ("row", [16, 16], [0, 1, 8, 17, 21, 32], dict(deterministic_mode=False), {}),
+    ("contiguous", [17, 12], [0, 1, 8, 17, 21, 29], dict(deterministic_mode=False), {}),
+]
+
+
 @pytest.mark.parametrize(
     "layout, tokens, lengths, options, params",
-    [
-        ("zigzag", [16, 16], None, {}, {}),
-        ("zigzag", [12] * 4, None, FEW, {}),  # more ranks than heads
-        ("contiguous", [17, 12], None, {}, {}),
-        ("contiguous", [6, 3, 11, 9], None, FEW, {}),
-        ("zigzag", [16, 16], [0, 12, 12, 32], {}, {}),
-        ("zigzag", [14] * 4, [0, 8, 48, 56], FEW, {}),  # some ranks with fewer tokens than a convolution's halo
-        ("row", [16, 16], [0, 1, 8, 17, 21, 32], {}, {}),
-        ("row", [10] * 4, [0, 4, 5, 14, 28, 29, 40], FEW, {}),
-        ("contiguous", [17, 12], [0, 1, 8, 17, 21, 29], {}, {}),
-        ("contiguous", [6, 3, 11, 9], [0, 4, 5, 14, 18, 29], FEW, {}),
-        ("contiguous", [0, 16], [0, 5, 16], {}, {}),  # ranks without tokens
-        ("contiguous", [7, 0, 9], None, dict(deterministic_mode=False), {}),
-        ("zigzag", [16, 16], None, dict(pattern="MG*-MG*-"), {}),  # with softmax attention and MLPs
-        ("contiguous", [12] * 4, None, dict(pattern="GM*-"), {}),
-        ("zigzag", [16, 16], None, {}, dict(gdn=dict(conv_bias=True), mamba=dict(D_has_hdim=True, rmsnorm=False))),
-        ("zigzag", [16, 16], None, RECOMPUTED, {}),
-        ("zigzag", [16, 16], None, NORM_RECOMPUTED, {}),
-        ("contiguous", [16, 0], None, NORM_RECOMPUTED, {}),
-        ("zigzag", [16], None, NORM_RECOMPUTED, {}),  # Megatron's own forward
-        ("zigzag", [16, 16], None, dict(deterministic_mode=False), {}),  # fla's operators
-        ("zigzag", [16, 16], [0, 12, 12, 32], dict(deterministic_mode=False), {}),
-        ("row", [16, 16], [0, 1, 8, 17, 21, 32], dict(deterministic_mode=False), {}),
-        ("contiguous", [17, 12], [0, 1, 8, 17, 21, 29], dict(deterministic_mode=False), {}),
-    ],
+    [*MODELS, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE_MODELS)],
 )
 def test_a_model(run, layout, tokens, lengths, options, params):
     for errors in run(len(tokens), model_case, layout, tokens, lengths, options, params=params):
@@ -210,6 +215,7 @@ def tensor_case(layout, sequence):
             return errors
 
 
+@pytest.mark.slow(but="contiguous")
 @pytest.mark.parametrize("layout, sequence", [("zigzag", False), ("contiguous", True)])
 def test_with_tensor_parallelism(fresh, layout, sequence):
     for errors in fresh(4).run(tensor_case, layout, sequence):
@@ -338,6 +344,7 @@ def bfloat16_case(group, layout):
         return [relative(c, a[mine]) / relative(b[mine], a[mine]) for a, b, c in zip(*answers, strict=True)]
 
 
+@pytest.mark.slow(but="contiguous")
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
 def test_bfloat16(run, layout, size=2):
     for ratios in run(size, bfloat16_case, layout):

@@ -65,6 +65,7 @@ def logits(run, family, tokens, invariant=S, layout="contiguous"):
     return torch.cat([x for _, x in parts], 1)[:, torch.cat([mine for mine, _ in parts]).argsort()]
 
 
+@pytest.mark.slow(but=("2-qwen", "2-nemotron"))
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("size", [2, 3])
 def test_logits_have_the_same_bits(run, family, size):
@@ -72,6 +73,7 @@ def test_logits_have_the_same_bits(run, family, size):
     assert torch.equal(bits(one), bits(logits(run, family, CUTS[size])))
 
 
+@pytest.mark.slow(but="kimi")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_in_zigzag(run, family, size=2):
     one = logits(run, family, [4 * S])

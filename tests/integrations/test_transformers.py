@@ -281,10 +281,8 @@ def model_case(group, family, packed, inner, keep=False, layout="contiguous", at
         return errors, unused
 
 
-@pytest.mark.quick("qwen3_next-2-None", "nemotron_h-2")
-@pytest.mark.parametrize(
-    "family, size, packed, inner",
-    [
+MODELS = {  # by layout: family, number of ranks, how sequences are given, softmax function
+    "contiguous": [
         ("qwen3_next", 2, None, "sdpa"),
         ("qwen3_next", 4, "cu_seq_lens", "sdpa"),
         ("qwen3_5", 3, None, "eager"),
@@ -314,9 +312,54 @@ def model_case(group, family, packed, inner, keep=False, layout="contiguous", at
         ("lfm2", 2, "cu_seq_lens", "eager"),
         ("lfm2_moe", 2, None, "sdpa"),
     ],
+    "zigzag": [
+        ("kimi_linear", 2, None, "sdpa"),
+        ("kimi_linear", 4, "one", "eager"),
+        ("kimi_linear", 1, None, "sdpa"),
+        ("kimi_linear", 4, "cu_seq_lens", "sdpa"),
+        ("nemotron_h", 2, "position_ids", "sdpa"),
+        ("qwen3_next", 4, "position_ids", "eager"),
+        ("qwen3_next", 2, "one", "sdpa"),
+        ("qwen3_next", 4, None, "sdpa"),
+        ("qwen3_next", 2, None, "eager"),
+        ("qwen3_5", 2, "one", "sdpa"),
+        ("nemotron_h", 2, None, "eager"),
+        ("nemotron_h", 4, None, "sdpa"),
+        ("bamba", 2, None, "sdpa"),
+        ("granitemoehybrid", 2, None, "eager"),
+        ("falcon_h1", 4, None, "sdpa"),
+        ("zamba2", 2, None, "eager"),
+        ("mamba2", 2, "position_ids", "eager"),
+        ("minimax", 2, "position_ids", "sdpa"),
+        ("minimax", 4, None, "sdpa"),
+    ],
+    "documents": [  # of no tokens, and of one a piece; the layout shifts labels within documents
+        ("kimi_linear", 1, "cu_seq_lens", "sdpa"),
+        ("kimi_linear", 4, "cu_seq_lens", "sdpa"),
+        ("qwen3_next", 3, "both", "eager"),
+        ("qwen3_next", 2, "cu_seq_lens", "sdpa"),
+        ("nemotron_h", 5, "cu_seq_lens", "sdpa"),
+        ("falcon_h1", 2, "both", "eager"),
+        ("mamba2", 2, "both", "eager"),
+        ("minimax", 2, "cu_seq_lens", "sdpa"),
+    ],
+}
+
+
+@pytest.mark.slow(
+    but=(
+        *("contiguous-qwen3_next", "contiguous-qwen3_5-3", "contiguous-kimi_linear", "contiguous-nemotron_h-2"),
+        *("contiguous-bamba-2", "contiguous-mamba2-2-None", "contiguous-minimax-2", "zigzag-kimi_linear-2"),
+        *("zigzag-kimi_linear-4-cu_seq_lens", "zigzag-qwen3_next-2-one", "zigzag-nemotron_h-2-p"),
+        *("documents-kimi_linear", "documents-qwen3_next"),
+    )
 )
-def test_models(run, family, size, packed, inner):
-    for errors, unused in run(size, model_case, family, packed, inner):
+@pytest.mark.quick("contiguous-qwen3_next-2-None", "contiguous-nemotron_h-2")
+@pytest.mark.parametrize(
+    "layout, family, size, packed, inner", [(layout, *case) for layout, cases in MODELS.items() for case in cases]
+)
+def test_models(run, layout, family, size, packed, inner):
+    for errors, unused in run(size, model_case, family, packed, inner, keep=False, layout=layout):
         assert max(errors.values()) < 2e-5, {k: v for k, v in errors.items() if not v < 2e-5}
         assert all("experts" in name or "gate" in name for name in unused), unused
 
@@ -381,6 +424,7 @@ def few_case(group, family, inner, batches, layout, more=()):
         return found
 
 
+@pytest.mark.slow(but=("qwen3_next", "kimi_linear-sdpa"))
 @pytest.mark.parametrize(
     "family, inner, layout",
     [
@@ -403,57 +447,6 @@ def test_few_tokens_with_a_kernel_of_one_token(run, family, kernel, size=2):
     batches, more = [((0, 7), None), ((7, 0), None)], {kernel: 1}
     for errors in run(size, few_case, family, "sdpa", batches, layout="contiguous", more=more):
         assert max(errors) < 2e-5, errors
-
-
-@pytest.mark.parametrize(
-    "family, size, given, inner",
-    [
-        ("kimi_linear", 2, None, "sdpa"),
-        ("kimi_linear", 4, "one", "eager"),
-        ("kimi_linear", 1, None, "sdpa"),
-        ("kimi_linear", 4, "cu_seq_lens", "sdpa"),
-        ("nemotron_h", 2, "position_ids", "sdpa"),
-        ("qwen3_next", 4, "position_ids", "eager"),
-        ("qwen3_next", 2, "one", "sdpa"),
-        ("qwen3_next", 4, None, "sdpa"),
-        ("qwen3_next", 2, None, "eager"),
-        ("qwen3_5", 2, "one", "sdpa"),
-        ("nemotron_h", 2, None, "eager"),
-        ("nemotron_h", 4, None, "sdpa"),
-        ("bamba", 2, None, "sdpa"),
-        ("granitemoehybrid", 2, None, "eager"),
-        ("falcon_h1", 4, None, "sdpa"),
-        ("zamba2", 2, None, "eager"),
-        ("mamba2", 2, "position_ids", "eager"),
-        ("minimax", 2, "position_ids", "sdpa"),
-        ("minimax", 4, None, "sdpa"),
-    ],
-)
-def test_models_in_zigzag(run, family, size, given, inner):
-    for errors, unused in run(size, model_case, family, given, inner, keep=False, layout="zigzag"):
-        assert max(errors.values()) < 2e-5, {k: v for k, v in errors.items() if not v < 2e-5}
-        assert all("experts" in name or "gate" in name for name in unused), unused
-
-
-@pytest.mark.parametrize(
-    "family, size, given, inner",
-    [
-        ("kimi_linear", 1, "cu_seq_lens", "sdpa"),
-        ("kimi_linear", 4, "cu_seq_lens", "sdpa"),
-        ("qwen3_next", 3, "both", "eager"),
-        ("qwen3_next", 2, "cu_seq_lens", "sdpa"),
-        ("nemotron_h", 5, "cu_seq_lens", "sdpa"),
-        ("falcon_h1", 2, "both", "eager"),
-        ("mamba2", 2, "both", "eager"),
-        ("minimax", 2, "cu_seq_lens", "sdpa"),
-    ],
-)
-def test_models_of_cut_documents(run, family, size, given, inner):
-    """With per_document=True logits, loss and gradients of every parameter are right, with documents of no tokens and
-    of one a piece; the layout shifts labels within documents."""
-    for errors, unused in run(size, model_case, family, given, inner, keep=False, layout="documents"):
-        assert max(errors.values()) < 1e-5, {k: v for k, v in errors.items() if not v < 1e-5}
-        assert all("experts" in name or "gate" in name for name in unused), unused
 
 
 def documents_case(group):
@@ -516,6 +509,7 @@ def test_cut_documents_and_what_is_rejected(run, size=2):
             assert answer is not None and answer[0] == "ValueError" and text in answer[1], (text, answer)
 
 
+@pytest.mark.slow(but="kimi_linear-3")
 @pytest.mark.parametrize("attention", [(False,), (True, 8000)])
 @pytest.mark.parametrize(
     "family, size, layout",
@@ -547,6 +541,7 @@ def half_precision_case(group, family, how):
         return relative(alone, exact), relative(found.logits, exact), finite
 
 
+@pytest.mark.slow(but="qwen3_5")
 @pytest.mark.parametrize(
     "family, how",
     [("qwen3_5", "bfloat16"), ("nemotron_h", "bfloat16"), ("qwen3_5", "autocast"), ("minimax", "bfloat16")],
@@ -596,6 +591,7 @@ def in_one_call_case(group, layout):
         return functions_case(group, "nemotron_h", "mamba2_chunk_scan", packing_scan, "cu_seq_lens", layout=layout)
 
 
+@pytest.mark.slow(but=("3-contiguous", "2-zigzag"))
 @pytest.mark.parametrize("size, layout", [(3, "contiguous"), (2, "zigzag"), (4, "zigzag")])
 def test_functions_that_take_packed_sequences(run, size, layout):
     for errors, _ in run(size, in_one_call_case, layout):
@@ -650,6 +646,7 @@ def ours_case(group, family, packed, layout):
     return errors, calls, choices
 
 
+@pytest.mark.slow(but=("kimi_linear-None-2", "qwen3_next-cu_seq_lens-2"))
 @pytest.mark.parametrize(
     "family, packed, size, layout",
     [
@@ -779,6 +776,7 @@ COPIED = {
 }
 
 
+@pytest.mark.slow(but=("kimi_linear-contiguous-True", "nemotron_h"))
 @pytest.mark.parametrize(
     "family, layout, packed",
     [
@@ -905,6 +903,7 @@ def steep_case(group, family):
     return ratios
 
 
+@pytest.mark.slow(but="kimi_linear")
 @pytest.mark.parametrize("family", [family for family in CHOICES if family != "minimax"])  # without convolutions
 def test_gradients_beside_a_boundary(run, family, size=2):
     """A convolution's gradients there are as exact as the unsplit model's, also where outputs without the tokens of the
@@ -946,6 +945,7 @@ def compiled_case(group, family, layout, checkpointed):
         return errors, dict(counters["graph_break"]), counters["stats"]["unique_graphs"], calls, eager_calls
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "family, layout, checkpointed",
     [
@@ -961,26 +961,6 @@ def test_compiled_models(run, family, layout, checkpointed, size=2):
         assert all("_entered" in reason for reason in breaks) and graphs == 2, breaks
         assert max(errors.values()) < 1e-5, errors
         assert compiled == eager if not checkpointed else sum(compiled) < sum(eager)
-
-
-def masks_case(group):
-    """Compare sdpa of the last T queries of S keys with the mask for kernels without a mask in memory and with a full
-    mask."""
-    from torch.nn.attention.bias import causal_lower_right
-
-    errors = []
-    for T, S, H, D in ((5, 9, 2, 8), (7, 7, 1, 16), (1, 6, 2, 8)):
-        q, k, v = (torch.randn(2, H, n, D, requires_grad=True) for n in (T, S, S))
-        seen, do, answers = torch.ones(T, S, dtype=torch.bool).tril(S - T), torch.randn(2, H, T, D), []
-        for mask in (seen, causal_lower_right(T, S)):
-            o = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, scale=0.3)
-            answers.append([o, *torch.autograd.grad(o, (q, k, v), do)])
-        errors += [relative(a, b) for a, b in zip(*answers, strict=True)]
-    return max(errors)
-
-
-def test_the_mask_of_sdpa(run):
-    assert max(run(1, masks_case)) < 1e-6
 
 
 def fla_case(group, name):
@@ -1041,6 +1021,7 @@ def prefill_case(group, family, layout):
         return max(errors)
 
 
+@pytest.mark.slow(but=("qwen3_next", "nemotron_h-contiguous"))
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("family", ["qwen3_next", "kimi_linear", "nemotron_h", "falcon_h1", "mamba2", "minimax"])
 def test_every_ranks_cache(run, family, layout, size=4):
@@ -1133,6 +1114,7 @@ def training_case(group, family, how, layout):
         return curves
 
 
+@pytest.mark.slow(but="qwen3_5")
 @pytest.mark.parametrize(
     "family, how, layout",
     [

@@ -251,6 +251,7 @@ def different(found, expected, most=2e-5):
 SOME = ["accumulation", "training after an evaluation", "evaluation", "evaluation without labels"]
 
 
+@pytest.mark.slow(but="1-zigzag")
 @pytest.mark.cpu
 @pytest.mark.parametrize(
     "size, layout, names",
@@ -503,6 +504,7 @@ def cut_case(group, layout):
         return errors, answers
 
 
+@pytest.mark.slow(but=("1-zigzag", "3-contiguous"))
 @pytest.mark.cpu
 @pytest.mark.parametrize("size, layout", [(1, "zigzag"), (2, "contiguous"), (3, "contiguous"), (3, "zigzag")])
 def test_cut_batches(run, size, layout):

@@ -384,6 +384,7 @@ def gates_case(group, call, value, how, debug):
         return found
 
 
+@pytest.mark.slow(but=("NaN", "positive-packed", "-inf-contiguous-False", "-3e38"))
 @pytest.mark.parametrize("call", [kda, gdn, ssd, gla, own_kda, own_gdn], ids=lambda call: call.__name__)
 @pytest.mark.parametrize("name, how, debug", [case if case in ON_GPUS_TOO else host(*case) for case in GATES])
 def test_gates_that_are_rejected(run, name, call, how, debug):
@@ -526,6 +527,7 @@ def strong_case(group, rule, strength):
         return {n: error(a, b) for n, a, b in zip(NAMES, found, whole.reference())}
 
 
+@pytest.mark.slow(but="-1e5")
 @pytest.mark.cpu
 @pytest.mark.parametrize("rule", ["kda", "gated_delta_rule"])
 @pytest.mark.parametrize("strength", ["-1e2", "-1e3", "-1e4", "-1e5"])

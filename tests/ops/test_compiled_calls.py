@@ -101,6 +101,7 @@ def operator_case(group, name, layout, backend):
     return answers
 
 
+@pytest.mark.slow(but=("to_zigzag", "zeco_gla"))
 @pytest.mark.parametrize("name, layout", [x for x in CASES if x != ("zeco_gla", "zigzag")])  # an operator's once
 def test_every_call_is_made_once(run, name, layout):
     """Covers calls whose results a rank does not use, equal calls on a rank, and calls in a recomputed region
@@ -142,6 +143,7 @@ def recorded_case(group, name, layout):
         return worst, calls, [raised(make_fx(other), x) for other in others]
 
 
+@pytest.mark.slow(but=("allscan", "zeco_gla-contiguous", "zeco_gated"))
 @pytest.mark.parametrize("name, layout", CASES)
 def test_calls_that_make_fx_records(run, name, layout):
     """A graph that lacked a call would return memory that nothing has written."""
@@ -380,6 +382,7 @@ def value_and_gradient(function, gradients):
     return [y.detach(), *([x.grad] if gradients else [])]
 
 
+@pytest.mark.slow(but=("aot_eager-1.0-False", "inductor-1.0-False"))
 @pytest.mark.cpu
 @pytest.mark.parametrize(
     "backend, budget, gradients",

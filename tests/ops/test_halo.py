@@ -64,25 +64,6 @@ def test_convolutions(run, size, packed):
         assert error < 1e-5  # the transfer is exact
 
 
-def label_case(group, tokens):
-    """Check labels and shifted tokens of several texts, more texts than a neighbour may be ahead."""
-    with allscan.Communicator(group) as comm:
-        for seed in range(5):
-            text = torch.randint(2**24, (2, sum(tokens)), generator=torch.Generator().manual_seed(seed)).to(comm.device)
-            mine = place(comm, tokens)
-            own = text[:, mine]
-            labels = torch.cat([own[:, 1:], allscan.halo(own, 1, comm=comm, reverse=True)], 1)
-            shifted = torch.cat([allscan.halo(own, 1, comm=comm), own[:, :-1]], 1)
-            assert labels.dtype == text.dtype
-            assert torch.equal(labels, F.pad(text[:, 1:], (0, 1))[:, mine])
-            assert torch.equal(shifted, F.pad(text[:, :-1], (1, 0))[:, mine])
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_labels(run, size):
-    run(size, label_case, TOKENS[size])
-
-
 def integer_case(group):
     """Send integers including multiples of 2 ** 31, whose halves look like sentinels."""
     with allscan.Communicator(group) as comm:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import random
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import allscan
 from allscan.reference import gla_reference
-from support.values import error, place, raised
-
-OF_TOKENS = "q", "k", "v", "g"
+from support.operators import Operator, Split, compared, random_split
+from support.values import raised
 
 
 def reference(q, k, v, g=None, g_gamma=None, scale=None, initial_state=None, cu_seqlens=None):
@@ -26,7 +25,7 @@ def reference(q, k, v, g=None, g_gamma=None, scale=None, initial_state=None, cu_
 
 
 def drawn(seed, tokens, batch, sequences, sizes, gates, decay, initial):
-    """Return ({name: argument}, do, gradient of final states). decay: "g", "g_gamma" or None."""
+    """Return ({name: argument}, (do, gradient of final states)). decay: "g", "g_gamma" or None."""
     H, HV, K, V = sizes
     generator = torch.Generator().manual_seed(seed)
 
@@ -44,66 +43,27 @@ def drawn(seed, tokens, batch, sequences, sizes, gates, decay, initial):
         given["g"][:, 3::31] = -torch.inf
     if initial:
         given["initial_state"] = normal(sequences, HV, K, V)
-    return given, normal(batch, tokens, HV, V), normal(sequences, HV, K, V)
+    return given, (normal(batch, tokens, HV, V), normal(sequences, HV, K, V))
 
 
-def compared(comm, tokens, lengths, layout, given, do, dfinal, dtype=torch.float32, **options):
-    """Return errors of o, final states and each gradient."""
-    documents = lengths if layout == "documents" else None
-    mine = place(comm, tokens, layout != "contiguous", documents)
-    given = {name: x.to(dtype) if name in OF_TOKENS[:3] else x for name, x in given.items()}
-    exact = {name: x.double().requires_grad_() for name, x in given.items()}
-    o, final = reference(**exact, **options, cu_seqlens=lengths)
-    ((o * do).sum() + (final * dfinal).sum()).backward()
-    cut = {name: x[:, mine] if name in OF_TOKENS else x for name, x in given.items()}
-    cut = {name: x.to(comm.device).requires_grad_() for name, x in cut.items()}
-    own_o, own_final = allscan.zeco_simple_gla(
-        comm=comm,
-        **cut,
-        **options,
-        cu_seqlens=lengths,
-        output_final_state=True,
-        layout="contiguous" if layout == "contiguous" else "zigzag",
-        per_document=documents is not None,
-    )
-    ((own_o.float() * do[:, mine].to(comm.device)).sum() + (own_final * dfinal.to(comm.device)).sum()).backward()
-    errors, shared = {"o": error(own_o, o[:, mine])}, {"final": own_final.detach()}
-    for name, x in cut.items():
-        if name in OF_TOKENS:
-            largest = exact[name].grad.abs().max()
-            difference = (x.grad.double().cpu() - exact[name].grad[:, mine]).abs()
-            errors[name] = (difference.max() / largest).item() if x.numel() else 0.0
-        else:
-            shared[name] = x.grad.float()
-    for name, x in shared.items():
-        dist.all_reduce(x, group=comm.group)
-        errors[name] = error(x, final if name == "final" else exact[name].grad)
-    return errors
+SIMPLE_GLA = Operator(
+    functools.partial(allscan.zeco_simple_gla, output_final_state=True), reference, ("q", "k", "v", "g")
+)
 
 
 def random_case(group, seed):
     with allscan.Communicator(group) as comm:
         draw = random.Random(seed)
-        H, layout = draw.choice([1, 2, 3]), ("contiguous", "zigzag", "documents")[seed % 3]
+        split, batch, sequences = random_split(draw, comm.size)
+        H = draw.choice([1, 2, 3])
         sizes = H, H * draw.choice([1, 2, 3]), draw.choice([1, 16, 48, 130]), draw.choice([1, 8, 33, 70])
-        packed = layout == "documents" or draw.random() < 0.5
-        if layout == "documents":
-            lengths = [2 * comm.size * n for n in (0, 3, 3, 20)]
-            tokens = [lengths[-1] // comm.size] * comm.size
-        else:
-            tokens = [draw.choice([0, 1, 40, 150]) for _ in range(comm.size - 1)] + [65]
-            if layout == "zigzag":
-                tokens = [draw.choice([2, 40, 132])] * comm.size
-            lengths = sorted([0, sum(tokens), *(draw.randint(0, sum(tokens)) for _ in range(3))]) if packed else None
-        batch = 1 if packed else draw.choice([1, 2])
-        sequences = len(lengths) - 1 if packed else batch
         decay, initial = ("g", "g", "g_gamma", None)[seed % 4], draw.random() < 0.5
-        given = drawn(
-            seed, sum(tokens), batch, sequences, sizes, draw.choice(["weak", "mild", "strong"]), decay, initial
-        )
-        return compared(comm, tokens, lengths, layout, *given, scale=draw.choice([None, 1.0, -0.3]))
+        gates = draw.choice(["weak", "mild", "strong"])
+        given = drawn(seed, sum(split.tokens), batch, sequences, sizes, gates, decay, initial)
+        return compared(SIMPLE_GLA, comm, split, *given, scale=draw.choice([None, 1.0, -0.3]))
 
 
+@pytest.mark.slow(but=("0", "1", "2", "3", "7"))
 @pytest.mark.kernels
 @pytest.mark.parametrize("seed", range(8))
 def test_random_options(run, seed):
@@ -114,8 +74,9 @@ def test_random_options(run, seed):
 def half_case(group, dtype):
     with allscan.Communicator(group) as comm:
         tokens = [100] * comm.size
-        given = drawn(3, sum(tokens), 1, 1, (2, 4, 32, 32), "weak", "g", True)
-        return compared(comm, tokens, None, "contiguous", *given, dtype=dtype)
+        given, grads = drawn(3, sum(tokens), 1, 1, (2, 4, 32, 32), "weak", "g", True)
+        given = {name: x.to(dtype) if name in "qkv" else x for name, x in given.items()}
+        return compared(SIMPLE_GLA, comm, Split(tokens), given, grads)
 
 
 @pytest.mark.kernels

@@ -55,6 +55,7 @@ def negatives_case(group):
     return found
 
 
+@pytest.mark.slow(but="1")
 @pytest.mark.parametrize("size", [ONE, 2])
 def test_negative_views_and_strides(run, size):
     for found in run(size, negatives_case):
@@ -101,6 +102,7 @@ def hooks_case(group):
     return found
 
 
+@pytest.mark.slow(but="1")
 @pytest.mark.parametrize("size", [ONE, 2])
 def test_saved_tensors_that_come_back_in_another_way(run, size):
     for found in run(size, hooks_case):
@@ -146,6 +148,7 @@ def rejected_saved_case(group, kinds, only, names):
 OPERATORS = "allscan", "zeco_gla", "zeco_kda", "zeco_gated"  # halo saves nothing, zeco_ssd through torch's functions
 
 
+@pytest.mark.slow
 @pytest.mark.cpu
 def test_saved_tensors_that_are_others(run, size=2):
     for found in run(size, rejected_saved_case, [*OTHERS], None, OPERATORS):
@@ -191,6 +194,7 @@ def compiled_hooks_case(group):
     return worst_error, rejections
 
 
+@pytest.mark.slow
 def test_saved_tensors_of_compiled_functions(run, size=2):
     for worst_error, rejections in run(size, compiled_hooks_case):
         assert worst_error < 1e-5 and len(rejections) >= 6  # compiled, torch's own functions round differently
@@ -332,6 +336,7 @@ def settings_case(group):
     return found
 
 
+@pytest.mark.slow(but="1")
 @pytest.mark.parametrize("size", [ONE, 2])
 def test_settings_of_torch(run, size):
     for found in run(size, settings_case):
@@ -368,6 +373,7 @@ def results_case(group):
                 assert worst(found, [2 * x for x in exact]) < EXACT, name
 
 
+@pytest.mark.slow(but="1")
 @pytest.mark.parametrize("size", [ONE, 2])
 def test_results_own_their_memory(run, size):
     run(size, results_case)

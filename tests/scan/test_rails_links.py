@@ -44,6 +44,7 @@ def values_case(group, nodes, algorithm, case: ScanCase):
     return worst
 
 
+@pytest.mark.slow(but=("nodes0-recursive", "nodes2-rails"))
 @pytest.mark.quick("nodes0-rails")
 @pytest.mark.parametrize("algorithm", ["rails", "recursive_doubling"])
 @pytest.mark.parametrize("nodes", [(2, 2), (4,), (1, 1, 1), (3, 1), (2, 3)])
@@ -58,6 +59,7 @@ def sixteen():
         yield ranks
 
 
+@pytest.mark.slow(but="nodes1-rails")
 @pytest.mark.parametrize("algorithm", ["rails", "recursive_doubling"])
 @pytest.mark.parametrize("nodes", [(4, 4, 4, 4), (3, 5)])
 def test_values_of_16_ranks_and_of_uneven_nodes(request, nodes, algorithm):
@@ -70,6 +72,7 @@ def test_values_of_16_ranks_and_of_uneven_nodes(request, nodes, algorithm):
     assert max(errors) < 1e-6
 
 
+@pytest.mark.slow(but="signal-2-rails")
 @pytest.mark.parametrize("algorithm", ["rails", "recursive_doubling"])
 @pytest.mark.parametrize("protocol, depth", [("put", 1), ("put", 3), ("signal", 2)])
 def test_protocols_and_depths(run, algorithm, protocol, depth):
@@ -81,6 +84,7 @@ def test_protocols_and_depths(run, algorithm, protocol, depth):
         assert max(run(4, values_case, (2, 2), algorithm, case)) < 1e-6
 
 
+@pytest.mark.slow(but="rails")
 @pytest.mark.parametrize("algorithm", ["rails", "recursive_doubling"])
 def test_special_values(run, algorithm):
     """A decay of 0 blocks Inf and NaN, and no other decay does; -0.0 is not taken for a sentinel."""
@@ -109,6 +113,7 @@ def test_a_call_that_one_rank_rejects_or_never_enters(run):
             assert end[0] in ("AllScanOutOfStep", "AllScanTimeout") and again, (rank, found, end)
 
 
+@pytest.mark.slow(but="rails")
 @pytest.mark.parametrize("algorithm", ["rails", "recursive_doubling"])
 def test_a_rank_that_ignores_what_it_gets(run, algorithm):
     answers = run(4, ignoring_case, "allscan", options(algorithm, (2, 2)))
@@ -154,6 +159,7 @@ def absent_case(group, nodes, absent, algorithm):
     return found, prev, seconds, again
 
 
+@pytest.mark.slow(but=("rails-1", "recursive_doubling"))
 @pytest.mark.parametrize("algorithm, absent", [("rails", 1), ("rails", 2), ("rails", 5), ("recursive_doubling", 2)])
 def test_a_rank_that_never_comes_is_named(run, absent, algorithm):
     answers = run(6, absent_case, (2, 2, 2), absent, algorithm)
@@ -281,6 +287,7 @@ def ahead_case(group, nodes, algorithm, protocol, depth, sleeper):
     return worst
 
 
+@pytest.mark.slow(but=("rails-nodes2", "recursive_doubling-nodes3"))
 @pytest.mark.parametrize(
     "algorithm, nodes, sleeper",
     [
@@ -323,29 +330,32 @@ def test_decays_that_underflow(run, algorithm):
     assert max(run(6, underflow_case, algorithm)) < 1e-6
 
 
-def virtual_case(group):
+def virtual_case(group, algorithm, nodes):
     """Run virtual ranks in sequence without a GPU. A rank that makes no launch is named."""
     worst = 0.0
-    # recursive doubling over 8 nodes has rounds of 1, 2, 3 and 6
-    for algorithm, nodes in (("chain", (4,)), ("rails", (1, 1, 1, 1)), ("recursive_doubling", (1,) * 8)):
-        ranks = VirtualRanks(sum(nodes), (2, 5, 7), nodes=nodes, algorithm=algorithm, tile=(2, 8), timeout=0.3)
-        for epoch in range(4):
-            states, decays = (torch.stack(x) for x in inputs(ranks, (2, 5, 7), (2, 5), epoch))
-            initial = states[0] * 2 if epoch % 2 else None
-            for reverse in (False, True):
-                found = ranks.scan(states, decays, reverse=reverse, initial=initial)
-                expected = allscan_reference(list(states), list(decays), initial, reverse)
-                worst = max(worst, *(error(x, y) for x, y in zip(found, expected, strict=True)))
+    ranks = VirtualRanks(sum(nodes), (2, 5, 7), nodes=nodes, algorithm=algorithm, tile=(2, 8), timeout=0.3)
+    for epoch in range(4):
+        states, decays = (torch.stack(x) for x in inputs(ranks, (2, 5, 7), (2, 5), epoch))
+        initial = states[0] * 2 if epoch % 2 else None
+        for reverse in (False, True):
+            found = ranks.scan(states, decays, reverse=reverse, initial=initial)
+            expected = allscan_reference(list(states), list(decays), initial, reverse)
+            worst = max(worst, *(error(x, y) for x, y in zip(found, expected, strict=True)))
+    ranks.check()
+    ranks.scan(states, decays, ranks=[0, 2])
+    assert ranks.faults()[2][1:3] == (2, 1)
+    with pytest.raises(allscan.AllScanTimeout, match="rank 2 waited 0.3 s for rank 1"):
         ranks.check()
-        ranks.scan(states, decays, ranks=[0, 2])
-        assert ranks.faults()[2][1:3] == (2, 1)
-        with pytest.raises(allscan.AllScanTimeout, match="rank 2 waited 0.3 s for rank 1"):
-            ranks.check()
     return worst
 
 
-def test_virtual_ranks(run):
-    assert max(run(1, virtual_case)) < 1e-6
+@pytest.mark.slow("recursive_doubling")
+@pytest.mark.parametrize(
+    "algorithm, nodes",
+    [("chain", (4,)), ("rails", (1, 1, 1, 1)), ("recursive_doubling", (1,) * 8)],  # 8 nodes: rounds of 1, 2, 3 and 6
+)
+def test_virtual_ranks(run, algorithm, nodes):
+    assert max(run(1, virtual_case, algorithm, nodes)) < 1e-6
 
 
 def gla_case(group, algorithm, layout):
@@ -366,6 +376,7 @@ def gla_case(group, algorithm, layout):
     return max(error(x, y) for i in range(2) for x, y in zip(found[i], found[2 + i], strict=True))
 
 
+@pytest.mark.slow(but="rails")
 @pytest.mark.parametrize("algorithm, layout", [("rails", "contiguous"), ("recursive_doubling", "zigzag")])
 def test_zeco_gla(run, algorithm, layout):
     assert max(run(4, gla_case, algorithm, layout)) < 1e-5

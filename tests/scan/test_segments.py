@@ -61,6 +61,7 @@ def test_values_and_gradients(run, factor, size=2):
                 assert ((a - b).abs().max() / b.abs().max()).item() < 1e-6, name
 
 
+@pytest.mark.slow(but=("rows-False-8", "rows-True", "heads-False-4", "number-True", "none", "transitions-True"))
 @pytest.mark.parametrize("factor, reverse, size", pairs([*FACTORS], [False, True], [*CUTS]))
 def test_the_same_bits_for_every_cut(run, factor, reverse, size):
     case = SegmentsCase((7,), factor=factor, reverse=reverse)
@@ -96,6 +97,7 @@ def test_special_values(run, factor, size):
     assert differing(one, found(run, case, {2: (2, 3), 3: (1, 0, 4)}[size])) == []
 
 
+@pytest.mark.slow(but=("rows-shape0", "rows-shape1", "rows-shape2", "transitions"))
 @pytest.mark.parametrize("shape", [(1, 1), (3, 33, 7), (1, 130, 5), (2, 3, 8, 40)])
 @pytest.mark.parametrize("factor", ["rows", "transitions"])
 def test_shapes(run, factor, shape, size=2):

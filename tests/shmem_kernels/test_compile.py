@@ -167,6 +167,7 @@ def compile_transitions(K, one):
     return Compiled(transition_kernel, arguments | {"channel": channel}, values, **blocks)
 
 
+@pytest.mark.slow(but=("64-stride_i", "128", "256-stride_j", "512"))
 @pytest.mark.parametrize("one", ["stride_i", "stride_j"])  # the transition's columns or rows are contiguous
 @pytest.mark.parametrize("K", [16, 64, 128, 256, 512])
 def test_transitions(K, one):
@@ -383,6 +384,7 @@ def test_triangles(kernel, names):
     assert compiled.count(r"ld\.global\.v4\.b32") >= len(names.split()) - 1 and compiled.count(r"ld\.global\.b16") == 0
 
 
+@pytest.mark.slow(but="64-64")
 @pytest.mark.parametrize(
     "K, V, dtype, keeps",
     [
@@ -420,6 +422,7 @@ def test_gla_kernels(K, V, dtype, keeps, monkeypatch):
                 assert compiled.count(r"\bmma\.|wgmma\.mma"), f"{kernel} uses no matrix instruction"
 
 
+@pytest.mark.slow(but="128-8")
 @pytest.mark.parametrize(
     "H, G, P, N, dtype, z, num_sms, most_spilled",
     [
@@ -458,6 +461,7 @@ def test_ssd_kernels(H, G, P, N, dtype, z, num_sms, most_spilled, monkeypatch):
             assert compiled.count(r"sub\.rn\.f32"), kernel
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "K, V, scalar, most_spilled",
     [(128, 128, False, most(16, v38=24)), (128, 128, True, most(0, v39=8)), (256, 512, True, most(96, v39=152))],
@@ -509,6 +513,7 @@ def launch_states(K, V, scalar, monkeypatch, capability):
         states.gradients(between, wide, d, (chunks, chunks), 0.1)
 
 
+@pytest.mark.slow(but="Gated DeltaNet, K=V=32")
 @pytest.mark.parametrize(
     "scalar, K, V, dtype",
     [
@@ -568,6 +573,7 @@ def test_scans_compile_for_an_a100(link):
         assert compile_scan(link, link, (32, 128), adjoint=adjoint, num_warps=4, capability=80).spilled_bytes == 0
 
 
+@pytest.mark.slow(but="KDA")
 @pytest.mark.parametrize("rule", ["GLA", "KDA", "Gated DeltaNet"])
 def test_kernels_fit_an_a100(rule, monkeypatch):
     if rule == "GLA":

@@ -62,6 +62,7 @@ def test_segments(links, tile, num_warps, n):
     assert found.count(r"fma\.rn\.f32") > 0 and found.count(r"\bmul\.(rn\.)?f32") == 0
 
 
+@pytest.mark.slow(but="16")
 @pytest.mark.parametrize("K", [16, 64, 128, 256])
 def test_dense_segments(K):
     blocks, tile = dense_blocks(transition_tile(K)[0]), transition_tile(K)
@@ -101,6 +102,7 @@ def test_gated_segments(links, tile, num_warps):
     assert found.count(r"cp\.async") > 0  # states are loaded ahead
 
 
+@pytest.mark.slow(but=("16", "64-False", "128-True"))
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("K", [16, 64, 128, 256])
 def test_delta_segments(K, reverse):

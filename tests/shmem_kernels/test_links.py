@@ -100,6 +100,7 @@ def test_words_are_awaited_one_by_one(run):
     assert (inbox.view(torch.int32) == torch.full((), -0.0).view(torch.int32)).all()
 
 
+@pytest.mark.slow(but=("True-False", "False"))
 @pytest.mark.parametrize("control, overtakes", [(True, False), (True, True), (False, True)])
 def test_puts_overtake_each_other(fresh, control, overtakes):
     """A receiver that takes any later epoch computes wrong values, or waits until its time-out."""

@@ -17,7 +17,7 @@ WHOLE = ("tests/gpu/test_frameworks.py",)  # files that are one unit: their fixt
 LARGE = (
     "test_zeco_gla_at_size",
     "test_packed_at_size",
-    "test_many_rows_of_16_bits",
+    "test_widths",
     "test_kda_is_as_near_as_flas",
     "test_own_chunks_are_as_near_as_flas",
     "test_gated_delta_rule",

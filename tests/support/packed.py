@@ -10,9 +10,9 @@ import allscan
 LAYOUTS = "contiguous", "zigzag"
 
 
-def calls(comm, T, K=16, dtype=torch.float32):
-    """Return {(operator, layout): call}. call(cu_seqlens or None) runs on this rank's T tokens and returns (result,
-    tensors to differentiate by)."""
+def calls(comm, T, K=16, dtype=torch.float32, operators=None):
+    """Return {(operator, layout): call}, of all operators or of those named. call(cu_seqlens or None) runs on this
+    rank's T tokens and returns (result, tensors to differentiate by)."""
     generator = torch.Generator().manual_seed(comm.rank)
 
     def leaf(*shape, of=None, like=dtype):
@@ -45,7 +45,7 @@ def calls(comm, T, K=16, dtype=torch.float32):
         )
         found["zeco_simple_gla", layout] = call(allscan.zeco_simple_gla, (q, k, v, scalar), layout)
         found["halo", layout] = call(lambda x, **options: allscan.halo(x, 3, **options), (x,), layout)
-    return found
+    return {name: one for name, one in found.items() if operators is None or name[0] in operators}
 
 
 def forward_and_backward(call, cu_seqlens, between=None):

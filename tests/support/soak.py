@@ -208,8 +208,7 @@ class Model(nn.Module):
         self.layers = nn.ModuleList(Layer(options.width, options.heads) for _ in range(options.layers))
         self.norm, self.head = nn.RMSNorm(options.width), nn.Linear(options.width, VOCABULARY, bias=False)
         nn.init.normal_(self.embedding.weight, std=options.width**-0.5)
-        if not options.untied:
-            self.head.weight = self.embedding.weight
+        self.head.weight = self.embedding.weight
 
     def forward(self, batch, labels, comm):
         """Return this rank's share of the loss, the mean over all labels of the step."""
@@ -540,16 +539,8 @@ def memory_is_checked(options) -> bool:
     return options.steps >= 2 * FILLED
 
 
-def furthest(apart, name) -> str:
-    """Format the median of ``apart`` and the largest four, with ``name`` of their places."""
-    order = sorted(range(len(apart)), key=lambda i: -apart[i])
-    return f"median {apart[order[len(order) // 2]]:.0e}, {', '.join(f'{name(i)} {apart[i]:.1e}' for i in order[:4])}"
-
-
 def summary(options, expected, answers) -> str:
     found = answers[0]
-    by_step = furthest([difference([a], [b]) for a, b in zip(found["losses"], expected[0])], lambda i: f"step {i}")
-    by_checkpoint = furthest(expected[2], lambda i: f"after {(i + 1) * options.checkpoint_every}")
     errors = sum((answer["errors"] for answer in answers), collections.Counter())
     skipped = sum(answer["skipped"] for answer in answers)
     raised = ", ".join(f"{count} {name}" for name, count in sorted(errors.items()))
@@ -560,8 +551,7 @@ def summary(options, expected, answers) -> str:
         f"{options.steps / found['seconds']:.1f} steps/s; {skipped} batches skipped ({raised}), {found['resyncs']} "
         f"resyncs, {found['checkpoints']} checkpoints, 1 resumed, {len(found['validations'])} validations; losses "
         f"{sum(found['losses'][:10]) / 10:.3f} to {sum(found['losses'][-10:]) / 10:.3f}, at most {worst:.1e} from one "
-        f"rank's, parameters {max(expected[2]):.1e}; the GPU's memory since step {warm_steps(options)}: {memory}\n"
-        f"  losses by step: {by_step}; parameters by checkpoint: {by_checkpoint}"
+        f"rank's, parameters {max(expected[2]):.1e}; the GPU's memory since step {warm_steps(options)}: {memory}"
     )
 
 
@@ -578,43 +568,35 @@ def soak(options) -> tuple[str, list[dict]]:
     return text, answers
 
 
+DEFAULTS = dict(  # on GPUs, on CPUs; tokens: average of a rank; sequences: most of a packed batch; late: in seconds
+    steps=(3000, 100),
+    tokens=(1024, 16),
+    layers=(2, 1),
+    width=(256, 16),
+    heads=(4, 1),
+    sequences=(6, 2),
+    lr=(1e-4, 1e-2),
+    fault_every=(100, 25),
+    checkpoint_every=(50, 20),
+    validate_every=(100, 20),
+    late=(0.05, 0.05),
+    timeout=(2.0, 6.0),  # of the communicators
+    limit=(1200.0, 1200.0),  # seconds for each of the two trainings
+)
+
+
 def parsed(arguments=None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
     parser.add_argument("--ranks", type=int, help="default: all GPUs, or 2 CPU processes")
-    parser.add_argument("--steps", type=int, help="default 3000, on CPUs 100; at least 40")
-    parser.add_argument("--tokens", type=int, help="average tokens per rank; default 1024, on CPUs 16")
-    parser.add_argument("--layers", type=int, help="default 2, on CPUs 1")
-    parser.add_argument("--width", type=int, help="default 256, on CPUs 16")
-    parser.add_argument("--heads", type=int, help="default 4, on CPUs 1")
-    parser.add_argument("--sequences", type=int, help="largest number in a packed batch; default 6, on CPUs 2")
-    parser.add_argument("--untied", action="store_true", help="do not tie the head to the embedding")
-    parser.add_argument("--lr", type=float, help="default 1e-4, on CPUs 1e-2, or 1e-3 for several layers")
-    parser.add_argument("--fault-every", type=int, help="steps; default 100, on CPUs 25")
-    parser.add_argument("--checkpoint-every", type=int, help="steps; default 50, on CPUs 20")
-    parser.add_argument("--validate-every", type=int, help="steps; default 100, on CPUs 20")
-    parser.add_argument("--late", type=float, default=0.05, help="largest delay of a rank in seconds")
-    parser.add_argument("--timeout", type=float, help="time-out of the communicators in seconds; default 2, on CPUs 6")
-    parser.add_argument("--limit", type=float, default=1200.0, help="seconds for each of the two trainings")
+    for name, (on_gpus, on_cpus) in DEFAULTS.items():
+        text = f"default {on_gpus}, on CPUs {on_cpus}"
+        parser.add_argument(f"--{name.replace('_', '-')}", type=type(on_gpus), help=text)
     options = parser.parse_args(arguments)
     if options.device == "auto":
         options.device = "cuda" if torch.cuda.device_count() > 1 else "cpu"
-    cuda, several = options.device == "cuda", (options.layers or 1) > 1
-    defaults = dict(
-        ranks=(torch.cuda.device_count(), 2),
-        steps=(3000, 100),
-        tokens=(1024, 16),
-        layers=(2, 1),
-        width=(256, 16),
-        heads=(4, 1),
-        lr=(1e-4, 1e-3 if several else 1e-2),
-        fault_every=(100, 25),
-        checkpoint_every=(50, 20),
-        validate_every=(100, 20),
-        timeout=(2.0, 6.0),
-        sequences=(6, 2),
-    )
-    for name, (on_gpus, on_cpus) in defaults.items():
+    cuda = options.device == "cuda"
+    for name, (on_gpus, on_cpus) in [*DEFAULTS.items(), ("ranks", (torch.cuda.device_count(), 2))]:
         if getattr(options, name) is None:
             setattr(options, name, on_gpus if cuda else on_cpus)
     if options.ranks < 2 or options.steps < 40 or options.tokens < 8:

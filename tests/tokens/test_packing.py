@@ -25,6 +25,10 @@ from allscan.tokens.partition import OwnTokens, find_layout, partition_start
 from support.packed import calls, differ, forward_and_backward
 from support.values import own_triton, raised
 
+of_operators = pytest.mark.parametrize(
+    "operators", [("zeco_gla", "halo"), pytest.param(None, marks=pytest.mark.slow)], ids=["two", "all"]
+)
+
 pytestmark = pytest.mark.cpu
 
 
@@ -225,7 +229,7 @@ class LateCopies:
             yield
 
 
-def straggling_copies_case(group):
+def straggling_copies_case(group, operators):
     """Return the calls that differ from those with immediate copies of tables; and the copies."""
     results, gpu = [], LateCopies()
     for there in (contextlib.nullcontext, gpu.there):
@@ -234,7 +238,7 @@ def straggling_copies_case(group):
             results.append(
                 {
                     (*name, i): forward_and_backward(call, lengths)
-                    for name, call in calls(comm, 20).items()
+                    for name, call in calls(comm, 20, operators=operators).items()
                     for i, lengths in enumerate(packings)
                 }
             )
@@ -243,16 +247,17 @@ def straggling_copies_case(group):
     return [name for name in plain if differ(late[name], plain[name])], gpu.made, tables
 
 
-def test_tables_are_there_before_any_stream_reads_them(run, size=2):
+@of_operators
+def test_tables_are_there_before_any_stream_reads_them(run, operators, size=2):
     """Two calls share tables only if their order does not depend on a scan launched first. Calls on two streams have no
     order: one copies tables that the other reads. So the creator of tables waits for the copy, one a layout, on a
     stream without other launches."""
-    for different, made, tables in run(size, straggling_copies_case):
+    for different, made, tables in run(size, straggling_copies_case, operators):
         assert not different, different
-        assert len(made) == tables >= 10 and {stream for _, stream in made} == {"tables"}
+        assert len(made) == tables >= (10 if operators is None else 4) and {stream for _, stream in made} == {"tables"}
 
 
-def uses_case(group):
+def uses_case(group, operators):
     """Return calls with tables, repeated calls included, whose forward or backward pass does not register their use."""
     counted = []
     use = packing.Tables.use
@@ -261,7 +266,7 @@ def uses_case(group):
         mock.patch.object(packing.Tables, "use", lambda self, comm: (counted.append(self), use(self, comm))[1]),
     ):
         silent = []
-        for (name, layout), call in calls(comm, 20).items():
+        for (name, layout), call in calls(comm, 20, operators=operators).items():
             for lengths in (None, [0, 7, 20 * comm.size]):
                 forward_and_backward(call, lengths)
                 del counted[:]
@@ -276,9 +281,10 @@ def uses_case(group):
         return silent
 
 
-def test_every_call_says_that_it_reads_tables(run, size=2):
+@of_operators
+def test_every_call_says_that_it_reads_tables(run, operators, size=2):
     """Freed tables may still be read on another stream: calls register their stream for the tables that they read."""
-    assert run(size, uses_case) == [[]] * size
+    assert run(size, uses_case, operators) == [[]] * size
 
 
 def test_memory_of_tables_is_given_back_behind_its_readers():
@@ -340,11 +346,11 @@ class Looking(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def changed_case(group, custom):
+def changed_case(group, custom, operators):
     """Return the backward passes that differ if cu_seqlens is written to after the forward pass."""
     with allscan.Communicator(group, timeout=60) as comm:
         lengths, wrong = [0, 10, 20 * comm.size], []
-        for name, call in calls(comm, 20).items():
+        for name, call in calls(comm, 20, operators=operators).items():
             expected = forward_and_backward(call, lengths)
             for how in WAYS_OF_CUSTOM if custom else WAYS:
                 cu_seqlens, write = changed(how, lengths)
@@ -358,11 +364,12 @@ def changed_case(group, custom):
         return wrong
 
 
+@of_operators
 @pytest.mark.parametrize("custom", [False, True])
-def test_backward_has_the_boundaries_of_forward(run, custom, size=2):
+def test_backward_has_the_boundaries_of_forward(run, custom, operators, size=2):
     """Backward must not derive data from a changed cu_seqlens: callers refill it for the next batch, in ways that
     torch's version counter detects and in others."""
-    assert run(size, changed_case, custom) == [[]] * size
+    assert run(size, changed_case, custom, operators) == [[]] * size
 
 
 def compiled_case(group, backend):
@@ -389,6 +396,7 @@ def compiled_case(group, backend):
         return wrong
 
 
+@pytest.mark.slow("inductor")
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compiled_backward_has_the_boundaries_of_forward(run, backend, size=2):
     """torch's partitioner or inductor could repeat a copy in backward, which would then read the changed contents."""
@@ -414,13 +422,13 @@ class OnGPU(torch.Tensor):
     is_cuda = True
 
 
-def captured_case(group):
+def captured_case(group, operators):
     """Return errors of calls in a capture with cu_seqlens on the GPU, and whether later calls are right."""
     answers, right = {}, []
     with allscan.Communicator(group, timeout=60) as comm:
         lengths = [0, 10, 20 * comm.size]
         on_gpu = torch.tensor(lengths).as_subclass(OnGPU)
-        for name, call in calls(comm, 20).items():
+        for name, call in calls(comm, 20, operators=operators).items():
             expected = forward_and_backward(call, lengths)
             with (
                 mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: True),
@@ -431,9 +439,10 @@ def captured_case(group):
         return answers, right
 
 
-def test_a_capture_rejects_cu_seqlens_on_the_gpu(run, size=2):
+@of_operators
+def test_a_capture_rejects_cu_seqlens_on_the_gpu(run, operators, size=2):
     """A graph's replays would not read new contents: every rank raises before a launch."""
-    for answers, right in run(size, captured_case):
+    for answers, right in run(size, captured_case, operators):
         assert all(right)
         for name, answer in answers.items():
             assert answer is not None and answer[0] == "ValueError" and "cannot be captured" in answer[1], (
@@ -442,7 +451,7 @@ def test_a_capture_rejects_cu_seqlens_on_the_gpu(run, size=2):
             )
 
 
-def debug_case(group):
+def debug_case(group, operators):
     """In debug mode, with boundaries cached as for tensors on a GPU. Return the error of a call after a write on rank 1
     that torch does not count, and after one that it counts; then with one known cu_seqlens on rank 0 and another on the
     others, and with the same again."""
@@ -454,7 +463,7 @@ def debug_case(group):
     with allscan.Communicator(group, timeout=4, debug=True) as comm, contextlib.ExitStack() as patches:
         for module in ("operator", "halo"):
             patches.enter_context(mock.patch(f"allscan.ops.{module}.own_boundaries", read))
-        for name, call in calls(comm, 20).items():
+        for name, call in calls(comm, 20, operators=operators).items():
             cu_seqlens = torch.tensor([0, 10, 20 * comm.size])
             call(cu_seqlens)
             if comm.rank == 1:
@@ -467,8 +476,9 @@ def debug_case(group):
     return answers
 
 
-def test_debug_mode_compares_the_values_of_cu_seqlens(run, size=2):
-    for answers in run(size, debug_case):
+@of_operators
+def test_debug_mode_compares_the_values_of_cu_seqlens(run, operators, size=2):
+    for answers in run(size, debug_case, operators):
         for name, (first, second, differs, last) in answers.items():
             assert first is not None and first[0] == "ValueError" and "does not count" in first[1], (name, first)
             assert second is None and last is None, (name, second, last)

@@ -105,6 +105,7 @@ def measured_hybrids():
     return [pytest.param(x, id=f"{x['model']}, {x['method']}") for x in rows if x["method"] != "gathered"]
 
 
+@pytest.mark.slow(but=("kimi_linear, MLA 192, allscan", "qwen3_next, allscan"))
 @pytest.mark.skipif(
     installed("transformers") < (5, 23), reason="measured with transformers 5.23, whose layers save less than 5.20's"
 )
@@ -321,6 +322,7 @@ def test_a_step_of_the_config_in_the_documentation(fields, message, tmp_path, ca
         assert status == 2 and not found.out and found.err.count("\n") == 1 and message in found.err
 
 
+@pytest.mark.slow(but="estimate")
 @pytest.mark.parametrize("options", ["--version", "estimate {config} --tokens 64 --ranks 2"])
 def test_a_reader_that_closes_the_output(options, tmp_path):
     path = tmp_path / "config.json"

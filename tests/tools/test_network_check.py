@@ -86,6 +86,7 @@ def test_a_report_that_cannot_be_written(program, tmp_path):
         assert "No such file or directory" in output and "right" not in output
 
 
+@pytest.mark.slow
 def test_by_torchrun():
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += ["-m", "allscan.tools.network_check", "--epochs", "2"]
@@ -109,6 +110,7 @@ def test_a_full_disk():
     assert printed.getvalue().count("right") == 2 and errors.getvalue().count("No space left on device") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not compiler(), reason="needs a C compiler, cc")
 def test_nodes_by_name_on_one_host():
     """Each torchrun has a node name, by which ranks without GPUs detect that they are on different hosts."""

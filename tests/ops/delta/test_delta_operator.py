@@ -23,6 +23,7 @@ from support.values import place, raised, relative, relative_all
 # on GPUs fla's kernels round float32 to TF32: tests/gpu/test_delta_gpu.py
 on_cpus = pytest.mark.cpu
 LIMIT = {F32: 1e-5, BF16: 8e-3}
+KINDS = "zero", "mixed"
 PACKED = {
     "over the cut": ([100, 150], [0, 30, 240, 250]),
     "one over three, between others": ([70, 130, 10, 90], [0, 13, 39, 215, 216, 300]),
@@ -37,61 +38,49 @@ def check(answers, dtype=F32):
         assert max(errors.values()) < LIMIT[dtype], errors
 
 
+def tokens_of(size):
+    return [(300, 150, 10, 200)[rank] for rank in range(size)]
+
+
+OF_PASSES = {
+    **{
+        f"{size} {kind}": DeltaCase("", tokens_of(size), HV=2, V=24, gates=kind)
+        for size in (1, 2, 3, 4)
+        for kind in KINDS
+    },
+    "2 mild": DeltaCase("", tokens_of(2), HV=2, V=24, gates="mild"),
+    "3 strong": DeltaCase("", tokens_of(3), HV=2, V=24, gates="strong"),
+    "bfloat16": DeltaCase("", [300, 270], H=2, HV=2, K=32, gates="weak", dtype=BF16),
+    "bfloat16, beta of 0": DeltaCase("", [300, 270], H=2, HV=2, K=32, gates="zero", dtype=BF16, beta=0.0),
+    "bfloat16, beta of 1": DeltaCase("", [300, 270], H=2, HV=2, K=32, gates="zero", dtype=BF16, beta=1.0),
+    **{f"{K}, {V}": DeltaCase("", [150, 140], K=K, V=V) for K, V in ((24, 40), (100, 16), (200, 40))},
+    **{f"packed, {name}": DeltaCase("", tokens, lengths=lengths) for name, (tokens, lengths) in PACKED.items()},
+}
+
+
+@pytest.mark.slow(but=("1 mixed", "2 mild", "4 mixed", "bfloat16-", "24", "200", "packed"))
 @pytest.mark.parametrize("rule", ["kda", "gated_delta_rule"])
-@pytest.mark.parametrize(
-    "size, kind",
-    [(size, kind) for size in (1, 2, 3, 4) for kind in ("zero", "mixed")] + [(2, "mild"), (3, "strong")],
-)
-def test_passes(run, rule, kind, size):
-    tokens = [(300, 150, 10, 200)[rank] for rank in range(size)]
-    check(run(size, pass_case, DeltaCase(rule, tokens, HV=2, V=24, gates=kind)))
+@pytest.mark.parametrize("name, size", [(name, len(case.tokens)) for name, case in OF_PASSES.items()])
+def test_passes(run, rule, name, size):
+    case = OF_PASSES[name]._replace(rule=rule)
+    check(run(size, pass_case, case), case.dtype)
 
 
-@pytest.mark.parametrize("rule", ["kda", "gated_delta_rule"])
-@pytest.mark.parametrize("kind, beta", [("weak", None), ("zero", 0.0), ("zero", 1.0)])
-def test_passes_in_bfloat16(run, rule, kind, beta, size=2):
-    check(run(size, pass_case, DeltaCase(rule, [300, 270], H=2, HV=2, K=32, gates=kind, dtype=BF16, beta=beta)), BF16)
+OF_OPERATORS = [
+    *(DeltaCase("gated_delta_rule", [70, 130, 20, 65][:n], B=2, HV=2, K=32, gates="mild") for n in (1, 2, 3, 4)),
+    *(DeltaCase("gated_delta_rule", *PACKED[x][:1], lengths=PACKED[x][1]) for x in [*PACKED][:2]),
+    *(DeltaCase("kda", [40, 30, 10][:n], gates="mild") for n in (2, 3)),
+    DeltaCase("kda", [25, 30], lengths=[0, 5, 40, 40, 55]),
+]
+IDS = [f"{case.rule}-{len(case.tokens)}{' packed' * bool(case.lengths)}" for case in OF_OPERATORS]
 
 
-@pytest.mark.parametrize("rule", ["kda", "gated_delta_rule"])
-@pytest.mark.parametrize("K, V", [(24, 40), (100, 16), (200, 40)])
-def test_passes_of_odd_widths(run, rule, K, V, size=2):
-    check(run(size, pass_case, DeltaCase(rule, [150, 140], K=K, V=V)))
-
-
-@pytest.mark.parametrize("rule", ["kda", "gated_delta_rule"])
-@pytest.mark.parametrize("size, name", [(len(tokens), name) for name, (tokens, _) in PACKED.items()])
-def test_passes_of_packed_sequences(run, rule, size, name):
-    tokens, lengths = PACKED[name]
-    check(run(size, pass_case, DeltaCase(rule, tokens, lengths=lengths)))
-
-
-@pytest.mark.quick("2")
+@pytest.mark.slow(but=("gated_delta_rule-1", "gated_delta_rule-2", "kda-2"))
+@pytest.mark.quick("gated_delta_rule-2", "kda-2")
 @on_cpus
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_gated_delta_rule(run, size):
-    tokens = [(70, 130, 20, 65)[rank] for rank in range(size)]
-    check(run(size, operator_case, DeltaCase("gated_delta_rule", tokens, B=2, HV=2, K=32, gates="mild")))
-
-
-@on_cpus
-@pytest.mark.parametrize("size, name", [(2, "over the cut"), (4, "one over three, between others")])
-def test_packed_gated_delta_rule(run, size, name):
-    tokens, lengths = PACKED[name]
-    check(run(size, operator_case, DeltaCase("gated_delta_rule", tokens, lengths=lengths)))
-
-
-@pytest.mark.quick("2")
-@on_cpus
-@pytest.mark.parametrize("size", [2, 3])
-def test_kda(run, size):
-    tokens = [(40, 30, 10)[rank] for rank in range(size)]
-    check(run(size, operator_case, DeltaCase("kda", tokens, gates="mild")))
-
-
-@on_cpus
-def test_packed_kda(run, size=2):
-    check(run(size, operator_case, DeltaCase("kda", [25, 30], lengths=[0, 5, 40, 40, 55])))
+@pytest.mark.parametrize("case, size", [(case, len(case.tokens)) for case in OF_OPERATORS], ids=IDS)
+def test_operators(run, case, size):
+    check(run(size, operator_case, case))
 
 
 def modes_case(group):
@@ -171,6 +160,7 @@ def raw_case(group, rule):
         return errors
 
 
+@pytest.mark.slow(but="kda")
 @on_cpus
 @pytest.mark.parametrize("rule", ["kda", "bounded", "gated_delta_rule"])
 def test_raw_arguments(run, rule):

@@ -163,6 +163,12 @@ def point_case(group, rule, point):
         return relative_all(names, (o, final, *grads), (*expected, *wanted[8:]))
 
 
+@pytest.mark.slow(
+    "kda",
+    "gated_delta_rule-gates in b",
+    "gated_delta_rule-beta in b",
+    but=("kda-a lower", "kda-safe", "kda-beta in float64", "kda-norms", "kda-V of 300"),
+)
 @pytest.mark.quick("kda-closed gates in zigzag", "kda-a lower bound", "gated_delta_rule-raw gates")
 @pytest.mark.parametrize("rule, name", [(rule, name) for rule, name, _ in POINTS])
 def test_a_point_of_the_interface(run, rule, name, size=2):

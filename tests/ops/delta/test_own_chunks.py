@@ -36,6 +36,7 @@ def test_the_chunked_form(rule, kind):
     assert max(errors.values()) < 1e-11, errors
 
 
+@pytest.mark.slow(but=("zigzag", "a rank without tokens-gated"))
 @pytest.mark.quick("GVA", "packed")
 @pytest.mark.parametrize("rule", ["kda", "gated_delta_rule"])
 @pytest.mark.parametrize(
@@ -64,6 +65,7 @@ def strong_case(group, rule, strength):
         return relative_all(NAMES, whole.ours(comm, mine, chunk="allscan"), wanted)
 
 
+@pytest.mark.slow(but="-inf")
 @pytest.mark.parametrize("rule", ["kda", "gated_delta_rule"])
 @pytest.mark.parametrize("strength", [-1e5, -float("inf")])
 def test_strong_gates(run, rule, strength):
@@ -121,6 +123,7 @@ def repeated_key_case(group, rule, dtype, beta, gate):
     return max(found)
 
 
+@pytest.mark.slow(but=("dtype1", "dtype3"))
 @pytest.mark.parametrize("rule", ["kda", "gated_delta_rule"])
 @pytest.mark.parametrize(
     "dtype, beta, gate, least, most",
@@ -148,6 +151,7 @@ def alone_case(group, case):
         return relative_all(NAMES, whole.ours(comm, place(comm, case.tokens), state_v_first=True), wanted)
 
 
+@pytest.mark.slow(but="dtype1")
 @pytest.mark.parametrize("rule", ["kda", "gated_delta_rule"])
 @pytest.mark.parametrize("dtype, K, V", [(F32, 200, 72), (torch.float16, 24, 40)])
 def test_without_fla(run, rule, dtype, K, V):
@@ -240,6 +244,7 @@ def weak_prefix_case(group, rule, dtype, later=-5.0, at_limit=False, K=16):
     return same_prefix(group, case, cut, map(later_gates, (0.0 if at_limit else None, later)))
 
 
+@pytest.mark.slow(but="-5.0")
 @pytest.mark.parametrize("rule, K", [("kda", 16), ("kda", 128), ("gated_delta_rule", 16)])
 @pytest.mark.parametrize("dtype", [F32, torch.float16, BF16])
 @pytest.mark.parametrize("later", [-5.0, -float("inf")])
@@ -254,6 +259,7 @@ def test_a_prefix_at_the_limit_of_strong_gates(run, dtype):
     assert all(same.values()), same
 
 
+@pytest.mark.slow(but=("7", "65"))
 @pytest.mark.parametrize("K, V, H, HV", [(7, 9, 1, 2), (65, 1, 2, 2), (160, 300, 1, 1), (256, 64, 1, 3)])
 def test_widths_of_gated_delta_rule(run, K, V, H, HV):
     tokens, lengths = [70, 33], [0, 0, 20, 20, 52, 102, 103, 103]
@@ -282,6 +288,7 @@ def small(blocks, BV_max):
     }
 
 
+@pytest.mark.slow(but="64-dtype0-3e-06")
 @pytest.mark.parametrize("rule", ["kda", "gated_delta_rule"])
 @pytest.mark.parametrize("dtype, limit", [(F32, 3e-6), (BF16, 1e-2)])
 @pytest.mark.parametrize("BV_max", [16, 64])
@@ -324,6 +331,7 @@ def test_pairs_terms_cancel_in_earlier_gates(run, gates):
     assert run(1, first_gate_case, gates)[0] < 1e-5
 
 
+@pytest.mark.slow(but="mild")
 @pytest.mark.parametrize("gates", ERRORS_OF_FLA)
 def test_errors_are_at_most_flas(run, gates):
     """The bound is 2 %: where both only round the result, the last digits are random."""
@@ -386,6 +394,7 @@ def scaled_case(group, dtype, gate, scale):
         return relative_all(NAMES, found[1], wanted), relative_all(NAMES, *found)
 
 
+@pytest.mark.slow(but=("dtype0--1.0", "dtype1--1.0"))
 @pytest.mark.parametrize(
     "gate, scale",
     [(gate, scale) for gate in (-1.0, -1.5, -4.6) for scale in (2.0**-40, 2.0**40)]

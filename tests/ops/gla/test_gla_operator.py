@@ -50,6 +50,7 @@ def test_rounding_to_tf32(run):
     assert others == [float("inf"), float("-inf"), 1.0, 1 + 2**-10, -1 - 2**-10, 0.0]
 
 
+@pytest.mark.slow(but=("1", "2", "3"))
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
 @pytest.mark.kernels
 def test_gradients_and_values(run, size):
@@ -57,6 +58,7 @@ def test_gradients_and_values(run, size):
     check(run(size, gla_case, GLACase(tokens, H=2, V=24, gates="mild")))
 
 
+@pytest.mark.slow(but=("weak", "strong-1", "zero-1", "mixed", "spots-1"))
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("kind", ["weak", "strong", "zero", "mixed", "spots"])
 @pytest.mark.kernels
@@ -75,22 +77,22 @@ def test_what_overflows_and_is_not_used_does_so_in_silence(run):
     check(run(1, silent_case))
 
 
-@pytest.mark.parametrize("dtype", [F32, BF16])
-def test_states_that_last_with_many_rows(run, dtype, size=2):
-    """Above 128 rows another kernel computes dg's term from states at chunk boundaries; with mild gates that term
-    vanishes."""
-    check(run(size, gla_case, GLACase([100, 72], K=200, V=20, dtype=dtype)), dtype)
+@pytest.mark.slow(but=("17", "16", "200", "256"))
+@pytest.mark.parametrize(
+    "K, V, kind, dtype",
+    [
+        *((K, V, "mild", F32) for K, V in ((17, 5), (48, 80), (160, 33), (256, 16), (320, 24), (16, 300))),
+        # above 128 rows another kernel computes dg's term from states at chunk boundaries; with mild gates it vanishes
+        (160, 33, "mild", BF16),
+        (200, 20, "weak", F32),
+        (200, 20, "weak", BF16),
+    ],
+)
+def test_widths(run, K, V, kind, dtype, size=2):
+    check(run(size, gla_case, GLACase([100, 72] if K >= 160 else [30, 35], K=K, V=V, gates=kind, dtype=dtype)), dtype)
 
 
-@pytest.mark.parametrize("K, V", [(17, 5), (48, 80), (160, 33), (256, 16), (320, 24), (16, 300)])
-def test_odd_widths(run, K, V, size=2):
-    check(run(size, gla_case, GLACase([30, 35], K=K, V=V, gates="mild")))
-
-
-def test_many_rows_of_16_bits(run, size=2):
-    check(run(size, gla_case, GLACase([130, 70], K=160, V=33, gates="mild", dtype=BF16)), BF16)
-
-
+@pytest.mark.slow(but=("dtype0-gate_dtype0-m", "dtype1-gate_dtype1-w"))
 @pytest.mark.parametrize("kind", ["weak", "mild", "mixed"])
 @pytest.mark.parametrize("dtype, gate_dtype", [(BF16, BF16), (BF16, F32), (F16, F16)])
 def test_16_bit_inputs(run, kind, dtype, gate_dtype, size=2):
@@ -111,6 +113,7 @@ PACKED = {
 }
 
 
+@pytest.mark.slow(but=("1-one", "2-over", "2-empty", "3"))
 @pytest.mark.quick("2-at the cut")
 @pytest.mark.parametrize("size, name", [(len(tokens), name) for name, (tokens, _) in PACKED.items()])
 def test_packed(run, size, name):
@@ -119,6 +122,7 @@ def test_packed(run, size, name):
         check(run(size, gla_case, GLACase(tokens, H=2, gates=kind, lengths=lengths)))
 
 
+@pytest.mark.slow(but=("1", "2-lengths4", "2-None"))
 @pytest.mark.parametrize("kind", ["weak", "mixed"])
 @pytest.mark.parametrize(
     "size, lengths, zigzag, dtype",
@@ -245,24 +249,6 @@ def test_first_token(run, size, debug):
         assert not debug or "are not contiguous" in messages[2][1]
 
 
-def unsplit_case(group, tokens):
-    """Return this rank's part of the outputs and gradients; in a group of one rank, all of it."""
-    with allscan.Communicator(group) as comm:
-        whole = Whole(GLACase(tokens, H=2, K=32, V=32), comm.device)
-        mine = place(comm, tokens) if comm.size > 1 else slice(None)
-        return [x.detach().cpu() for x in whole.ours(comm, mine)]
-
-
-@pytest.mark.parametrize("size", [4])
-def test_split_against_unsplit(run, size):
-    tokens = [130, 70, 64, 100]
-    (whole,) = run(1, unsplit_case, tokens)
-    parts = run(size, unsplit_case, tokens)
-    for i, name in enumerate(NAMES):
-        split = sum(p[i] for p in parts) if i in (1, 6) else torch.cat([p[i] for p in parts], 1)
-        assert relative(split, whole[i]) < 1e-5, name
-
-
 class Layer(torch.nn.Module):
     def __init__(self, comm, H, D, recompute):
         super().__init__()
@@ -326,6 +312,7 @@ def compiled_case(group, packed, recompute):
         return {name: max(relative(a, b) for a, b in zip(values, plain)) for name, values in results.items()}
 
 
+@pytest.mark.slow(but="False-True-2")
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("packed, recompute", [(False, True), (True, True), (True, False)])
 def test_compiled_and_checkpointed(run, size, packed, recompute):
@@ -518,6 +505,7 @@ def calls_that_are_known_case(group):
         return [name for name, _ in rejected]
 
 
+@pytest.mark.slow(but="1")
 @pytest.mark.parametrize("size", [1, 2])
 def test_calls_that_are_known(run, size):
     wanted = ["TypeError"] * 2 + ["ValueError"] * 8 + ["NotImplementedError"]

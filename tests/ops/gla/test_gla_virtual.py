@@ -116,6 +116,7 @@ def virtual_case(group, case, scan_us, rounds):
         return answers, sum(not torch.equal(a, b) for a, b in pairs)
 
 
+@pytest.mark.slow(but=("case0", "case1-0.0-T", "case3-0.0-False"))
 @pytest.mark.parametrize("recompute", [True, False])
 @pytest.mark.parametrize("scan_us", [0.0, 1e6])  # overlaps: forward saves nothing, or q_in and A
 @pytest.mark.parametrize(

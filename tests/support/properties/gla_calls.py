@@ -1,4 +1,4 @@
-"""Random calls of zeco_gla, and their law."""
+"""Random calls of zeco_gla, against the package's reference."""
 
 from __future__ import annotations
 
@@ -6,30 +6,13 @@ import torch
 import torch.distributed as dist
 
 import allscan
+from allscan.reference import gla_reference
 
 from ..gla import LIMIT, gates
 from .draw import AUTOCAST, Draw, Memory, autocast, draw_memory, draw_wanted, told
 from .sharding import Sharding
 
 GLA_NAMES = ("q", "k", "v", "g", "initial")
-
-
-def gla_law(q, k, v, g, initial, lengths, scale):
-    """(o, final states), token by token."""
-    q, k, v, g = (x.double() for x in (q, k, v, g))
-    cuts = [(0, q.shape[1])] if lengths is None else list(zip(lengths, lengths[1:], strict=False))
-    outputs, finals = [], []
-    for i, (begin, end) in enumerate(cuts):
-        if initial is None:
-            state = q.new_zeros(q.shape[0], *q.shape[2:], v.shape[-1])
-        else:
-            state = (initial if lengths is None else initial[i : i + 1]).double()
-        for t in range(begin, end):
-            state = torch.einsum("bhk,bhkv->bhkv", g[:, t].exp(), state)
-            state = state + torch.einsum("bhk,bhv->bhkv", k[:, t], v[:, t])
-            outputs.append(scale * torch.einsum("bhk,bhkv->bhv", q[:, t], state))
-        finals.append(state)
-    return torch.stack(outputs, 1), torch.cat(finals)
 
 
 class GlaCall:
@@ -77,8 +60,7 @@ class GlaCall:
     def expected(self):
         """{name: tensor} over the whole sequence."""
         leaves = self.leaves(lambda x: x, lambda name, x: x.double().clone())
-        scale = self.inputs[0].shape[-1] ** -0.5 if self.scale is None else self.scale
-        o, final = gla_law(*leaves, self.lengths, scale)
+        o, final = gla_reference(*leaves[:4], self.scale, leaves[4], self.lengths)
         shown = torch.tensor(self.cut.shown, dtype=torch.bool)[:, None, None, None]
         found = dict(o=o.detach(), final=torch.where(shown, final.detach(), 0.0))
         if self.wanted:
