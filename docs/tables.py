@@ -130,8 +130,7 @@ def headline() -> str:
             f"heads by all-to-all, 4 ranks: {_number(moved['percent_of_data_parallel'], 1)} %",
         ],
         [
-            "hybrid training (12 layers, 0.7 to 2.5 billion parameters), tokens/s, "
-            "% of data parallel",
+            "hybrid training (12 layers, 0.7 to 2.5 billion parameters), tokens/s, % of data parallel",
             hybrid("allscan, zigzag", 2),
             hybrid("allscan, zigzag", 4),
             f"heads by all-to-all, 2 ranks: {hybrid('heads', 2)}; 4 ranks: {hybrid('heads', 4)}",

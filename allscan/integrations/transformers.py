@@ -116,8 +116,9 @@ def sequence_parallel(
 
     Args:
         model: a causal language model of transformers, its text model, or a module around one, of Qwen3-Next, Qwen3.5
-            and its mixture of experts, Kimi-Linear, Nemotron-H, Bamba, Granite-MoE-hybrid, Falcon-H1, Zamba2, Mamba2
-            or MiniMax. Parameters, their names and checkpoints stay as they are; its config is replaced by a copy.
+            and its mixture of experts, Olmo-Hybrid, Kimi-Linear, Ling 3 (bailing_hybrid), Nemotron-H, Bamba,
+            Granite-MoE-hybrid, Falcon-H1, Zamba2, Mamba2, MiniMax, LFM2 or its mixture of experts. Parameters, their
+            names and checkpoints stay as they are; its config is replaced by a copy.
         comm: the ranks that share a sequence, in the order of its parts; None restores the ordinary model.
         layout: where a rank's tokens lie, the same on every rank. "contiguous": consecutive tokens in rank order, their
             number may differ between ranks. "zigzag": rank r of P has chunk r of 2P in the first half of its tokens and
@@ -470,7 +471,12 @@ def _without_padding(outputs: Any) -> Any:
     return tuple(_without_padding(x) if isinstance(x, (torch.Tensor, tuple)) else x for x in outputs)
 
 
-KERNELS = "linear_conv_kernel_dim", "conv_kernel", "mamba_d_conv"  # names of the convolution's kernel size in configs
+KERNELS = (
+    "linear_conv_kernel_dim",
+    "conv_kernel",
+    "mamba_d_conv",
+    "conv_L_cache",
+)  # names of the convolution's kernel size in configs
 
 
 def _loss(

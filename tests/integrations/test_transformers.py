@@ -172,7 +172,9 @@ CHOICES = {
         "Lfm2Moe",
         COMMON
         | dict(num_hidden_layers=2, layer_types=["conv", "full_attention"], num_key_value_heads=2)
-        | dict(intermediate_size=32, moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2, num_dense_layers=1),
+        | dict(
+            intermediate_size=32, moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2, num_dense_layers=1
+        ),
     ),
 }
 PRELOAD = ["allscan.integrations.transformers", *(f"transformers.models.{f}.modeling_{f}" for f in CHOICES)]
@@ -332,6 +334,10 @@ MODELS = {  # by layout: family, number of ranks, how sequences are given, softm
         ("mamba2", 2, "position_ids", "eager"),
         ("minimax", 2, "position_ids", "sdpa"),
         ("minimax", 4, None, "sdpa"),
+        ("olmo_hybrid", 2, None, "sdpa"),
+        ("bailing_hybrid", 2, "one", "sdpa"),
+        ("lfm2", 4, "position_ids", "sdpa"),
+        ("lfm2_moe", 2, None, "eager"),
     ],
     "documents": [  # of no tokens, and of one a piece; the layout shifts labels within documents
         ("kimi_linear", 1, "cu_seq_lens", "sdpa"),
@@ -342,6 +348,8 @@ MODELS = {  # by layout: family, number of ranks, how sequences are given, softm
         ("falcon_h1", 2, "both", "eager"),
         ("mamba2", 2, "both", "eager"),
         ("minimax", 2, "cu_seq_lens", "sdpa"),
+        ("lfm2", 3, "cu_seq_lens", "sdpa"),
+        ("olmo_hybrid", 2, "cu_seq_lens", "sdpa"),
     ],
 }
 
@@ -350,6 +358,7 @@ MODELS = {  # by layout: family, number of ranks, how sequences are given, softm
     but=(
         *("contiguous-qwen3_next", "contiguous-qwen3_5-3", "contiguous-kimi_linear", "contiguous-nemotron_h-2"),
         *("contiguous-bamba-2", "contiguous-mamba2-2-None", "contiguous-minimax-2", "zigzag-kimi_linear-2"),
+        *("contiguous-olmo_hybrid-2", "contiguous-bailing_hybrid-2", "contiguous-lfm2", "zigzag-lfm2-4"),
         *("zigzag-kimi_linear-4-cu_seq_lens", "zigzag-qwen3_next-2-one", "zigzag-nemotron_h-2-p"),
         *("documents-kimi_linear", "documents-qwen3_next"),
     )
@@ -434,6 +443,8 @@ def few_case(group, family, inner, batches, layout, more=()):
         ("kimi_linear", "sdpa", "zigzag"),
         ("mamba2", "eager", "contiguous"),
         ("minimax", "sdpa", "contiguous"),
+        ("lfm2", "sdpa", "contiguous"),
+        ("lfm2", "sdpa", "zigzag"),
     ],
 )
 def test_few_tokens(run, family, inner, layout, size=3):
@@ -1023,7 +1034,9 @@ def prefill_case(group, family, layout):
 
 @pytest.mark.slow(but=("qwen3_next", "nemotron_h-contiguous"))
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
-@pytest.mark.parametrize("family", ["qwen3_next", "kimi_linear", "nemotron_h", "falcon_h1", "mamba2", "minimax"])
+@pytest.mark.parametrize(
+    "family", ["qwen3_next", "kimi_linear", "nemotron_h", "falcon_h1", "mamba2", "minimax", "lfm2", "bailing_hybrid"]
+)
 def test_every_ranks_cache(run, family, layout, size=4):
     """One rank has the smallest allowed number of tokens."""
     assert max(run(size, prefill_case, family, layout)) < 1e-5
