@@ -100,6 +100,8 @@ def headline() -> str:
         row = _find(csv, method=method, ranks=ranks, **of_kda)
         return f"{ms(row['p50_us'])}; {_number(row['times_one_rank'], 3)}"
 
+    ssd = _find("ssd_split", rule="zeco_ssd", T=16384, ranks=2, **both)
+    mamba = {row["method"]: row["forward_backward_us"] for row in _matching("ssd", shape="16384x128x64x8x128")}
     of_pull = [functools.partial(_find, "scan_pull", bytes=2 << 20, ranks=n) for n in (2, 4)]
     by_hand, beside = ("; ".join(_pair(of(method=m)) for of in of_pull) for m in ("pull and fold", "sentinel"))
     rows = [
@@ -122,6 +124,12 @@ def headline() -> str:
             *(kda("delta_allscan", "zeco", n) for n in (2, 4)),
             "fla's context parallelism, 2 and 4 ranks: "
             + " and ".join(kda("delta", "fla cp_context", n) for n in (2, 4)),
+        ],
+        [
+            "Mamba2 (128 heads of 64, 8 groups), both passes, ms; over the same kernels' time on one GPU",
+            f"{ms(ssd['p50_us'])}; {_number(ssd['over_one_rank'], 3)}",
+            "",
+            f"on one GPU `mamba_ssm`: {ms(mamba['mamba_ssm'])}, `zeco_ssd`: {ms(mamba['zeco_ssd'])}",
         ],
         [
             "GLA training, tokens/s, % of data parallel",
