@@ -126,7 +126,8 @@ def rejected_case(group):
     with allscan.Communicator(group, invariant=S) as comm:
         sequence = mock.Mock(comm=comm, pieces=[], where=dict(comm=comm))
         with mock.patch.object(transformers_layers, "_own", lambda sequence, *given: given):
-            found = raised(transformers_layers._delta_rule, other_rule, sequence, *tensors, *rest)
+            rule = transformers_layers.original_of(other_rule)
+            found = raised(transformers_layers._delta_rule, rule, sequence, *tensors, *rest)
         comm.barrier()
         return found, raised(fla_cp.context_parallel, comm)
 

@@ -992,7 +992,7 @@ def fla_case(group, name):
         o, _ = delta_reference(q, k, v, g, beta, cu_seqlens=lengths)
         mine, where = place(comm, tokens), SplitSequence(comm, tokens, torch.tensor(lengths), "sdpa")
         own = [x[:, mine].contiguous() for x in (q, k, v, g, beta)]
-        found, _ = layers._delta_rule(function, where, *own[:3], g=own[3], beta=own[4])
+        found, _ = layers._delta_rule(layers.original_of(function), where, *own[:3], g=own[3], beta=own[4])
         return relative(found, o[:, mine])
 
 
