@@ -102,12 +102,8 @@ def linear_cross_entropy(
     try:
         options = _options_of(x, ignore_index, label_smoothing, z_loss, scale)
         _check(x, weight, labels, bias, options, slice_tokens)
-        sizes = (
-            ("weight", tuple(weight.shape)),
-            ("bias is None", bias is None),
-            ("num_items is None", num_items is None),
-        )
-        fields = *options._asdict().items(), *sizes
+        given = ("weight", tuple(weight.shape)), ("bias", bias is not None), ("num_items", num_items is not None)
+        fields = *((name, str(value)) for name, value in options._asdict().items()), *given
     except (TypeError, ValueError) as error:
         if comm is None:
             raise
@@ -286,14 +282,14 @@ def mlp_in_slices(module: nn.Module, slice_tokens: int | None) -> nn.Module:
         >>> for layer in model.layers:
         ...     mlp_in_slices(layer.mlp, 4096)
     """
-    replaced = vars(module).get("forward")
-    if replaced is not None and getattr(replaced, "func", None) is not _in_slices:
-        raise ValueError(f"the forward of a {type(module).__name__} was replaced: call mlp_in_slices before that")
-    if slice_tokens is None:
-        vars(module).pop("forward", None)
-        return module
     check_slice(slice_tokens)
-    module.forward = functools.partial(_in_slices, module, slice_tokens)
+    replaced = vars(module).get("forward")
+    if getattr(replaced, "func", None) is _in_slices:
+        del module.forward
+    elif replaced is not None and slice_tokens is not None:
+        raise ValueError(f"the forward of a {type(module).__name__} was replaced: call mlp_in_slices before that")
+    if slice_tokens is not None:
+        module.forward = functools.partial(_in_slices, module, slice_tokens)
     return module
 
 
@@ -314,4 +310,5 @@ def _in_slices(module: Any, slice_tokens: int, x: Tensor, *arguments: Any, **opt
                 f"{got}: what is computed over all tokens, such as a router's statistics, cannot be cut into slices"
             )
         found.append(y)
-    return torch.cat(found, -2).reshape(*x.shape[:-1], found[0].shape[-1])
+    y = torch.cat(found, -2)  # returned as it is for one row: FSDP2 warns of views
+    return y if y.shape[:-1] == x.shape[:-1] else y.reshape(*x.shape[:-1], y.shape[-1])
