@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .blocks import cast
+
 
 @triton.jit
 def cross_entropy_kernel(
@@ -48,4 +50,4 @@ def cross_entropy_kernel(
             b_x = tl.load(p_logits + v, mask=v < V, other=0.0).to(tl.float32) * scale
             b_dx = tl.exp(b_x - lse) * slope - smoothing / V - tl.where(v == label, 1 - smoothing, 0.0)
             b_dx = tl.where(counted, b_dx * factor, 0.0)
-            tl.store(p_logits + v, b_dx.to(p_logits.dtype.element_ty), mask=v < V)
+            tl.store(p_logits + v, cast(b_dx, p_logits.dtype.element_ty), mask=v < V)

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 import triton
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Partial
 from torch.utils.checkpoint import checkpoint
 
+from ..base.autograd import second_derivative_error
 from ..base.checks import plain
 from ..base.errors import DeferredError
 from ..bindings.triton_compat import OPTIONS
@@ -24,7 +24,7 @@ from ..shmem_kernels.cross_entropy import cross_entropy_kernel
 SLICE_BYTES = 512 << 20  # of a slice's logits, by default
 MULTIPLE = 128  # of a default slice's tokens: rows of a tile of matrix products
 DTYPES = torch.float32, torch.bfloat16, torch.float16
-WORDS = 8192  # in a step of the kernel, at most
+WORDS = 4096  # in a step of the kernel, at most
 
 
 class _Options(NamedTuple):
@@ -229,8 +229,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return losses.sum() / divisor
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise second_derivative_error("linear_cross_entropy()")
         dx, dw, db, power = ctx.saved_tensors
         factor = dloss * power
         if dx is not None:
@@ -262,7 +263,7 @@ def _add_product(total: Tensor, logits: Tensor, x: Tensor) -> None:
 
 def mlp_in_slices(module: nn.Module, slice_tokens: int | None) -> nn.Module:
     """Let ``module`` process ``slice_tokens`` tokens at a time, in place, and compute each slice again in the backward
-    pass: beside its input and result it keeps nothing, and needs memory for one slice. Returns the module.
+    pass: beside its input and result it keeps nothing, and needs memory for one slice.
 
     Each slice is one ``torch.utils.checkpoint``, so a layer that is itself checkpointed computes its MLP three times in
     a step. Gradients of parameters are added up slice by slice in their own dtype: take slices of some thousand tokens.
@@ -272,6 +273,9 @@ def mlp_in_slices(module: nn.Module, slice_tokens: int | None) -> nn.Module:
             or alone, and returns [..., E]: an MLP, a norm, a mixture of experts without statistics. It gets x as
             [..., tokens, D] with as many dimensions, all tokens in the last but one.
         slice_tokens: tokens of a slice; None restores the module.
+
+    Returns:
+        ``module`` itself, changed.
 
     Raises:
         ValueError: for a module whose forward was replaced; when called, for a result of any other form. A mixture of

@@ -106,7 +106,7 @@ def dtypes_case(group):
 
 def test_half_precision_is_as_exact_as_the_whole_loss(run, size=1):
     (found,) = run(size, dtypes_case)
-    assert max(max(ratios) for ratios in found) < 1.3, found
+    assert max(max(ratios) for ratios in found) < 1.1, found
 
 
 def around_case(group):
@@ -127,8 +127,9 @@ def around_case(group):
     (theirs,) = torch.autograd.grad(F.cross_entropy(F.linear(theirs, weight), labels), weight)
     found["tied"] = relative(own, theirs)
     loss = loss_of(*leaves)
-    (dx,) = torch.autograd.grad(loss, x, create_graph=True, retain_graph=True)
-    second = raised(torch.autograd.grad, dx.sum(), x), raised(torch.autograd.grad, loss, x)
+    derivative = raised(torch.autograd.grad, loss, x, create_graph=True)
+    torch.autograd.grad(loss, x, retain_graph=True)
+    second = derivative, raised(torch.autograd.grad, loss, x)
     x.requires_grad_(False)
     nothing = linear_cross_entropy(x, weight.detach(), labels)
     empty = linear_cross_entropy(x[:0], weight, labels[:0], num_items=3)
@@ -144,7 +145,7 @@ def around_case(group):
 def test_checkpoints_tied_weights_and_second_passes(run, size=1):
     ((found, (derivative, again), grad, empty, unlabelled, masked),) = run(size, around_case)
     assert max(found.values()) < 2e-6, found
-    assert "differentiate twice" in derivative[1] and "inplace operation" in again[1], (derivative, again)
+    assert "no second derivative" in derivative[1] and "inplace operation" in again[1], (derivative, again)
     assert not grad and empty == (0, False) and unlabelled != unlabelled and masked == 0
 
 
