@@ -117,7 +117,9 @@ def linear_cross_entropy(
         num_items = (labels != ignore_index).sum()
         if comm is not None and comm.size > 1:
             dist.all_reduce(num_items, group=comm.group)
-    divisor = torch.as_tensor(num_items, dtype=torch.float32, device=x.device)
+    if not isinstance(num_items, Tensor):
+        num_items = torch.full((), num_items, device=x.device)
+    divisor = num_items.to(x.device, torch.float32)
     weight, bias = _whole(weight), None if bias is None else _whole(bias)
     inputs = x.reshape(-1, x.shape[-1]), weight, bias
     wanted = [torch.is_grad_enabled() and y is not None and y.requires_grad for y in inputs]

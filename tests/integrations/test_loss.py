@@ -390,3 +390,44 @@ def test_split_models(run, family, layout, packed, tokens):
         assert max(errors) < 2e-5, errors
         assert shapes == [(False, True), (True, False)]
         assert "logits_to_keep" in kept[1], kept
+
+
+def sharded_case(group, alone, compiled):
+    """Return relative errors of loss and gradients with FSDP2 over model and, if ``alone``, head; or compiled."""
+    from integrations.test_transformers import VOCABULARY, gradients, made
+
+    from allscan.integrations.transformers import sequence_parallel
+
+    with allscan.Communicator(group, timeout=60) as comm:
+        model = sequence_parallel(made("nemotron_h"), comm=comm)
+        tokens = torch.randint(1, VOCABULARY, (1, 12))[:, place(comm, [7, 5])]
+        expected = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+        expected.backward()
+        grads = [x.clone() for x in gradients(model).values()]
+        for x in grads:
+            dist.all_reduce(x, group=comm.group)
+        model.zero_grad()
+        sequence_parallel(model, comm=comm, loss_in_slices=dict(slice_tokens=2), mlp_in_slices=2)
+        model.gradient_checkpointing_enable(dict(use_reentrant=False))
+        if compiled:
+            loss = torch.compile(model, backend="aot_eager")(input_ids=tokens, labels=tokens, use_cache=False).loss
+            loss.backward()
+            found = [*gradients(model).values()]
+            for x in found:
+                dist.all_reduce(x, group=comm.group)
+        else:
+            mesh = DeviceMesh("cpu", [*range(comm.size)])
+            for module in [*model.model.layers, *[model.lm_head] * alone, model]:
+                fully_shard(module, mesh=mesh)
+            loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+            (loss * comm.size).backward()
+            found = [x.full_tensor() for x in gradients(model).values()]
+        pairs = zip(found, grads, strict=True)
+        return [relative(loss, expected), *(relative(a, b) if b.any() else a.norm().item() for a, b in pairs)]
+
+
+@pytest.mark.parametrize("alone, compiled", [(False, False), (True, False), (False, True)])
+def test_split_models_with_fsdp2_and_compiled(run, alone, compiled, size=2):
+    pytest.importorskip("transformers", minversion="5.18", reason="needs transformers")
+    for errors in run(size, sharded_case, alone, compiled):
+        assert max(errors) < 2e-5, errors
