@@ -27,7 +27,7 @@ from .attention import WHOLE, Attention, check_split
 from .batches import STAMP, looked_at
 from .batches import cut_batch as cut_batch
 from .recurrent import of_last_tokens
-from .slices import linear_cross_entropy
+from .slices import check_slice, linear_cross_entropy
 from .slices import mlp_in_slices as in_slices
 from .softmax import masks_nothing, reject, shifted
 from .transformers_layers import (
@@ -165,6 +165,7 @@ def sequence_parallel(
     of_loss = {} if isinstance(loss_in_slices, bool) else dict(loss_in_slices)
     if not {*of_loss} <= {*OF_LOSS}:
         raise ValueError(f"loss_in_slices takes {', '.join(OF_LOSS)}, got {', '.join(of_loss)}")
+    check_slice(mlp_in_slices)
     names = vars(modeling).keys()
     if family != "minimax" and ("causal_conv1d_fn" not in names or not names & RECURRENCES):
         raise ValueError(f"{modeling.__name__} has other functions than those to replace: {OTHER_VERSION}")

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import allscan
+from allscan.integrations import slices
 from allscan.integrations.slices import linear_cross_entropy, mlp_in_slices
 from support.values import pairs, place, raised, relative
 
@@ -59,8 +60,9 @@ OPTIONS = pairs(
 )
 
 
-def options_case(group):
-    found = []
+def options_case(group, words):
+    """words: elements of a row in a step of the kernel."""
+    slices.WORDS, found = words, []
     for size, some, more, frozen, ignored in OPTIONS:
         x, weight, bias, labels = drawn()
         labels = torch.where(labels == -100, ignored, labels)
@@ -77,8 +79,9 @@ def options_case(group):
 
 
 @pytest.mark.quick
-def test_values_and_gradients_with_all_options(run, size=1):
-    (found,) = run(size, options_case)
+@pytest.mark.parametrize("words", [16, slices.WORDS])
+def test_values_and_gradients_with_all_options(run, words, size=1):
+    (found,) = run(size, options_case, words)
     assert max(found) < 2e-6, found
 
 
@@ -135,10 +138,10 @@ def around_case(group):
     empty = linear_cross_entropy(x[:0], weight, labels[:0], num_items=3)
     empty.backward()
     unlabelled = linear_cross_entropy(x, weight, torch.full_like(labels, -100))
-    masked = torch.full((1, D), 1e3)
-    masked = linear_cross_entropy(
-        masked, torch.cat([torch.full((V - 1, D), -torch.inf), weight[:1].abs()]), labels[:1] * 0 + V - 1
-    )
+    slices.WORDS = 16  # all words of the first blocks are masked
+    words = torch.full((V, D), -torch.inf)
+    words[-1] = 1
+    masked = linear_cross_entropy(torch.ones(1, D), words, torch.tensor([V - 1]))
     return found, second, nothing.requires_grad, (empty.item(), weight.grad.any()), unlabelled.item(), masked.item()
 
 
@@ -431,3 +434,23 @@ def test_split_models_with_fsdp2_and_compiled(run, alone, compiled, size=2):
     pytest.importorskip("transformers", minversion="5.18", reason="needs transformers")
     for errors in run(size, sharded_case, alone, compiled):
         assert max(errors) < 2e-5, errors
+
+
+def rejected_case(group):
+    from integrations.test_transformers import made
+
+    from allscan.integrations.transformers import sequence_parallel
+
+    with allscan.Communicator(group) as comm:
+        jittered, replaced = made("minimax", router_jitter_noise=0.1), made("mamba2")
+        replaced.lm_head.forward = replaced.lm_head.forward.__call__
+        calls = [(jittered, dict(mlp_in_slices=4)), (replaced, dict(loss_in_slices=True))]
+        calls += [(made("mamba2"), dict(loss_in_slices=dict(scale=2.0))), (made("mamba2"), dict(mlp_in_slices=0))]
+        return [raised(sequence_parallel, model, comm=comm, **options) for model, options in calls]
+
+
+def test_what_split_models_reject(run, size=1):
+    pytest.importorskip("transformers", minversion="5.18", reason="needs transformers")
+    words = ["router_jitter_noise must be 0", "an nn.Linear", "loss_in_slices takes", "positive int"]
+    for (kind, text), word in zip(run(size, rejected_case)[0], words, strict=True):
+        assert kind == "ValueError" and word in text, text
