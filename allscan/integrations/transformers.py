@@ -590,3 +590,9 @@ def _end_sliced(model: Any, arguments: tuple, outputs: Any) -> Any:
     if isinstance(outputs, tuple):
         return outputs[:1] + outputs[2:]
     return type(outputs)(**{name: x for name, x in outputs.items() if name != "logits"})
+
+
+def require_logits(outputs: Any) -> None:
+    """Raise ValueError for the result of a call with labels of a model with loss_in_slices, which has no logits."""
+    if isinstance(outputs, ModelOutput) and "loss" in outputs and "logits" not in outputs:
+        raise ValueError("loss_in_slices leaves no logits for metrics or predictions: pass prediction_loss_only=True")
