@@ -23,12 +23,13 @@ def cross_entropy_kernel(
     BV: tl.constexpr,
 ):
     """loss = lse - (1 - smoothing) x[label] - smoothing mean(x) + z_loss lse^2, x = scale * logits, lse = logsumexp(x),
-    in float32; 0 for an ignored label, NaN for a label outside of 0 to V - 1. A program for each token."""
+    in float32; 0 for an ignored label; NaN, and so is the gradient, for a label outside of 0 to V - 1. A program for
+    each token."""
     token = tl.program_id(0).to(tl.int64)
     p_logits += token * V
     label = tl.load(p_labels + token)
-    counted = label != ignored
-    b_target = tl.load(p_logits + label, mask=(label >= 0) & (label < V), other=float("nan")).to(tl.float32) * scale
+    counted, known = label != ignored, (label >= 0) & (label < V)
+    b_target = tl.load(p_logits + label, mask=known, other=float("nan")).to(tl.float32) * scale
     largest, total, every = -3e38, 0.0, 0.0  # finite: a block of V may have logits of -inf only
     for first in range(0, V, BV):
         v = first + tl.arange(0, BV)
@@ -42,7 +43,7 @@ def cross_entropy_kernel(
     loss = lse - (1 - smoothing) * b_target - smoothed + z_loss * lse * lse
     tl.store(p_loss + token, tl.where(counted, loss, 0.0))
     if GRAD:
-        factor = tl.load(p_factor) * scale
+        factor = tl.where(known, tl.load(p_factor) * scale, float("nan"))
         slope = 1 + 2 * z_loss * lse
         tl.debug_barrier()  # every warp has loaded the label's logit, which one of them overwrites
         for first in range(0, V, BV):

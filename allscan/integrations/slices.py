@@ -59,8 +59,9 @@ def linear_cross_entropy(
     inputs, under autocast in autocast's, and losses in float32, as in transformers. The backward pass multiplies by the
     incoming gradient. The gradients of ``weight`` and ``bias`` are summed over the slices in float32, since bfloat16
     would round the sum at every slice: with a weight in bfloat16 this takes 4 V D bytes beside them, with one in
-    float32 none. So nothing is computed twice; do not put the call into an activation checkpoint, which would. Without
-    gradients, by ``torch.no_grad()`` or because nothing requires them, only losses are computed.
+    float32 none (under autocast 2 V D bytes, for the weight in autocast's dtype). So nothing is computed twice; do not
+    put the call into an activation checkpoint, which would. Without gradients, by ``torch.no_grad()`` or because
+    nothing requires them, only losses are computed.
 
     Args:
         x: [..., D], the hidden states of this rank's tokens, float32, bfloat16 or float16. None may be there.
@@ -72,8 +73,8 @@ def linear_cross_entropy(
         bias: [V], like weight.
         comm: the ranks that share a sequence: the loss is divided by the labels of all of them, an all-reduce of one
             number, and the ranks' losses, and gradients, add up. None: this rank alone.
-        num_items: number by which the sum over this rank's tokens is divided in place of the number of labels, in the
-            same units on every rank; 1 for the sum itself.
+        num_items: a number, or a tensor of one, by which the sum over this rank's tokens is divided in place of the
+            number of labels; 1 for the sum itself. Nothing checks that it is equal on all ranks.
         ignore_index: the label of tokens without a loss.
         label_smoothing: in [0, 1], as in ``F.cross_entropy``.
         z_loss: factor of the squared logsumexp of a token's logits, which is added to its loss.
@@ -81,8 +82,8 @@ def linear_cross_entropy(
         slice_tokens: tokens of a slice. None: as many as have 512 MB of logits, a multiple of 128 if that is more.
 
     Returns:
-        float32, a number: this rank's share of the mean over the labels. NaN if no rank has a label, and if a label on
-        a GPU is neither ``ignore_index`` nor in [0, V).
+        float32, a number: this rank's share of the mean over the labels. NaN if no rank has a label. NaN, and its
+        gradients too, if a label on a GPU is neither ``ignore_index`` nor in [0, V).
 
     Raises:
         TypeError, ValueError: for wrong types, shapes, dtypes and devices, options out of range and, on CPUs, labels
@@ -90,7 +91,7 @@ def linear_cross_entropy(
             debug mode, on CPUs at every call. Later on a GPU on this rank alone; the others then wait in the
             all-reduce.
         RuntimeError: for a second derivative, and for a second backward pass of the same graph, whose memory the first
-            has used.
+            has used; within ``saved_tensors_hooks`` that return the saved tensors themselves it has NaN instead.
 
     Example:
         >>> loss = linear_cross_entropy(model.norm(x), model.head.weight, labels, comm=comm)    # this rank's share
@@ -119,7 +120,7 @@ def linear_cross_entropy(
             dist.all_reduce(num_items, group=comm.group)
     if not isinstance(num_items, Tensor):
         num_items = torch.full((), num_items, device=x.device)
-    divisor = num_items.to(x.device, torch.float32)
+    divisor = num_items.to(x.device, torch.float32).reshape(())
     weight, bias = _whole(weight), None if bias is None else _whole(bias)
     inputs = x.reshape(-1, x.shape[-1]), weight, bias
     wanted = [torch.is_grad_enabled() and y is not None and y.requires_grad for y in inputs]
@@ -163,7 +164,7 @@ def _check(x: Tensor, weight: Any, labels: Any, bias: Any, options: _Options, sl
 
 def check_slice(slice_tokens: Any) -> None:
     """Raise ValueError unless ``slice_tokens`` is None or a positive int."""
-    if slice_tokens is not None and (not isinstance(slice_tokens, int) or slice_tokens < 1):
+    if slice_tokens is not None and (type(slice_tokens) is not int or slice_tokens < 1):  # not a bool
         raise ValueError(f"slice_tokens must be None or a positive int, got {slice_tokens!r}")
 
 
@@ -236,8 +237,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
             raise second_derivative_error("linear_cross_entropy()")
         dx, dw, db, power = ctx.saved_tensors
         factor = dloss * power
+        power.fill_(math.nan)  # a second backward pass raises, or has NaN where a hook hides the tensor's version
         if dx is not None:
-            dx.mul_(factor)  # in place: a second backward pass finds another version, and raises
+            dx.mul_(factor[None])  # not a scalar, which a GPU would first round to dx's dtype
 
         def scaled(y: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
             if y is None or y.dtype == dtype:
@@ -252,7 +254,8 @@ def _losses(logits: Tensor, labels: Tensor, losses: Tensor, factor: Tensor, opti
     tokens, V = logits.shape
     numbers = options.ignore_index, options.scale, options.label_smoothing, options.z_loss
     sizes: dict[str, Any] = dict(V=V, GRAD=gradient, BV=min(WORDS, triton.next_power_of_2(V)), num_warps=8)
-    cross_entropy_kernel[(tokens,)](logits, labels, losses, factor, *numbers, **sizes, **OPTIONS)
+    with torch.cuda.device_of(logits):  # Triton launches on the current device
+        cross_entropy_kernel[(tokens,)](logits, labels, losses, factor, *numbers, **sizes, **OPTIONS)
 
 
 def _add_product(total: Tensor, logits: Tensor, x: Tensor) -> None:

@@ -44,9 +44,9 @@ def reference(x, weight, bias, labels, z_loss=0.0, scale=1.0, num_items=None, **
 
 
 def errors_of(loss, leaves, expected):
-    """Return relative errors of the loss, and of the gradients that the leaves require."""
-    wanted = [(y, gradient) for y, gradient in zip(leaves, expected[1]) if y is not None and y.requires_grad]
-    found = torch.autograd.grad(loss, [y for y, _ in wanted])
+    """Return relative errors of the loss, and of the gradients of 0.3 * loss that the leaves require."""
+    wanted = [(y, 0.3 * gradient) for y, gradient in zip(leaves, expected[1]) if y is not None and y.requires_grad]
+    found = torch.autograd.grad(loss, [y for y, _ in wanted], torch.tensor(0.3))
     assert all(a.dtype == y.dtype and a.shape == y.shape for a, (y, _) in zip(found, wanted))
     return [relative(loss, expected[0]), *(relative(a, b) for a, (_, b) in zip(found, wanted))]
 
@@ -54,7 +54,7 @@ def errors_of(loss, leaves, expected):
 OPTIONS = pairs(
     [1, 4, T, None],  # tokens of a slice
     [{}, dict(label_smoothing=0.1), dict(z_loss=1e-2), dict(label_smoothing=0.2, z_loss=1e-3)],
-    [{}, dict(scale=0.3), dict(num_items=7), dict(num_items=torch.tensor(9))],
+    [{}, dict(scale=0.3), dict(num_items=7), dict(num_items=torch.tensor([9]))],
     [[], [0], [1], [0, 2], [1, 2]],  # frozen of x, weight and bias
     [-100, 5],
 )
@@ -133,6 +133,10 @@ def around_case(group):
     derivative = raised(torch.autograd.grad, loss, x, create_graph=True)
     torch.autograd.grad(loss, x, retain_graph=True)
     second = derivative, raised(torch.autograd.grad, loss, x)
+    with torch.autograd.graph.saved_tensors_hooks(lambda y: y, lambda y: y):  # torch then compares no versions
+        loss = loss_of(*leaves)
+    torch.autograd.grad(loss, leaves, retain_graph=True)
+    second = *second, all(y.isnan().all() for y in torch.autograd.grad(loss, leaves))
     x.requires_grad_(False)
     nothing = linear_cross_entropy(x, weight.detach(), labels)
     empty = linear_cross_entropy(x[:0], weight, labels[:0], num_items=3)
@@ -146,10 +150,22 @@ def around_case(group):
 
 
 def test_checkpoints_tied_weights_and_second_passes(run, size=1):
-    ((found, (derivative, again), grad, empty, unlabelled, masked),) = run(size, around_case)
-    assert max(found.values()) < 2e-6, found
+    ((found, (derivative, again, hooked), grad, empty, unlabelled, masked),) = run(size, around_case)
+    assert max(found.values()) < 2e-6 and hooked, found
     assert "no second derivative" in derivative[1] and "inplace operation" in again[1], (derivative, again)
     assert not grad and empty == (0, False) and unlabelled != unlabelled and masked == 0
+
+
+def unknown_case(group):
+    """Return loss and gradients of tokens whose labels are not in [0, V), which are not looked for on a GPU."""
+    logits, labels = torch.randn(4, V), torch.tensor([V, -1, -100, 0])
+    losses, options = torch.empty(4), slices._Options(torch.float32, -100, 0.1, 1e-3, 1.0)
+    slices._losses(logits, labels, losses, torch.ones(()), options, True)
+    return losses.isnan().tolist(), logits.isnan().all(1).tolist(), logits[2:].isnan().any().item()
+
+
+def test_labels_that_are_no_words_make_loss_and_gradient_nan(run, size=1):
+    assert run(size, unknown_case) == [([True, True, False, False], [True, True, False, False], False)]
 
 
 class Largest(TorchDispatchMode):
@@ -227,6 +243,8 @@ def wrong_case(group):
     x, weight, bias, labels = drawn()
     calls = [(None, weight, labels), (x, weight[:, 1:], labels), (x, weight, labels[1:]), (x, weight, labels.int())]
     calls += [(x.double(), weight.double(), labels), (x.bfloat16(), weight, labels), (x, None, labels)]
+    several = raised(linear_cross_entropy, x, weight, labels, num_items=torch.ones(3))
+    assert several is not None and "shape '[]' is invalid" in several[1], several
     return [raised(linear_cross_entropy, *call) for call in calls]
 
 
