@@ -4,10 +4,10 @@ loss on as many tokens as it has memory for, and Liger's, if installed.
     python -m bench.loss                # one GPU; writes bench/results/loss.csv
 
 Forward and backward, called from Python, with x in bfloat16 and the weight in bfloat16, or in float32 under autocast.
-Losses and gradients of each method are checked first, on 512 tokens and 4,096 words, against float64. ``ms`` is the
-median of samples; the methods take turns. ``extra_gib`` is the peak memory beside x, the weight and their gradients;
-``percent_of_whole`` the time for a token as a part of torch's whole loss, with a weight of the same dtype. Without GPUs
-only the check runs, on a CPU rank.
+Losses and gradients of each method are checked first, on 512 tokens, in several slices, and 4,096 words, against
+float64. ``ms`` is the median of samples; the methods take turns. ``extra_gib`` is the peak memory beside x, the weight
+and their gradients; ``percent_of_whole`` the time for a token as a part of torch's whole loss, with a weight of the
+same dtype. Without GPUs only the check runs, on a CPU rank.
 """
 
 from __future__ import annotations
@@ -60,25 +60,26 @@ def drawn(tokens, words, width, weight, device):
     return x.bfloat16().requires_grad_(), (w * width**-0.5).to(weight).requires_grad_(), labels
 
 
-def both_passes(method, x, weight, labels):
-    """Return [loss, gradients]."""
+def both_passes(method, x, weight, labels, gradient=None):
+    """Return [loss, gradients]; gradient: the incoming one, a tensor."""
     x.grad = weight.grad = None
     with torch.autocast(x.device.type, torch.bfloat16, enabled=weight.dtype == torch.float32):
         loss = method(x, weight, labels)
-    loss.backward()
+    loss.backward(gradient)
     return [loss.detach(), x.grad, weight.grad]
 
 
 def check(tokens, words, width, device) -> dict:
     """Return {(method, dtype of the weight): largest relative error of loss and gradients}; raise if one is wrong."""
-    found = {}
+    found, gradient = {}, torch.tensor(0.3, device=device)
+    methods = available() | {"linear_cross_entropy": functools.partial(linear_cross_entropy, slice_tokens=tokens // 3)}
     for dtype in (torch.bfloat16, torch.float32):
         x, weight, labels = drawn(tokens, words, width, dtype, device)
         leaves = [y.detach().double().requires_grad_() for y in (x, weight)]
         expected = F.cross_entropy(F.linear(*leaves), labels)
-        expected = [expected.detach(), *torch.autograd.grad(expected, leaves)]
-        for name, method in available().items():
-            found[name, dtype] = checked(name, both_passes(method, x, weight, labels), expected, LIMIT)
+        expected = [expected.detach(), *torch.autograd.grad(expected, leaves, gradient.double())]
+        for name, method in methods.items():
+            found[name, dtype] = checked(name, both_passes(method, x, weight, labels, gradient), expected, LIMIT)
     return found
 
 
