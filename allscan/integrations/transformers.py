@@ -132,7 +132,7 @@ def sequence_parallel(
             linear_cross_entropy``, and its result has no ``logits``. A mapping gives that function's options
             ``slice_tokens``, ``label_smoothing`` and ``z_loss``, alike on all ranks.
         mlp_in_slices: tokens of a slice: MLPs and mixtures of experts run by ``allscan.integrations.slices.
-            mlp_in_slices``, slice by slice with recomputation.
+            mlp_in_slices``, slice by slice with recomputation. None: they run whole, also those cut before.
 
     Returns:
         ``model`` itself, changed.
@@ -142,13 +142,14 @@ def sequence_parallel(
             kernels, another attention function or loss, a sliding window, rotary embeddings that depend on the length
             ("dynamic", "longrope"), a z-loss, for a limit of memory without merged blocks under "sdpa", for other
             options of ``loss_in_slices``, for ``mlp_in_slices`` with MiniMax's jitter of routers, which writes to its
-            input; when called, for an attention mask that masks anything (pack instead), for a cache that is not empty
-            or of packed sequences, for ``use_cache=True`` where the last rank, in zigzag a half, has fewer tokens than
-            a convolution's kernel, for ``output_attentions`` and ``output_router_logits``; with a limit of memory for
-            ``use_cache=True``, packed sequences, dropout and dtypes without a kernel; in zigzag for an odd number of
-            tokens or one that differs between ranks, and for ``position_ids`` that begin a sequence with another number
-            than 0; with per_document=True for lengths that are no multiples of 2P, and for packed sequences without
-            ``cu_seq_lens_q``.
+            input; when called, for a head that was replaced or wrapped since, with ``loss_in_slices`` (LoRA of the
+            head, ``resize_token_embeddings``), for an attention mask that masks anything (pack instead), for a cache
+            that is not empty or of packed sequences, for ``use_cache=True`` where the last rank, in zigzag a half, has
+            fewer tokens than a convolution's kernel, for ``output_attentions`` and ``output_router_logits``; with a
+            limit of memory for ``use_cache=True``, packed sequences, dropout and dtypes without a kernel; in zigzag for
+            an odd number of tokens or one that differs between ranks, and for ``position_ids`` that begin a sequence
+            with another number than 0; with per_document=True for lengths that are no multiples of 2P, and for packed
+            sequences without ``cu_seq_lens_q``.
 
     Example:
         >>> model = sequence_parallel(Qwen3NextForCausalLM(config).cuda(), comm=comm)
@@ -162,9 +163,9 @@ def sequence_parallel(
         _restore(bases, heads, layers)
         _cut_mlps(model, family, None)
         return model
-    of_loss = {} if isinstance(loss_in_slices, bool) else dict(loss_in_slices)
-    if not {*of_loss} <= {*OF_LOSS}:
-        raise ValueError(f"loss_in_slices takes {', '.join(OF_LOSS)}, got {', '.join(of_loss)}")
+    of_loss: Any = {} if isinstance(loss_in_slices, bool) else loss_in_slices
+    if not isinstance(of_loss, Mapping) or not {*of_loss} <= {*OF_LOSS}:
+        raise ValueError(f"loss_in_slices takes True or a mapping of {', '.join(OF_LOSS)}, got {loss_in_slices!r}")
     check_slice(mlp_in_slices)
     names = vars(modeling).keys()
     if family != "minimax" and ("causal_conv1d_fn" not in names or not names & RECURRENCES):
@@ -212,7 +213,7 @@ def sequence_parallel(
             head.loss_function = functools.partial(_sliced_loss, head)
         head.allscan_hooks = [head.register_forward_pre_hook(hook, with_kwargs=True) for hook in hooks]
         if loss_in_slices is not False:
-            head.allscan_hooks.append(head.register_forward_hook(_end_sliced))
+            head.allscan_hooks.append(head.register_forward_hook(_end_sliced, always_call=True))
     return model
 
 
@@ -578,14 +579,18 @@ def _sliced_head(linear: Any, model: Any, share: Any, of_loss: dict[str, Any], x
     return given["loss"]
 
 
-def _sliced_loss(model: Any, *_: Any, **__: Any) -> torch.Tensor:
-    """The loss function of a causal language model: what its head has computed."""
-    return vars(model)[SLICED]["loss"]
+def _sliced_loss(model: Any, logits: Any, *_: Any, **__: Any) -> torch.Tensor:
+    """The loss function of a causal language model: what its head has computed. ``logits`` are that, multiplied."""
+    loss = vars(model)[SLICED].get("loss")
+    if loss is None or logits.ndim:
+        raise ValueError("the head was replaced or wrapped after sequence_parallel(..., loss_in_slices=)")
+    return loss
 
 
 def _end_sliced(model: Any, arguments: tuple, outputs: Any) -> Any:
-    """Hook after the forward of a causal language model: take the place of the logits out of its result."""
-    if vars(model).pop(SLICED) is None:
+    """Hook after the forward of a causal language model: take the place of the logits out of its result, which is None
+    if the forward has raised."""
+    if vars(model).pop(SLICED, None) is None or outputs is None:
         return outputs
     if isinstance(outputs, tuple):
         return outputs[:1] + outputs[2:]

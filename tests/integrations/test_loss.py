@@ -463,12 +463,48 @@ def rejected_case(group):
         jittered, replaced = made("minimax", router_jitter_noise=0.1), made("mamba2")
         replaced.lm_head.forward = replaced.lm_head.forward.__call__
         calls = [(jittered, dict(mlp_in_slices=4)), (replaced, dict(loss_in_slices=True))]
-        calls += [(made("mamba2"), dict(loss_in_slices=dict(scale=2.0))), (made("mamba2"), dict(mlp_in_slices=0))]
+        calls += [(made("mamba2"), dict(loss_in_slices=more)) for more in (dict(scale=2.0), 4096)]
+        calls += [(made("mamba2"), dict(mlp_in_slices=more)) for more in (0, True)]
         return [raised(sequence_parallel, model, comm=comm, **options) for model, options in calls]
 
 
 def test_what_split_models_reject(run, size=1):
     pytest.importorskip("transformers", minversion="5.18", reason="needs transformers")
-    words = ["router_jitter_noise must be 0", "an nn.Linear", "loss_in_slices takes", "positive int"]
+    words = ["router_jitter_noise must be 0", "an nn.Linear", *["loss_in_slices takes"] * 2, *["positive int"] * 2]
     for (kind, text), word in zip(run(size, rejected_case)[0], words, strict=True):
         assert kind == "ValueError" and word in text, text
+
+
+class Wrapped(nn.Module):
+    """A head with an addition that the loss in slices does not see, as of LoRA."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base, self.more, self.weight = base, nn.Linear(base.in_features, base.out_features), base.weight
+
+    def forward(self, x):
+        return self.base(x) + self.more(x)
+
+
+def changed_case(group):
+    """Return what calls raise whose head was replaced or wrapped, and whether a call that raises leaves anything."""
+    from integrations.test_transformers import made
+
+    from allscan.integrations.transformers import sequence_parallel
+
+    tokens, found = torch.ones(1, 8, dtype=torch.int64), []
+    with allscan.Communicator(group) as comm:
+        for change in (lambda head: nn.Linear(head.in_features, head.out_features), Wrapped):
+            model = sequence_parallel(made("mamba2"), comm=comm, loss_in_slices=True)
+            head, before = model.lm_head, {*vars(model)}
+            model.lm_head = change(head)
+            found.append(raised(model, input_ids=tokens, labels=tokens, use_cache=False))
+            model.lm_head = head
+            assert {*vars(model)} == before and head(torch.zeros(1, 3, head.in_features)).ndim == 3
+    return found
+
+
+def test_a_head_that_was_changed_raises(run, size=1):
+    pytest.importorskip("transformers", minversion="5.18", reason="needs transformers")
+    for kind, text in run(size, changed_case)[0]:
+        assert kind == "ValueError" and "the head was replaced or wrapped" in text, text
