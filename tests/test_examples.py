@@ -24,6 +24,7 @@ EXAMPLES = os.path.join(ROOT, "examples")
         "prefill_decode.py",
         "same_bits.py",
         "hybrid.py",
+        "long_sequence.py",
         "train_fsdp.py",
         "train_text.py --steps 2 --length 64 --out {folder}/train",
     ],

@@ -9,6 +9,7 @@ import functools
 import importlib
 import inspect
 import sys
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -26,6 +27,8 @@ from .attention import WHOLE, Attention, check_split
 from .batches import STAMP, looked_at
 from .batches import cut_batch as cut_batch
 from .recurrent import of_last_tokens
+from .slices import check_slice, linear_cross_entropy
+from .slices import mlp_in_slices as in_slices
 from .softmax import masks_nothing, reject, shifted
 from .transformers_layers import (
     CACHES,
@@ -77,6 +80,8 @@ def sequence_parallel(
     layout: str = "contiguous",
     per_document: bool = False,
     attention: Attention = WHOLE,
+    loss_in_slices: bool | Mapping[str, Any] = False,
+    mlp_in_slices: int | None = None,
 ) -> nn.Module:
     """Convert ``model``, in place, so that each rank processes its part of a sequence; returns the model.
 
@@ -129,21 +134,28 @@ def sequence_parallel(
             sequence, so that all ranks have the same work for any lengths. The caller must make the lengths multiples
             of 2P. The states of all sequences are sent.
         attention: how softmax layers run, see ``allscan.integrations.attention.Attention``.
+        loss_in_slices: True: a call with labels computes the loss by ``allscan.integrations.slices.
+            linear_cross_entropy``, and its result has no ``logits``. A mapping gives that function's options
+            ``slice_tokens``, ``label_smoothing`` and ``z_loss``, alike on all ranks.
+        mlp_in_slices: tokens of a slice: MLPs and mixtures of experts run by ``allscan.integrations.slices.
+            mlp_in_slices``, slice by slice with recomputation. None: they run whole, also those cut before.
 
     Returns:
         ``model`` itself, changed.
 
     Raises:
         ValueError: for unsupported models, with a forward that was replaced (install such hooks afterwards), with hub
-            kernels, another attention function or loss, a sliding window, rotary embeddings that
-            depend on the length ("dynamic", "longrope"), a z-loss, for a limit of memory without merged blocks under
-            "sdpa"; when called, for an attention mask that masks anything (pack instead), for a cache that is not empty
-            or of packed sequences, for ``use_cache=True`` where the last rank, in zigzag a half, has fewer tokens than
-            a convolution's kernel, for ``output_attentions`` and ``output_router_logits``; with a limit of memory for
-            ``use_cache=True``, packed sequences, dropout and dtypes without a kernel; in zigzag for an odd number of
-            tokens or one that differs between ranks, and for ``position_ids`` that begin a sequence with another number
-            than 0; with per_document=True for lengths that are no multiples of 2P, and for packed sequences without
-            ``cu_seq_lens_q``.
+            kernels, another attention function or loss, a sliding window, rotary embeddings that depend on the length
+            ("dynamic", "longrope"), a z-loss, for a limit of memory without merged blocks under "sdpa", for other
+            options of ``loss_in_slices``, for ``mlp_in_slices`` with MiniMax's jitter of routers, which writes to its
+            input; when called, for a head that was replaced or wrapped since, with ``loss_in_slices`` (LoRA of the
+            head, ``resize_token_embeddings``), for an attention mask that masks anything (pack instead), for a cache
+            that is not empty or of packed sequences, for ``use_cache=True`` where the last rank, in zigzag a half, has
+            fewer tokens than a convolution's kernel, for ``output_attentions`` and ``output_router_logits``; with a
+            limit of memory for ``use_cache=True``, packed sequences, dropout and dtypes without a kernel; in zigzag for
+            an odd number of tokens or one that differs between ranks, and for ``position_ids`` that begin a sequence
+            with another number than 0; with per_document=True for lengths that are no multiples of 2P, and for packed
+            sequences without ``cu_seq_lens_q``.
 
     Example:
         >>> model = sequence_parallel(Qwen3NextForCausalLM(config).cuda(), comm=comm)
@@ -155,7 +167,12 @@ def sequence_parallel(
     modeling = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
     if comm is None:
         _restore(bases, heads, layers)
+        _cut_mlps(model, family, None)
         return model
+    of_loss: Any = {} if isinstance(loss_in_slices, bool) else loss_in_slices
+    if not isinstance(of_loss, Mapping) or not {*of_loss} <= {*OF_LOSS}:
+        raise ValueError(f"loss_in_slices takes True or a mapping of {', '.join(OF_LOSS)}, got {loss_in_slices!r}")
+    check_slice(mlp_in_slices)
     names = vars(modeling).keys()
     recurs = family in SHORT_CONVOLUTIONS or names & RECURRENCES
     if family != "minimax" and ("causal_conv1d_fn" not in names or not recurs):
@@ -165,6 +182,7 @@ def sequence_parallel(
         if known is not None and not isinstance(known, SplitOperator):
             setattr(modeling, name, SplitOperator(known, operator))
     _restore(bases, heads, layers)
+    _cut_mlps(model, family, mlp_in_slices)
     if attention.memory is not None:
         functions = {base.config._attn_implementation for base in bases}
         if not attention.merged or functions != {"sdpa"}:
@@ -194,7 +212,18 @@ def sequence_parallel(
                 hooks.append(functools.partial(_with_labels, [*parameters].index("labels")))
             if family == "mamba2":
                 hooks.append(functools.partial(_hand_over, head.base_model))
+        if loss_in_slices is not False:
+            linear: Any = head.get_output_embeddings()
+            if getattr(linear.forward, "__func__", None) is not nn.Linear.forward or "labels" not in parameters:
+                raise ValueError(f"loss_in_slices is for labels and a head that is an nn.Linear, got {linear}")
+            hooks.append(functools.partial(_begin_sliced, comm, [*parameters].index("labels")))
+            scale = SCALES[family](head) if family in SCALES else 1.0
+            share = functools.partial(_share, comm, zigzag, per_document)
+            linear.forward = functools.partial(_sliced_head, linear, head, share, dict(of_loss, scale=scale))
+            head.loss_function = functools.partial(_sliced_loss, head)
         head.allscan_hooks = [head.register_forward_pre_hook(hook, with_kwargs=True) for hook in hooks]
+        if loss_in_slices is not False:
+            head.allscan_hooks.append(head.register_forward_hook(_end_sliced, always_call=True))
     return model
 
 
@@ -257,7 +286,8 @@ def _parts(model: Any) -> tuple:
             raise ValueError(
                 "z_loss_coefficient must be 0: z-loss is averaged per rank and cannot be summed over ranks"
             )
-        if head.loss_function is not ForCausalLMLoss and getattr(head.loss_function, "func", None) is not _loss:
+        of_loss = getattr(head.loss_function, "func", head.loss_function)
+        if of_loss not in (ForCausalLMLoss, _loss, _sliced_loss):
             raise ValueError(f"the loss must be ForCausalLMLoss, got {head.loss_function}")
     return family, bases, heads, layers
 
@@ -281,6 +311,18 @@ def _separate_configs(model: nn.Module, bases: Any) -> None:
             module.config = own[id(found)]
 
 
+def _cut_mlps(model: nn.Module, family: str, slice_tokens: int | None) -> None:
+    """Let the MLPs and mixtures of experts run in slices, or whole again. Those inside of another run with it."""
+    home, inside = f"transformers.models.{family}.modeling_{family}", set[nn.Module]()
+    for module in model.modules():
+        names = [kind.__name__ for kind in type(module).__mro__ if kind.__module__ == home]
+        if module not in inside and any(name.endswith(("MLP", "MoE", "SparseMoeBlock")) for name in names):
+            if slice_tokens is not None and getattr(module, "jitter_noise", None):
+                raise ValueError("router_jitter_noise must be 0 for mlp_in_slices: it writes to the input of a slice")
+            in_slices(module, slice_tokens)
+            inside.update(module.modules())
+
+
 def _restore(bases: Any, heads: Any, layers: Any) -> None:
     for base in bases:
         if "allscan_inner" in vars(base):
@@ -288,6 +330,9 @@ def _restore(bases: Any, heads: Any, layers: Any) -> None:
     for module in (*bases, *layers):
         vars(module).pop("forward", None)
     for head in heads:
+        linear: Any = head.get_output_embeddings()
+        if getattr(vars(linear).get("forward"), "func", None) is _sliced_head:
+            del linear.forward
         for name in ("_loss_function", "generate"):
             vars(head).pop(name, None)
         for hook in vars(head).pop("allscan_hooks", ()):
@@ -479,6 +524,26 @@ KERNELS = (
 )  # names of the convolution's kernel size in configs
 
 
+def _share(
+    comm: Communicator,
+    zigzag: bool,
+    per_document: bool,
+    labels: Tensor,
+    ignore_index: int = -100,
+    shift_labels: Tensor | None = None,
+    num_items_in_batch: Any = None,
+    cu_seq_lens_q: Any = None,
+    **_: Any,
+) -> tuple[torch.Tensor, int, Any]:
+    """Options of a loss function: (the labels of this rank's tokens, shifted; ignore_index; number by which the sum is
+    divided, None for the labels of all ranks)."""
+    if shift_labels is None:
+        documents = cu_seq_lens_q if per_document else None
+        documents = None if documents is None else without_empty(boundaries_on_host(boundaries(documents)))
+        shift_labels = shifted(labels, ignore_index, comm, zigzag, documents)
+    return shift_labels, ignore_index, num_items_in_batch
+
+
 def _loss(
     comm: Communicator,
     zigzag: bool,
@@ -486,21 +551,68 @@ def _loss(
     logits: Tensor,
     labels: Any,
     vocab_size: int,
-    num_items_in_batch: Tensor | None = None,
-    ignore_index: int = -100,
-    shift_labels: Tensor | None = None,
     **options: Any,
 ) -> torch.Tensor:
     """ForCausalLMLoss; returns this rank's share of the loss."""
-    if shift_labels is None:
-        documents = options.get("cu_seq_lens_q") if per_document else None
-        documents = None if documents is None else without_empty(boundaries_on_host(boundaries(documents)))
-        shift_labels = shifted(labels, ignore_index, comm, zigzag, documents)
-    if num_items_in_batch is None:
-        num_items_in_batch = (shift_labels != ignore_index).sum()
+    shift_labels, ignore_index, count = _share(comm, zigzag, per_document, labels, **options)
+    if count is None:
+        count = (shift_labels != ignore_index).sum()
         if comm.size > 1:
-            dist.all_reduce(num_items_in_batch, group=comm.group)
-    shift_labels = shift_labels.contiguous()  # ForCausalLMLoss views them; a rank's part of several rows is strided
-    return ForCausalLMLoss(
-        logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels=shift_labels, **options
-    )
+            dist.all_reduce(count, group=comm.group)
+    # ForCausalLMLoss views the labels; a rank's part of several rows is strided
+    options |= dict(shift_labels=shift_labels.contiguous(), num_items_in_batch=count)
+    return ForCausalLMLoss(logits, labels, vocab_size, **options)
+
+
+# The loss in slices. The head's own forward computes it, since FSDP2 may have sharded the head by itself
+
+OF_LOSS = "slice_tokens", "label_smoothing", "z_loss"  # options of linear_cross_entropy that loss_in_slices takes
+SLICED = "allscan_sliced"  # attribute of a causal language model in a call with labels: its labels, options and loss
+SCALES: dict[str, Any] = {  # factors of the logits, outside of the head
+    "granitemoehybrid": lambda model: 1 / model.config.logits_scaling,
+    "falcon_h1": lambda model: model.base_model.lm_head_multiplier,
+}
+
+
+def _begin_sliced(comm: Communicator, at: int, model: Any, arguments: tuple, options: dict[str, Any]) -> None:
+    """Hook before the forward of a causal language model, whose argument ``at`` is ``labels``."""
+    labels = arguments[at] if len(arguments) > at else options.get("labels")
+    keep = options.get("logits_to_keep", 0)
+    if labels is not None and (isinstance(keep, Tensor) or keep):
+        reject(comm, "loss_in_slices takes all of a rank's tokens: logits_to_keep is for calls without labels")
+    vars(model)[SLICED] = None if labels is None else dict(options, labels=labels)
+
+
+def _sliced_head(linear: Any, model: Any, share: Any, of_loss: dict[str, Any], x: Tensor) -> torch.Tensor:
+    """The forward of a language model's head: with labels the loss, in place of logits."""
+    given = vars(model).get(SLICED)
+    if given is None:
+        return type(linear).forward(linear, x)
+    labels, ignore_index, count = share(**given)
+    how = dict(of_loss, bias=linear.bias, ignore_index=ignore_index, comm=share.args[0], num_items=count)
+    given["loss"] = linear_cross_entropy(x, linear.weight, labels.to(x.device), **how)
+    return given["loss"]
+
+
+def _sliced_loss(model: Any, logits: Any, *_: Any, **__: Any) -> torch.Tensor:
+    """The loss function of a causal language model: what its head has computed. ``logits`` are that, multiplied."""
+    loss = vars(model)[SLICED].get("loss")
+    if loss is None or logits.ndim:
+        raise ValueError("the head was replaced or wrapped after sequence_parallel(..., loss_in_slices=)")
+    return loss
+
+
+def _end_sliced(model: Any, arguments: tuple, outputs: Any) -> Any:
+    """Hook after the forward of a causal language model: take the place of the logits out of its result, which is None
+    if the forward has raised."""
+    if vars(model).pop(SLICED, None) is None or outputs is None:
+        return outputs
+    if isinstance(outputs, tuple):
+        return outputs[:1] + outputs[2:]
+    return type(outputs)(**{name: x for name, x in outputs.items() if name != "logits"})
+
+
+def require_logits(outputs: Any) -> None:
+    """Raise ValueError for the result of a call with labels of a model with loss_in_slices, which has no logits."""
+    if isinstance(outputs, ModelOutput) and "loss" in outputs and "logits" not in outputs:
+        raise ValueError("loss_in_slices leaves no logits for metrics or predictions: pass prediction_loss_only=True")

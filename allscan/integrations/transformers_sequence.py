@@ -27,9 +27,9 @@ class SplitSequence(Row):
     inner: str  # the attention function that the model had
     attention: Attention = WHOLE
     home: str = ""  # the module of the model's classes
-    pieces: list[TokenRange] = dataclasses.field(init=False)
-    where: dict[str, Any] = dataclasses.field(init=False)
-    cuts: dict[int, Cuts] = dataclasses.field(init=False)
+    pieces: list[TokenRange] = dataclasses.field(default_factory=list)
+    where: dict[str, Any] = dataclasses.field(default_factory=dict)
+    cuts: dict[int, Cuts] = dataclasses.field(default_factory=dict)
 
     @property
     def first(self) -> int:
@@ -37,10 +37,13 @@ class SplitSequence(Row):
         return sum(self.tokens[: self.comm.rank]) // (1 + self.zigzag)
 
     def __post_init__(self) -> None:
-        """Set what all layers read: here, since torch.compile cannot trace functools.cached_property.
+        """Set what all layers read: here, since torch.compile cannot trace functools.cached_property. Copies have it
+        already: FSDP2 makes one where it casts a layer's inputs.
 
         pieces: of this rank. where: arguments of operators that say where this rank's tokens lie. cuts: the tables of
         convolutions, see ``conv_with_halo``."""
+        if self.where:
+            return
         pieces = [TokenRange(p.start, p.end, p.half, p.entry, flags=flags_of(p.before == 0)) for p in self.parts()]
         where = dict(
             comm=self.comm,
@@ -49,7 +52,7 @@ class SplitSequence(Row):
             layout="zigzag" if self.zigzag else "contiguous",
             per_document=self.per_document,
         )
-        self.__dict__.update(pieces=pieces, where=where, cuts={})  # the dataclass is frozen
+        self.__dict__.update(pieces=pieces, where=where)  # the dataclass is frozen
 
 
 # End of messages about packed sequences that may be unintended

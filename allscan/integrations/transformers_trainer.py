@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..comm.host_exchange import by_rank
 from . import needing
 from .batches import CUT, checksum, cut_batch, places_of, tokens_of_ranks
-from .transformers import split_of
+from .transformers import require_logits, split_of
 
 with needing(__name__, "accelerate", "transformers"):
     from accelerate.data_loader import prepare_data_loader
@@ -300,6 +300,7 @@ class SequenceParallelTrainer(Trainer):
                 outputs = model(**part)
         if prediction_loss_only:
             return loss, None, None
+        require_logits(outputs)
         if isinstance(outputs, dict):
             logits = tuple(
                 v for name, v in outputs.items() if name not in ignore_keys and not (labelled and name == "loss")

@@ -35,6 +35,7 @@ from bench import (
     hybrid,
     local,
     local_delta,
+    loss,
     megatron,
     model,
     packed,
@@ -213,6 +214,14 @@ def test_calls_from_python_on_cpu_ranks(capsys, monkeypatch):
     assert host.main() == 0
     said = capsys.readouterr().out
     assert "AllScan.scan(out=)" in said and "zeco_gla, forward+backward" in said
+
+
+@pytest.mark.cpu
+def test_the_loss_in_slices_without_gpus(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["loss"])
+    assert loss.main() == 0
+    errors = re.findall(r"(torch, whole|linear_cross_entropy) .* error (\S+)", capsys.readouterr().out)
+    assert len(errors) == 4 and max(float(error) for _, error in errors) < 4e-3, errors
 
 
 @pytest.mark.cpu

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 
 import allscan
 from allscan.reference import delta_reference
@@ -1218,6 +1218,39 @@ def test_a_sharded_projection(run, memory, size=2):
         assert max(errors.values()) < 2e-5, errors
         assert (answer is None) == (memory is None)
         assert memory is None or (answer[0] == "RuntimeError" and "has other parameters than" in answer[1])
+
+
+def mixed_precision_case(group, layout):
+    """Return relative errors of loss and gradients in FSDP2's mixed precision, which casts each layer's inputs, and the
+    unsplit model's in bfloat16."""
+    from allscan.integrations.transformers import sequence_parallel
+
+    with allscan.Communicator(group, timeout=60) as comm:
+        tokens, zigzag = [16] * comm.size, layout == "zigzag"
+        whole = torch.randint(1, VOCABULARY, (2, sum(tokens)), generator=torch.Generator().manual_seed(1))
+        exact, alone = (made("qwen3_5").to(dtype) for dtype in (torch.float32, torch.bfloat16))
+        answers = [torch.empty(0)] * 2
+        for i, model in enumerate((exact, alone)):
+            loss = model(input_ids=whole, labels=whole, use_cache=False).loss
+            loss.backward()
+            answers[i] = torch.cat([loss.detach()[None], *(x.flatten() for x in gradients(model).values())]).float()
+        model, part = sequence_parallel(made("qwen3_5"), comm=comm, layout=layout), place(comm, tokens, zigzag)
+        mesh, policy = DeviceMesh.from_group(group, "cpu"), MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+        for module in (*model.model.layers, model):
+            fully_shard(module, mesh=mesh, mp_policy=policy)
+        loss = model(input_ids=whole[:, part], labels=whole[:, part], use_cache=False).loss
+        (loss * comm.size).backward()
+        share = loss.detach()
+        dist.all_reduce(share, group=comm.group)
+        found = torch.cat([share[None], *(x.full_tensor().flatten() for x in gradients(model).values())])
+        expected, beside = answers
+        return [(relative(x[:1], expected[:1]), relative(x[1:], expected[1:])) for x in (found, beside)]
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_mixed_precision_of_fsdp2(run, layout, size=2):
+    for (of_loss, of_gradients), (_, alone) in run(size, mixed_precision_case, layout):
+        assert of_loss < 1e-2 and of_gradients < 1.3 * alone < 0.1, (of_loss, of_gradients, alone)
 
 
 def flash(query, key, value, attention_mask, query_length, is_causal, softmax_scale, attn_implementation, **options):

@@ -370,6 +370,8 @@ def rejected_case(folder):
         answers["1 tokens cannot be cut for 2 ranks"] = raised(make().predict, few)
         trainer = make()
         answers["expected the model in DistributedDataParallel"] = raised(trainer.training_step, trainer.model, {})
+        sequence_parallel(trainer.model, comm=trainer._comm, loss_in_slices=True)
+        answers["loss_in_slices leaves no logits"] = raised(trainer.predict, rows(4, True))
         sequence_parallel(trainer.model, comm=None)
         answers["was split anew, or restored"] = raised(trainer.predict, rows(4, False))
         os.environ["ACCELERATE_DYNAMO_BACKEND"] = "eager"  # as by `accelerate launch`

@@ -33,6 +33,7 @@ from allscan.shmem_kernels import (
     ssd_bwd,
     ssd_fwd,
 )
+from allscan.shmem_kernels.cross_entropy import cross_entropy_kernel
 from allscan.shmem_kernels.links import NONE, PUT, SENTINEL, SIGNAL
 from allscan.shmem_kernels.merge import merge_kernel
 from allscan.shmem_kernels.rails import RAILS, Slice, rails_kernel
@@ -319,6 +320,15 @@ def test_merge(kind, V):
     accesses = re.findall(r"(ld\.global|st\.global|bar\.sync)", compiled.ptx)
     first_store, barrier = accesses.index("st.global"), accesses.index("bar.sync")
     assert barrier < first_store and "ld.global" not in accesses[barrier:], accesses  # warps load the same lse
+
+
+@pytest.mark.parametrize("kind", ["*bf16", "*fp32"])
+def test_cross_entropy(kind):
+    arguments = pointers("p_logits", kind) | pointers("p_labels", "*i64") | pointers("p_loss p_factor", "*fp32")
+    arguments |= pointers("ignored", "i32") | pointers("scale smoothing z_loss", "fp32")
+    constants = {"V": 151936, "GRAD": True, "BV": 4096}
+    compiled = Compiled(cross_entropy_kernel, arguments, constants, num_warps=8)
+    assert compiled.spilled_bytes == 0 and compiled.registers <= 64 and compiled.count(r"ld\.global\.v4") > 0
 
 
 def fields_read(function) -> set[str]:
