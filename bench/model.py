@@ -49,17 +49,30 @@ COLUMNS = (
 )
 
 
+class Mlp(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, width):
+        super().__init__()
+        hidden = width * 11 // 4
+        self.norm = nn.RMSNorm(width)
+        self.wide, self.out = nn.Linear(width, 2 * hidden, bias=False), nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x):
+        a, b = self.wide(self.norm(x)).chunk(2, -1)
+        return self.out(F.silu(a) * b)
+
+
 class Layer(nn.Module):
-    """Gated linear attention with a low-rank gate and an output gate, then SwiGLU."""
+    """Gated linear attention with a low-rank gate and an output gate, then an MLP."""
 
     def __init__(self, width, heads):
         super().__init__()
-        self.heads, hidden = heads, width * 11 // 4
-        self.norm, self.norm_heads, self.norm_mlp = nn.RMSNorm(width), nn.RMSNorm(width // heads), nn.RMSNorm(width)
+        self.heads, self.norm, self.norm_heads = heads, nn.RMSNorm(width), nn.RMSNorm(width // heads)
         self.qkv, self.out_gate = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
         self.gate = nn.Sequential(nn.Linear(width, 16, bias=False), nn.Linear(16, width))
         self.out = nn.Linear(width, width, bias=False)
-        self.mlp_in, self.mlp_out = nn.Linear(width, 2 * hidden, bias=False), nn.Linear(hidden, width, bias=False)
+        self.mlp = Mlp(width)
 
     def forward(self, x, call):
         h = self.norm(x)
@@ -67,8 +80,7 @@ class Layer(nn.Module):
         g = F.logsigmoid(self.gate(h).float()).unflatten(-1, (self.heads, -1)) / 16
         o = self.norm_heads(call(q, k, v, g).to(q.dtype)).flatten(-2)
         x = x + self.out(o * F.silu(self.out_gate(h)))
-        a, b = self.mlp_in(self.norm_mlp(x)).chunk(2, -1)
-        return x + self.mlp_out(F.silu(a) * b)
+        return x + self.mlp(x)
 
 
 class Model(nn.Module):

@@ -35,6 +35,7 @@ from bench import (
     hybrid,
     local,
     local_delta,
+    long,
     loss,
     megatron,
     model,
@@ -222,6 +223,13 @@ def test_the_loss_in_slices_without_gpus(capsys, monkeypatch):
     assert loss.main() == 0
     errors = re.findall(r"(torch, whole|linear_cross_entropy) .* error (\S+)", capsys.readouterr().out)
     assert len(errors) == 4 and max(float(error) for _, error in errors) < 4e-3, errors
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("name", ["gla", "qwen3_next"])
+def test_long_sequences_are_checked(run, name):
+    """Loss and gradients of the split model, with everything recomputed and in slices, are those of one rank."""
+    assert max(run(2, long.check, name, 24)) < 1e-4
 
 
 @pytest.mark.cpu

@@ -1,0 +1,284 @@
+"""Measures training on long sequences over several GPUs: each layer recomputed, MLPs and the loss in slices of tokens.
+
+    python -m bench.long                                         # all GPUs; writes bench/results/long.csv
+    python -m bench.long --model kimi_linear qwen3_next --tokens 131072 524288 --steps 2
+
+Models: ``gla``, that of bench.model (1.24 billion parameters, vocabulary 32,000), and the hybrids of bench.hybrid, in
+zigzag; bfloat16, for gla autocast. T tokens a rank (--tokens). Methods, in turns:
+
+* split: one sequence over all ranks, T tokens on each; with --ranks 1 2 4 also strong scaling: rows whose ranks times T
+  are equal have the same sequence;
+* data parallel: a sequence of T tokens a rank, split over this rank alone, with the same slices: 100 %.
+
+Gradients are summed by DistributedDataParallel, and AdamW makes a step. A time is the median of --steps steps of the
+slowest rank, after one more. First the split is checked on a small model: loss and gradients against one rank with the
+whole sequence. ``proof``: All-Scan's scans of states in a step, which are counted on the GPU. ``mfu_percent``: 6 FLOPs
+a parameter and token, and those of softmax layers over the whole sequence, forward and backward without recomputation,
+in the time of a step, of 989 TFLOP/s. ``softmax_tflops``: FLOPs of the softmax kernels of one more step, recomputation
+counted, in their time by torch's profiler. Without two GPUs only the check runs, on 2 CPU ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import random
+import statistics
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+import allscan
+from allscan.integrations.slices import linear_cross_entropy, mlp_in_slices
+from allscan.tools.ranks import Ranks, on_first
+from allscan.zigzag import zigzag_positions
+from bench import hybrid
+from bench.harness import Table, results
+from bench.model import Model, text
+from bench.proof import breakdown, launched
+
+MODELS = "gla", *hybrid.FAMILIES
+TOKENS, STEPS, SLICE = 262144, 3, 4096  # tokens a rank; steps; tokens of an MLP's slice
+PEAK = 989e12  # FLOP/s of an H200, bfloat16, dense
+LAYERS = {"gla": 20}  # others: 12
+COLUMNS = (
+    *("model", "method", "ranks", "T", "sequence", "parameters", "step_s", "tokens_per_s_per_gpu"),
+    *("percent_of_data_parallel", "peak_gib", "mfu_percent", "softmax_tflops", "loss", "max_error", "proof"),
+    *("gpu", "torch", "triton", "sources"),
+)
+
+
+class LongGla(Model):
+    """The model of bench.model, with every layer recomputed and the loss in slices."""
+
+    def forward(self, tokens, labels, call, comm=None):
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = checkpoint(layer, x, call, use_reentrant=False)
+        return linear_cross_entropy(self.norm(x), self.head.weight, labels, comm=comm)
+
+
+class Gla:
+    """The GLA model, and its two methods."""
+
+    layers_of_state, softmax = 20, None
+
+    def __init__(self, comm, one, small: bool) -> None:
+        torch.manual_seed(0)
+        shape = dict(layers=2, width=64, heads=2, vocabulary=97) if small else dict(layers=LAYERS["gla"])
+        self.comm, self.one, self.words = comm, one, shape.get("vocabulary", 32000)
+        self.layers_of_state, self.dtype = shape["layers"], torch.float32 if small else torch.bfloat16
+        self.model = LongGla(**shape).to(comm.device)
+        for layer in self.model.layers:
+            mlp_in_slices(layer.mlp, 16 if small else SLICE)
+
+    def loss(self, module, tokens, split: bool):
+        """Return the loss of this rank's tokens [1, T + 1], the last one a label: a share if ``split``, else the
+        mean."""
+        comm = self.comm if split else self.one
+
+        def call(q, k, v, g):
+            return allscan.zeco_gla(q, k, v, g, comm=comm)[0]
+
+        with torch.autocast(tokens.device.type, self.dtype, enabled=self.dtype == torch.bfloat16):
+            return module(tokens[:, :-1], tokens[:, 1:], call, comm)
+
+    @contextlib.contextmanager
+    def method(self, split: bool):
+        yield
+
+    def mine(self, T: int):
+        """Return the positions of this rank's tokens."""
+        return torch.arange(self.comm.rank * T, (self.comm.rank + 1) * T, device=self.comm.device)
+
+
+class Hybrid:
+    """A model of bench.hybrid in zigzag, and its two methods."""
+
+    def __init__(self, comm, one, small: bool, family: str) -> None:
+        self.kind = hybrid.Hybrid(family, 128 if family == "kimi_linear" else 0)
+        self.comm, self.one, self.words = comm, one, 97 if small else hybrid.VOCABULARY
+        sizes = (4, 64, 4, 16, 97) if small else (12, 2048, 16, 128, self.words)
+        self.slice, dtype = 16 if small else SLICE, torch.float32 if comm.device.type == "cpu" else torch.bfloat16
+        self.model = hybrid.made(self.kind, comm.device, dtype, *sizes)
+        self.layers_of_state = 2 * self.model.config.layer_types.count("linear_attention")  # two scans each
+        config, layers = self.model.config, self.model.config.layer_types.count("full_attention")
+        key = getattr(config, "qk_head_dim", None) or config.head_dim
+        self.softmax = layers * config.num_attention_heads * (key + getattr(config, "v_head_dim", key))
+
+    def loss(self, module, tokens, split: bool):
+        part = tokens[:, :-1]
+        return module(input_ids=part, labels=part, use_cache=False).loss
+
+    @contextlib.contextmanager
+    def method(self, split: bool):
+        from allscan.integrations.transformers import sequence_parallel
+
+        comm, layout = (self.comm, "zigzag") if split else (self.one, "contiguous")
+        how = dict(loss_in_slices=True, mlp_in_slices=self.slice)
+        sequence_parallel(self.model, comm=comm, layout=layout, **how)
+        self.model.gradient_checkpointing_enable(dict(use_reentrant=False))
+        yield
+        sequence_parallel(self.model, comm=None)
+
+    def mine(self, T: int):
+        return zigzag_positions(T, comm=self.comm)
+
+
+@contextlib.contextmanager
+def opened(group, name: str, small: bool):
+    """Open the communicators and make the model ``name``."""
+    with hybrid.communicators(group) as (comm, one), contextlib.ExitStack() as stack:
+        if name == "gla":
+            yield Gla(comm, one, small)
+            return
+        stack.enter_context(hybrid.functions(hybrid.Hybrid(name, 128 if name == "kimi_linear" else 0), comm.device))
+        yield Hybrid(comm, one, small, name)
+
+
+def check(group, name: str, T: int) -> float:
+    """Return the error of loss and gradients of a small model against one rank with the whole sequence."""
+    with opened(group, name, True) as trained:
+        comm, whole = trained.comm, text(T * trained.comm.size, 97, trained.comm.device, 0)
+        mine, found = trained.mine(T), []
+        for split in (False, True):
+            comm.step()
+            tokens = whole
+            if split:
+                own = whole[:, mine]
+                tokens = torch.cat([own, whole[:, mine[-1:] + 1]], 1)
+            with trained.method(split):
+                loss = trained.loss(trained.model, tokens, split)
+                loss.backward()
+            gradients = [p.grad for p in trained.model.parameters() if p.grad is not None]
+            found.append(torch.cat([loss.detach()[None], *(x.flatten() for x in gradients)]).float())
+            trained.model.zero_grad()
+        dist.all_reduce(found[1], group=comm.group)
+        error = ((found[1] - found[0]).norm() / found[0].norm()).item()
+        limit = 1e-4 if comm.device.type == "cpu" or name == "gla" else 5e-2
+        if not error < limit:
+            raise AssertionError(f"{name}, split, is wrong by {error}")
+        comm.barrier()
+        return error
+
+
+def measure(group, name: str, T: int, steps: int) -> dict:
+    """Return {method: (seconds of a step, peak GiB, parameters, last loss, scans in a step, ms of softmax kernels)}."""
+    with opened(group, name, False) as trained:
+        comm, model = trained.comm, trained.model
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+        wrapped = DistributedDataParallel(model, process_group=comm.group, gradient_as_bucket_view=True)
+        data = text(T, trained.words, comm.device, comm.rank)
+        methods = {"split": True, "data parallel": False} if comm.size > 1 else {"data parallel": False}
+        times, kept = {method: [] for method in methods}, {}
+
+        def step(split: bool) -> float:
+            comm.step()
+            loss = trained.loss(wrapped, data, split)
+            (loss * comm.size if split else loss).backward()  # gradients are averaged
+            optimizer.step()
+            optimizer.zero_grad()
+            torch.cuda.synchronize()
+            return loss.item()
+
+        for turn in range(steps + 1):
+            for method in random.Random(turn).sample(list(methods), len(methods)):
+                with trained.method(methods[method]):
+                    before = counted(comm)
+                    torch.cuda.reset_peak_memory_stats()
+                    comm.barrier()
+                    start = time.perf_counter()
+                    loss = step(methods[method])
+                    times[method].append(time.perf_counter() - start)
+                    scans = counted(comm) - before
+                    # each layer's forward runs twice
+                    wanted = 3 * trained.layers_of_state * (methods[method] and comm.size > 1)
+                    if scans < wanted or (scans and not wanted):
+                        raise AssertionError(
+                            f"{name}, {method}: {scans} scans in a step, {wanted} of states are its own"
+                        )
+                    kept[method] = torch.cuda.max_memory_allocated() / (1 << 30), loss, scans
+        answers = {}
+        for method, split in methods.items():
+            of_softmax = 0.0
+            if trained.softmax:
+                with trained.method(split):
+                    of_softmax = breakdown(launched(functools.partial(step, split)))["softmax"]
+            peak, loss, scans = kept[method]
+            parameters = sum(p.numel() for p in model.parameters())
+            share = loss if not split else sum_over(comm, loss)
+            flops = (trained.softmax or 0) * T * (T * comm.size if split else T)  # of one forward, causal
+            answers[method] = statistics.median(times[method][1:]), peak, parameters, share, scans, of_softmax, flops
+        return answers
+
+
+def counted(comm) -> int:
+    """Return the number of All-Scan's scans on this rank, of states and of convolutions' tokens."""
+    return sum(sum(scan.epochs) for scan in comm.collectives)
+
+
+def sum_over(comm, x: float) -> float:
+    total = torch.tensor(x, device=comm.device)
+    dist.all_reduce(total, group=comm.group)
+    return total.item()
+
+
+def rows_of(name: str, answers: list, T: int, error: float):
+    """Yield table rows from every rank's result of ``measure``, with the slowest rank's time."""
+    seconds = {method: max(answer[method][0] for answer in answers) for method in answers[0]}
+    for method, took in seconds.items():
+        _, _, parameters, loss, scans, ms, flops = answers[0][method]
+        row = dict(model=name, method=method, ranks=len(answers), T=T, parameters=parameters, step_s=took, loss=loss)
+        row |= dict(sequence=T * (len(answers) if method == "split" else 1), tokens_per_s_per_gpu=T / took)
+        row["percent_of_data_parallel"] = 100 * seconds["data parallel"] / took
+        row["peak_gib"] = max(answer[method][1] for answer in answers)
+        row["mfu_percent"] = 100 * (6 * parameters * T + 3 * flops) / took / PEAK
+        # forward, once more for recomputation, and a backward of five products for two
+        row["softmax_tflops"] = 4.5 * flops / ms / 1e9 if ms else ""
+        row |= dict(max_error=error if method == "split" else "", proof=f"{scans} scans of All-Scan in a step")
+        print(
+            f"{name:12} P={row['ranks']} T={T} {method:14} {took:7.2f} s  {row['tokens_per_s_per_gpu']:8.0f} "
+            f"tokens/s/GPU  {row['percent_of_data_parallel']:5.1f} %  {row['peak_gib']:.0f} GiB  "
+            f"MFU {row['mfu_percent']:.1f} %",
+            flush=True,
+        )
+        yield row
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--model", nargs="+", choices=MODELS, default=["gla"])
+    parser.add_argument("--ranks", type=int, nargs="+", help="numbers of ranks; default all GPUs")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[TOKENS], help="tokens per rank")
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--csv", default=results("long.csv"))
+    arguments = parser.parse_args()
+    if torch.cuda.device_count() < 2:
+        print("No two GPUs here: a check of every model on 2 CPU ranks.")
+        with Ranks(2, "cpu") as ranks:
+            for name in arguments.model:
+                print(f"{name:12} error {ranks.run(check, None, name, 24)[0]:.1e}")
+        return 0
+    counts = arguments.ranks or [torch.cuda.device_count()]
+    measured = {(name, str(count), str(T)) for name in arguments.model for count in counts for T in arguments.tokens}
+    keep = lambda row: (row["model"], row["ranks"], row["T"]) not in measured  # noqa: E731
+    with Table(arguments.csv, COLUMNS, keep=keep) as table, Ranks(max(counts), "cuda") as ranks:
+        for name in arguments.model:
+            for count in counts:
+                error = ranks.run(on_first, count, check, name, 600)[0] if count > 1 else 0.0
+                for T in arguments.tokens:
+                    answers = ranks.run(on_first, count, measure, name, T, arguments.steps, timeout=1800)[:count]
+                    for row in rows_of(name, answers, T, error):
+                        table.write(row)
+                    ranks.run(hybrid.freed)
+    print(f"wrote {arguments.csv}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
