@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -38,7 +39,7 @@ ALIKE = """
     logging_nan_inf_filter logging_strategy logging_steps logging_first_step eval_strategy eval_steps
     eval_delay eval_on_start prediction_loss_only include_for_metrics batch_eval_metrics save_strategy
     save_steps load_best_model_at_end bf16 fp16 include_num_input_tokens_seen label_smoothing_factor
-    gradient_checkpointing torch_compile fsdp
+    gradient_checkpointing activation_checkpointing torch_compile fsdp
 """.split()
 # arguments that are supported with these values only
 REJECTED: dict[str, tuple] = {
@@ -176,38 +177,34 @@ class SequenceParallelMixin(Trainer if TYPE_CHECKING else object):  # type: igno
             cls._halves = 2 if base.__name__ == "DPOTrainer" else cls._halves
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        error: Exception | None = None
+        alike, error, mine, problem = {}, None, None, None
         try:
-            problem = self._unsupported_arguments(
-                inspect.signature(super().__init__).bind(*arguments, **options).arguments
-            )
+            given = inspect.signature(super().__init__).bind(*arguments, **options).arguments
+            alike = {name: type(x).__name__ for name, x in given.items() if x is not None}
+            own = {x.name for x in dataclasses.fields(given.get("args", TrainingArguments))}  # TRL's, too
+            names = [*ALIKE, *sorted(own.difference(x.name for x in dataclasses.fields(TrainingArguments)))]
+            alike |= {name: str(getattr(given.get("args"), name, None)) for name in names}
+            problem = self._unsupported_arguments(given)
         except (TypeError, ValueError) as caught:
             problem = str(caught)
-        _agree(problem)
-        mine, alike = None, {}
+        settings = _agree(problem, alike)
+        for name in sorted({name for each in settings for name in each}):
+            if len({each.get(name) for each in settings}) > 1:
+                raise ValueError(f"{name} differs between ranks: {by_rank(each.get(name) for each in settings)}")
         try:
             super().__init__(*arguments, **options)
             self._text_model, self._comm, self._layout, self._per_document = split_of(self.model)
             group = self._comm.group
             mine = self._comm.rank, [0] if group is None else dist.get_process_group_ranks(group), self._layout
-            names = {x.name for x in dataclasses.fields(self.args)} - {
-                x.name for x in dataclasses.fields(TrainingArguments)
-            }
-            alike = {name: str(getattr(self.args, name, None)) for name in [*ALIKE, *sorted(names)]}
-            alike |= {name: str(getattr(self, name) is not None) for name in ("compute_metrics", "compute_loss_func")}
             problem = self._unsupported()
         except Exception as caught:  # any: the other ranks wait in _agree
+            if hasattr(self, "_tag_names"):
+                raise  # or in the barriers of TRL's constructors, until this process ends
             error, problem = caught, f"{type(caught).__name__}: {caught}"
         try:
-            answers = _agree(problem, mine, alike)
-        except ValueError:
-            if error is not None:
-                raise error from None
-            raise
-        _, places, settings = zip(*answers, strict=True)
-        for name in alike:
-            if len({arguments[name] for arguments in settings}) > 1:
-                raise ValueError(f"{name} differs between ranks: {by_rank(arguments[name] for arguments in settings)}")
+            places = _agree(problem, mine)
+        except ValueError as refused:
+            raise error or refused from None
         groups = sorted({tuple(ranks) for _, ranks, _ in places}, key=min)
         if sorted(rank for group in groups for rank in group) != list(range(len(places))) or (
             len({(len(ranks), layout) for _, ranks, layout in places}) > 1
@@ -262,7 +259,8 @@ class SequenceParallelMixin(Trainer if TYPE_CHECKING else object):  # type: igno
         ):
             if enabled:
                 return f"{name} (accelerate's) {NOT_SUPPORTED}"
-        if self.is_fsdp_enabled and accelerator.distributed_type != DistributedType.FSDP:
+        asked = self.args.fsdp or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() in ("1", "true")
+        if asked and accelerator.distributed_type != DistributedType.FSDP:
             return "FSDP is only for GPUs: accelerate makes DistributedDataParallel of it on other devices"
         if self.args.n_gpu > 1:
             return "one process with several GPUs is not supported: start one process for each GPU"
@@ -531,16 +529,16 @@ class SequenceParallelTrainer(SequenceParallelMixin, Trainer):  # type: ignore[m
     """
 
 
-def _agree(problem: str | None, *values: Any) -> list[tuple]:
-    """Every rank's (problem, *values); ValueError on all ranks if there is a problem on any."""
-    answers: list[Any] = [(problem, *values)]
+def _agree(problem: str | None, value: Any) -> list[Any]:
+    """Every rank's ``value``; ValueError on all ranks if there is a problem on any."""
+    answers: list[Any] = [(problem, value)]
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         answers *= dist.get_world_size()
-        dist.all_gather_object(answers, (problem, *values))
-    problems = [answer[0] for answer in answers]
+        dist.all_gather_object(answers, (problem, value))
+    problems, values = zip(*answers, strict=True)
     if any(problems):
         raise ValueError(problems[0] if len({*problems}) == 1 else by_rank(problems))
-    return answers
+    return [*values]
 
 
 def _pieces(share: _Share, rank: int) -> Iterator[tuple[int, int, int]]:

@@ -1,4 +1,4 @@
-"""TRL's SFTTrainer and DPOTrainer with SequenceParallelMixin, against the same with the ordinary model in one process."""
+"""TRL's SFTTrainer and DPOTrainer with SequenceParallelMixin, beside the ordinary model in one process."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ import numpy as np
 import pytest
 import torch
 from test_transformers import VOCABULARY, made
-from test_transformers_trainer import SHAPES, arguments, begin, different
+from test_transformers_trainer import SHAPES, arguments, begin, different, summed
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 
 import allscan
 from allscan.tools.ranks import Ranks
+from support.values import raised, relative
 
 pytest.importorskip("trl", minversion="1.16", reason="needs trl")
 pytest.importorskip("transformers", minversion="5.23", reason="needs transformers")
@@ -56,18 +59,6 @@ def rows(kind, count, seed=0):
     return Dataset.from_list(found)
 
 
-def summed(outputs, labels, num_items_in_batch):
-    """A compute_loss_func: the squares of tokens' losses."""
-    losses = torch.nn.functional.cross_entropy(
-        outputs["logits"][:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="none"
-    )
-    return losses.square().sum() / num_items_in_batch
-
-
-def averaged(outputs, labels, num_items_in_batch):
-    return torch.nn.functional.cross_entropy(outputs["logits"][:, :-1].flatten(0, 1), labels[:, 1:].flatten())
-
-
 class _Kept:
     """compute_metrics: of the logits of tokens with labels, which are no padding."""
 
@@ -91,7 +82,7 @@ CASES = {
     ),
     "dpo weighted": dict(use_weighting=True),
 }
-UNLIKE = "runtime", "per_second", "preparation_time"  # parts of the names of measured times
+UNLIKE = "runtime", "per_second", "preparation_time", "flos"  # parts of names: times, and operations with padding
 
 
 def trainer_of(kind, ours, model, **options):
@@ -164,15 +155,10 @@ def results(folder, ours, groups, layout, names):
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory):
-    """What the ordinary trainers log, computed once for each case."""
+    """What the ordinary trainers log, by case, computed once."""
     folder = str(tmp_path_factory.mktemp("stock"))
-
-    @functools.cache
-    def of(*names):
-        with Ranks(1, "cpu") as ranks:
-            return ranks.run(results, folder, False, 1, None, list(names))[0]
-
-    return of
+    with Ranks(1, "cpu") as ranks:
+        yield functools.cache(lambda case: ranks.run(results, folder, False, 1, None, [case])[0][case])
 
 
 @pytest.mark.cpu
@@ -189,10 +175,88 @@ def reference(tmp_path_factory):
 def test_as_trls_trainers(reference, fresh, tmp_path, size, layout, names):
     """Losses, norms of gradients and metrics of padded rows, whose lengths are no multiples of the ranks. Four ranks
     are two groups of two; batches have 2 rows or pairs, the last ones 1."""
-    expected = reference(*names)
     for found in fresh(size).run(results, str(tmp_path), True, SHAPES[size][0], layout, list(names)):
         for case in names:
-            assert not list(different(found[case], expected[case], 1e-4)), (
-                case,
-                *different(found[case], expected[case]),
+            errors = list(different(found[case], reference(case), 1e-4))
+            assert not errors, (case, errors)
+
+
+def sharded_case(folder, kind, ours):
+    """Return (loss, gradients) of a step; ours: of a split model whose parameters FSDP2 shards."""
+    from allscan.integrations.transformers import sequence_parallel
+
+    os.environ |= dict(HF_HUB_DISABLE_TELEMETRY="1", HF_HUB_OFFLINE="1")
+    with allscan.Communicator(begin(1)) as comm:
+        split = functools.partial(sequence_parallel, comm=comm) if ours else lambda model: model
+        args, known = config(kind, folder, 4), dict(train_dataset=rows(kind, 4), processing_class=tokenizer())
+        trainer = trainer_of(kind, ours, **models(kind, split), args=args, **known)
+        model = trainer.model.train()
+        for module in (*model.model.layers, model) if ours else ():
+            fully_shard(module, mesh=DeviceMesh.from_group(comm.group, "cpu"))
+        trainer.current_gradient_accumulation_steps = 1
+        samples, count = trainer.get_batch_samples(iter(trainer.get_train_dataloader()), 1, args.device)
+        loss = trainer.training_step(model, samples[0], count)
+        found = {name: p.grad for name, p in model.named_parameters()}
+        return loss, {name: getattr(x, "full_tensor", lambda x=x: x)() for name, x in found.items()}
+
+
+@pytest.mark.cpu
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["sft", "dpo"])
+def test_sharded_parameters(fresh, tmp_path, kind, size=2):
+    """accelerate gives FSDP2 only to GPUs: shards of another loop have the gradients of the whole batch."""
+    ((loss, expected),) = fresh(1).run(sharded_case, str(tmp_path), kind, False)
+    for found, gradients in fresh(size).run(sharded_case, str(tmp_path), kind, True):
+        assert relative(found, loss) < 1e-5
+        errors = {name: relative(gradients[name], x) for name, x in expected.items() if x.any()}
+        assert max(errors.values()) < 2e-5, errors
+
+
+def rejected_case(folder):
+    """Return this rank's {expected text: error}."""
+    import trl
+
+    from allscan.integrations.transformers import SequenceParallelMixin, sequence_parallel
+
+    os.environ |= dict(HF_HUB_DISABLE_TELEMETRY="1", HF_HUB_OFFLINE="1")
+    mesh, answers = begin(1), {}
+    with allscan.Communicator(mesh) as comm:
+        rank, other = comm.rank, sequence_parallel(made("qwen3_5"), comm=comm, layout="zigzag")
+
+        def make(kind="dpo", batch=2, split=True, experts=0.0, **options):
+            args = {name: options.pop(name) for name in ("beta", "precompute_ref_log_probs") if name in options}
+            given = models(kind, lambda model: sequence_parallel(model, comm=comm) if split else model)
+            if experts:
+                given["model"].config.output_router_logits, given["model"].config.router_aux_loss_coef = False, experts
+            known = dict(
+                train_dataset=rows(kind, 4), processing_class=tokenizer(), args=config(kind, folder, 2, **args)
             )
+            return trainer_of(kind, True, **known | given | options)
+
+        for text, options in {
+            "ref_model must be given": dict(ref_model=None),
+            "rank 0: None; rank 1: ref_model must be": dict(ref_model=None) if rank else {},
+            "and split by sequence_parallel": dict(ref_model=made("qwen3_5")),
+            "with the model's comm, layout": dict(ref_model=other),
+            "the model is not split": dict(split=False),
+            "precompute_ref_log_probs=True is not": dict(precompute_ref_log_probs=True),
+            "beta differs between ranks": dict(beta=0.1 + rank),
+            "peft_config is not": dict(kind="sft", peft_config=object()),
+            "set router_aux_loss_coef=0.0": dict(kind="sft", experts=0.1),
+            "train_dataset differs between ranks: rank 0: None; rank 1: list": dict(
+                kind="sft", train_dataset=[{}] if rank else None
+            ),
+        }.items():
+            answers[text] = raised(make, **options)
+        for base in (trl.GRPOTrainer, trl.RewardTrainer, trl.KTOTrainer):
+            name = f"{base.__name__} is not supported by SequenceParallelMixin"
+            answers[name] = raised(type, "Long", (SequenceParallelMixin, base), {})
+    return answers
+
+
+@pytest.mark.cpu
+@pytest.mark.slow
+def test_what_is_rejected(fresh, tmp_path, size=2):
+    for answers in fresh(size).run(rejected_case, str(tmp_path)):
+        for text, answer in answers.items():
+            assert answer is not None and answer[0] in ("ValueError", "TypeError") and text in answer[1], (text, answer)
