@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import inspect
 import os
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -172,9 +171,9 @@ class SequenceParallelMixin(Trainer if TYPE_CHECKING else object):  # type: igno
                 continue
             if base.__name__ not in (*SUPPORTED, "_BaseTrainer") or base.__module__.startswith("trl.experimental"):
                 raise TypeError(f"{base.__name__} {NOT_SUPPORTED}: only {', '.join(SUPPORTED)} are")
-            if base.__name__ in SUPPORTED[1:] and "add_fused_lm_head" not in vars(sys.modules[base.__module__]):
-                raise TypeError(f"{base.__name__} is of another version of trl than 1.16: it has no fused LM head")
-            cls._halves = 2 if base.__name__ == "DPOTrainer" else cls._halves
+            if base.__name__ in SUPPORTED[1:]:
+                with needing(__name__, "trl"):  # checks its version
+                    cls._halves = 2 if base.__name__ == "DPOTrainer" else cls._halves
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         alike, error, mine, problem = {}, None, None, None
@@ -522,6 +521,9 @@ class SequenceParallelMixin(Trainer if TYPE_CHECKING else object):  # type: igno
 
 class SequenceParallelTrainer(SequenceParallelMixin, Trainer):  # type: ignore[misc]
     """transformers' ``Trainer`` for a model of ``sequence_parallel``: see ``SequenceParallelMixin``.
+
+    Raises:
+        ValueError: as said there.
 
     Example:
         >>> model = sequence_parallel(Qwen3NextForCausalLM(config), comm=allscan.Communicator(mesh["sp"]))
