@@ -111,7 +111,8 @@ class _OverRanks:
         whole = functools.partial(trainer._whole, shares=shares, shape=shape)
         if fused:
             names = [name for name, x in outputs.items() if isinstance(x, torch.Tensor) and x.ndim == 2]
-            fields = whole(torch.stack([outputs[name].float() for name in names], -1))[:, :-1].unbind(-1)
+            fields = whole(torch.stack([outputs[name].float() for name in names], -1))
+            fields = fields[:, : None if labels is None else -1].unbind(-1)
             return type(outputs)(**{n: x.to(outputs[n].dtype) for n, x in zip(names, fields, strict=True)})
         if outputs.get("loss") is not None:
             outputs["loss"] = trainer._summed(outputs["loss"])
@@ -447,7 +448,8 @@ class SequenceParallelMixin(Trainer if TYPE_CHECKING else object):  # type: igno
         loss = call(num_items_in_batch=num_items_in_batch)
         if not self._divides:
             with torch.no_grad():
-                fits = torch.isclose(call(num_items_in_batch=2 * num_items_in_batch) * 2, loss, rtol=1e-3).view(1)
+                half = call(num_items_in_batch=2 * num_items_in_batch)
+                fits = torch.isclose(half * 2, loss, rtol=1e-3, equal_nan=True).view(1)
             self._divides = bool(self.accelerator.gather(fits.int()).all())
             if not self._divides:
                 raise ValueError("compute_loss_func must sum over tokens and divide by num_items_in_batch")
@@ -456,8 +458,13 @@ class SequenceParallelMixin(Trainer if TYPE_CHECKING else object):  # type: igno
     # Evaluation on whole rows
 
     def evaluation_loop(self, *arguments: Any, **options: Any) -> Any:
-        self.gather_function = self._gathered_already
-        output = super().evaluation_loop(*arguments, **options)
+        self.gather_function, self._in_step = self._gathered_already, False
+        try:
+            output = super().evaluation_loop(*arguments, **options)
+        except Exception as error:
+            if not self._in_step:  # of the loader or of metrics: the other ranks come to _compare
+                self._compare([], error)
+            raise
         self._compare([])  # detects a rank that has a further batch
         return output
 
@@ -478,12 +485,14 @@ class SequenceParallelMixin(Trainer if TYPE_CHECKING else object):  # type: igno
 
     def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> tuple:
         """(loss, logits, labels) of whole rows, on every rank."""
+        self._in_step = True
         self._compare([inputs])
         self._comm.step()
         self._rows_now = _tokens_of(inputs).shape[0] // self._halves
         ignored = ignore_keys or getattr(getattr(self.model, "config", None), "keys_to_ignore_at_inference", ())
         model = _OverRanks(self, model, not prediction_loss_only, ignored)
         loss, *others = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        self._in_step = False
         # evaluation_loop repeats the loss for the rows of one group
         return loss if loss is None else loss.expand(self._groups), *others
 

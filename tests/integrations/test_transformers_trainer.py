@@ -479,6 +479,7 @@ def rejected_case(folder):
         answers["labels of masked tokens must be -100"] = raised(make("zigzag").evaluate, labelled)
         function = make(compute_loss_func=averaged, train_dataset=rows(4, True))
         answers["compute_loss_func must sum over tokens and divide"] = raised(function.train)
+        answers[different, "an evaluation"] = raised(make(data_collator=fails_on_one_rank).evaluate, rows(4, True))
         answers[different, "a collator"] = raised(
             make(train_dataset=rows(4, True), data_collator=fails_on_one_rank).train
         )
