@@ -77,6 +77,7 @@ CASES = {
     "sft with metrics": dict(compute_metrics=_Kept()),
     "sft with metrics, smoothed": dict(compute_metrics=_Kept(), label_smoothing_factor=0.1),
     "sft of flattened rows": FLATTENED,
+    "sft of packed rows": dict(packing=True, max_length=40, max_steps=2),  # beside one rank of ours
     "dpo of shared tokens, in accumulated steps": dict(
         loss_type=["ipo", "sft", "aot"], loss_weights=[1.0, 0.5, 0.5], ld_alpha=0.5, gradient_accumulation_steps=2
     ),
@@ -125,15 +126,16 @@ def results(folder, ours, groups, layout, names):
     os.environ |= dict(HF_HUB_DISABLE_TELEMETRY="1", HF_HUB_OFFLINE="1", TQDM_DISABLE="1")
     mesh, found = begin(groups), {}
     with allscan.Communicator(mesh) as comm:
-        split = functools.partial(sequence_parallel, comm=comm, layout=layout) if ours else lambda model: model
         for name in names:
             options, kind = dict(CASES[name]), name[:3]
+            split = functools.partial(sequence_parallel, comm=comm, layout=layout or "contiguous")
             if not ours:  # the ordinary model takes no packed rows; the loss is the same
-                options = {key: x for key, x in options.items() if key not in FLATTENED}
+                options = {key: x for key, x in options.items() if key not in FLATTENED or "packing" in options}
+                split = split if "packing" in options else lambda model: model
             own = {key: options.pop(key) for key in ("compute_loss_func", "compute_metrics") if key in options}
             trainer = trainer_of(
                 kind,
-                ours,
+                ours or "packing" in options,
                 **models(kind, split),
                 args=config(kind, folder, 2 // groups if ours else 2, **options),
                 train_dataset=rows(kind, 11),
