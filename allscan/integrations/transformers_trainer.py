@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import inspect
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -27,19 +28,14 @@ from .transformers import split_of
 with needing(__name__, "accelerate", "transformers"):
     from accelerate.data_loader import prepare_data_loader
     from accelerate.utils import DistributedType, recursively_apply
-    from transformers import Trainer, TrainingArguments
+    from transformers import Trainer
 
 SUPPORTED = "Trainer", "SFTTrainer", "DPOTrainer"
-# arguments that must be equal on all ranks: they determine the steps, their rows and their numerical results
-ALIKE = """
-    per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps max_steps
-    num_train_epochs seed data_seed dataloader_drop_last train_sampling_strategy learning_rate
-    lr_scheduler_type warmup_steps optim weight_decay max_grad_norm average_tokens_across_devices
-    logging_nan_inf_filter logging_strategy logging_steps logging_first_step eval_strategy eval_steps
-    eval_delay eval_on_start prediction_loss_only include_for_metrics batch_eval_metrics save_strategy
-    save_steps load_best_model_at_end bf16 fp16 include_num_input_tokens_seen label_smoothing_factor
-    gradient_checkpointing activation_checkpointing torch_compile fsdp
-""".split()
+# first letters of arguments that may differ between ranks: what a process reports, and where
+MAY_DIFFER = (
+    *("disable_tqdm", "hub_", "local_rank", "log_", "logging_dir", "output_dir", "project", "push_to_hub"),
+    *("report_to", "run_name", "trackio_"),
+)
 # arguments that are supported with these values only
 REJECTED: dict[str, tuple] = {
     "neftune_noise_alpha": (None,),
@@ -179,11 +175,12 @@ class SequenceParallelMixin(Trainer if TYPE_CHECKING else object):  # type: igno
     def __init__(self, *arguments: Any, **options: Any) -> None:
         alike, error, mine, problem = {}, None, None, None
         try:
-            given = inspect.signature(super().__init__).bind(*arguments, **options).arguments
-            alike = {name: type(x).__name__ for name, x in given.items() if x is not None}
-            own = {x.name for x in dataclasses.fields(given.get("args", TrainingArguments))}  # TRL's, too
-            names = [*ALIKE, *sorted(own.difference(x.name for x in dataclasses.fields(TrainingArguments)))]
-            alike |= {name: str(getattr(given.get("args"), name, None)) for name in names}
+            bound = inspect.signature(super().__init__).bind(*arguments, **options).arguments
+            given = {name: x for name, x in bound.items() if x is not None}
+            alike = {name: type(x).__name__ for name, x in given.items()}
+            for field in dataclasses.fields(given["args"]) if "args" in given else ():
+                if not field.name.startswith(MAY_DIFFER):  # functions have other addresses
+                    alike[field.name] = re.sub(" at 0x[0-9a-f]+", "", str(getattr(given["args"], field.name)))
             problem = self._unsupported_arguments(given)
         except (TypeError, ValueError) as caught:
             problem = str(caught)

@@ -451,6 +451,7 @@ def rejected_case(folder):
             "split_batches": dict(accelerator_config=dict(split_batches=True)),
             "max_steps differs between ranks: rank 0: 3; rank 1: 4": dict(max_steps=3 + rank),
             "label_smoothing_factor differs between ranks": dict(label_smoothing_factor=0.1 * rank),
+            "adam_beta1 differs between ranks: rank 0: 0.9; rank 1: 0.8": dict(adam_beta1=0.8 if rank else 0.9),
             "rank 0: None; rank 1: neftune_noise_alpha": dict(neftune_noise_alpha=5.0 if rank else None),
             "compute_loss_func differs": dict(compute_loss_func=summed if rank else None),
             "rank 0: None; rank 1: the model is not split": dict(split=not rank),
