@@ -95,8 +95,11 @@ class _OverRanks:
 
     def __call__(self, **inputs: Any) -> Any:
         trainer, labels, fused = self._trainer, inputs.get("labels"), inputs.get("fused_lm_head")
-        if fused and labels is not None:
-            inputs = {name: x for name, x in inputs.items() if name != "labels"} | {"shift_labels": _following(labels)}
+        shifts = labels is not None and inputs.get("shift_labels") is None
+        if shifts:  # now: of a packed row another group may have the token that follows
+            inputs["shift_labels"] = _following(inputs["labels"])
+        if fused:
+            inputs.pop("labels", None)
         elif labels is not None and trainer.model_accepts_loss_kwargs and inputs.get("num_items_in_batch") is None:
             inputs["num_items_in_batch"] = _count(inputs)
         shares, shape = trainer._shares(inputs), _tokens_of(inputs).shape[:2]
@@ -108,7 +111,7 @@ class _OverRanks:
         if fused:
             names = [name for name, x in outputs.items() if isinstance(x, torch.Tensor) and x.ndim == 2]
             fields = whole(torch.stack([outputs[name].float() for name in names], -1))
-            fields = fields[:, : None if labels is None else -1].unbind(-1)
+            fields = fields[:, : -1 if shifts else None].unbind(-1)
             return type(outputs)(**{n: x.to(outputs[n].dtype) for n, x in zip(names, fields, strict=True)})
         if outputs.get("loss") is not None:
             outputs["loss"] = trainer._summed(outputs["loss"])

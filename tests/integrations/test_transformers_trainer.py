@@ -355,6 +355,29 @@ def test_packed_rows_in_zigzag(fresh, tmp_path, size=2):
         assert max(errors) < 1e-5, errors
 
 
+def flattened_case(folder):
+    """Return the relative error of the loss of rows in one packed row, whose documents two groups have, to the loss of
+    their logits: each document's first token has a label, which the other group's last token predicts."""
+    from allscan.integrations.transformers import sequence_parallel
+
+    def flattened(some):
+        ids = torch.cat([row["input_ids"] for row in some])[None]
+        return dict(input_ids=ids, labels=ids.clone(), position_ids=torch.arange(LENGTH).repeat(len(some))[None])
+
+    data = rows(2, False)
+    with allscan.Communicator(begin(2)) as comm:
+        model = sequence_parallel(made("qwen3_5", use_cache=False), comm=comm)
+        found = trainer_of("ours", model, args=arguments(folder, 1), data_collator=flattened).predict(data)
+        logits, labels = torch.tensor(found.predictions)[0, :-1], flattened(data)["labels"][0, 1:]
+        return relative(torch.tensor(found.metrics["test_loss"]), torch.nn.functional.cross_entropy(logits, labels))
+
+
+@pytest.mark.cpu
+@pytest.mark.slow
+def test_labels_at_the_edge_of_groups(fresh, tmp_path, size=4):
+    assert max(fresh(size).run(flattened_case, str(tmp_path))) < 1e-5
+
+
 @pytest.mark.gpu
 def test_as_the_ordinary_trainer_on_gpus(fresh, tmp_path, size=2):
     """With NCCL and other kernels, which round differently."""
