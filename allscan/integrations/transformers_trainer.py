@@ -214,8 +214,9 @@ class SequenceParallelMixin(Trainer if TYPE_CHECKING else object):  # type: igno
         self._groups = len(groups)
         self._places = [(groups.index(tuple(ranks)), rank) for rank, ranks, _ in places]  # (group, rank in it)
         self._group = self._places[self.accelerator.process_index][0]
-        if self._groups > 1 and not self.model_accepts_loss_kwargs:
+        if self._groups > 1 and self._halves == 1 and not self.model_accepts_loss_kwargs:
             raise ValueError("a model that does not take num_items_in_batch is supported only with one group of ranks")
+        self.args.average_tokens_across_devices = False  # losses and counts are of all ranks: nothing to multiply
         if self._halves == 2:
             self.ref_model = _OverRanks(self, self.ref_model)  # type: ignore[has-type]
         self._divides = self.compute_loss_func is None  # otherwise its first call shows it
@@ -298,7 +299,7 @@ class SequenceParallelMixin(Trainer if TYPE_CHECKING else object):  # type: igno
         return super()._get_dataloader(dataset, description, batch_size * self._groups, *arguments, **options)
 
     def get_tp_size(self) -> int:
-        """The ranks that have the same loss, by which Trainer divides the factor of losses: all."""
+        """The ranks that have the same rows, by which Trainer divides the number of processes: all."""
         return self.accelerator.num_processes
 
     def get_total_train_batch_size(self, args: Any) -> int:
