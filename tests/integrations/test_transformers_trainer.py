@@ -18,7 +18,7 @@ from allscan.tools.ranks import Ranks
 from support import ROOT
 from support.values import raised, relative
 
-pytest.importorskip("transformers", minversion="5.23", reason="needs transformers")
+pytest.importorskip("transformers", minversion="5.18", reason="needs transformers")
 pytest.importorskip("accelerate", reason="needs accelerate")
 
 PRELOAD = ["allscan.integrations.transformers_trainer", "transformers.models.qwen3_5.modeling_qwen3_5"]
@@ -486,6 +486,9 @@ def rejected_case(folder):
         }
         for text, options in rejected.items():
             answers[text] = raised(make, **options)
+        model = sequence_parallel(made("qwen3_5", use_cache=False), comm=comm)
+        default = raised(SequenceParallelTrainer, model, arguments(folder, 2) if rank else None)
+        answers["accelerator_config differs between ranks: rank 0: None; rank 1: "] = default
         other = rows(4, True, seed=rank)
         before, after = torch.arange(LENGTH).ge(3), torch.arange(LENGTH).lt(3)
         padded, labelled = ([row | dict(attention_mask=mask) for row in rows(4, True)] for mask in (before, after))
