@@ -250,6 +250,7 @@ def pytest_terminal_summary(terminalreporter):
         "flash-linear-attention",
         "transformers",
         "accelerate",
+        "trl",
         "megatron-core",
         "mamba-ssm",
         "causal-conv1d",

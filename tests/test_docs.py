@@ -60,7 +60,7 @@ def test_docstrings_name_all_arguments():
 
 
 SAID_BY_OTHERS = {"allscan.Work", "allscan.AllScanTimeout", "allscan.device.Channel"}  # users do not create these
-OF_TRAINER = "SequenceParallelTrainer"  # its methods are those of transformers' Trainer
+OF_TRAINER = "SequenceParallel"  # the Trainer and its mixin, whose methods are those of transformers' Trainer
 
 
 @pytest.mark.quick

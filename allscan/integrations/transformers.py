@@ -238,8 +238,8 @@ def split_of(model: nn.Module | None) -> tuple[nn.Module, Communicator, str, boo
 
 
 def __getattr__(name: str) -> Any:
-    if name == "SequenceParallelTrainer":  # transformers' Trainer takes seconds to import
-        return importlib.import_module(".transformers_trainer", __package__).SequenceParallelTrainer
+    if name in ("SequenceParallelMixin", "SequenceParallelTrainer"):  # transformers' Trainer takes seconds to import
+        return getattr(importlib.import_module(".transformers_trainer", __package__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -27,6 +27,7 @@ OLD = {
     "flash-linear-attention": "0.5.1",
     "megatron-core": "0.18.0",
     "accelerate": "1.9.0",
+    "trl": "1.15.0",
 }
 NEW = {
     "torch": "2.16.0",
@@ -37,6 +38,7 @@ NEW = {
     "flash-linear-attention": "0.7.0",
     "megatron-core": "0.20.0",
     "accelerate": "2.0",
+    "trl": "2.0",
 }
 GOOD = {"torch": "2.11.0", "Triton": "3.6.0", "NVSHMEM": "3.4.5"}
 
