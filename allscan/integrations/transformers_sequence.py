@@ -212,7 +212,7 @@ def agree_sequence(
         if lengths is not None and per_document:
             lengths = without_empty(lengths)
         cuts = None if lengths is None else torch.tensor(lengths, device="cpu")
-        layout_options = dict(zigzag=zigzag, per_document=per_document)
+        layout_options: dict[str, Any] = dict(zigzag=zigzag, per_document=per_document)
         sequence = SplitSequence(comm, tokens, cuts, inner, attention, home, **layout_options)
         return sequence, any(answer[5] for answer in answers)
 
