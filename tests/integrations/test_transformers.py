@@ -562,22 +562,6 @@ def test_bfloat16(run, family, how, size=3):
         assert finite and found < 1.3 * alone, (found, alone)
 
 
-def packing_scan(function):
-    """A chunk scan that takes packed sequences and has mamba_ssm's arguments."""
-
-    def call(x, dt, A, B, C, seq_idx=None, **options):
-        if seq_idx is None:
-            return function(x, dt, A, B, C, **options)
-        lengths = [0, *seq_idx[0].unique_consecutive(return_counts=True)[1].cumsum(0).tolist()]
-        parts = [
-            function(*(t[:, a:b] for t in (x, dt)), A, *(t[:, a:b] for t in (B, C)), **options)
-            for a, b in pairwise(lengths)
-        ]
-        return torch.cat([y for y, _ in parts], 1), parts[-1][1]
-
-    return call
-
-
 def functions_case(group, family, name, wrapped, packed, **more):
     """Compare ranks, with ``wrapped(torch's function)`` for ``name`` of a model's file, with torch's function on one
     rank."""
@@ -592,21 +576,6 @@ def functions_case(group, family, name, wrapped, packed, **more):
         split = functools.partial(layers.OPERATORS[name], layers.original_of(wrapped(own)))
         patch.setattr(modeling, name, layers.SplitOperator(own, lambda _, *given, **options: split(*given, **options)))
         return model_case(group, family, packed, "sdpa", keep=True, **more)
-
-
-def in_one_call_case(group, layout):
-    from allscan.integrations import transformers_layers as layers
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(layers, "of_package", lambda function: function)
-        return functions_case(group, "nemotron_h", "mamba2_chunk_scan", packing_scan, "cu_seq_lens", layout=layout)
-
-
-@pytest.mark.slow(but=("3-contiguous", "2-zigzag"))
-@pytest.mark.parametrize("size, layout", [(3, "contiguous"), (2, "zigzag"), (4, "zigzag")])
-def test_functions_that_take_packed_sequences(run, size, layout):
-    for errors, _ in run(size, in_one_call_case, layout):
-        assert max(errors.values()) < 2e-5, errors
 
 
 RULES = {
