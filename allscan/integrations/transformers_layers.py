@@ -149,10 +149,7 @@ OF_SSD = "D", "dt_bias", "dt_softplus", "dt_limit"  # options of a model's scan 
 
 @functools.cache
 def of_package(function: Callable[..., Any]) -> Callable | None:
-    """The function of fla or mamba_ssm behind a function of a model's file, or None for transformers' own in torch.
-
-    Only functions of packages take packed sequences in one call.
-    """
+    """The function of fla or mamba_ssm behind a function of a model's file, or None for transformers' own in torch."""
     inside = inspect.getclosurevars(function).nonlocals if inspect.isfunction(function) else {}
     found = inside.get("implementation")  # of use_kernel_func_from_hub_with_fallback
     return None if found is inside.get("torch_function") else found
