@@ -546,7 +546,7 @@ def test_other_trainers_are_rejected_by_name():
 
 def loop_case(whole):
     """Return the loss of each step of the documentation's program; with ``whole``, of the ordinary model."""
-    page = os.path.join(ROOT, "docs", "integrations", "transformers.md")
+    page = os.path.join(ROOT, "docs", "integrations", "trainers.md")
     with open(page, encoding="utf-8") as text:
         (program,) = (
             block for block in re.findall(r"```python\n(.*?)```", text.read(), re.DOTALL) if "def train(" in block
