@@ -93,7 +93,6 @@ def test_docstrings_have_their_sections():
     assert not wrong, wrong
 
 
-@pytest.mark.slow
 def test_its_examples_run():
     done, of_all = python("docs/check_examples.py").split()[0:3:2]
     assert done == of_all and int(done) >= 30
