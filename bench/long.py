@@ -39,13 +39,12 @@ from allscan.tools.ranks import Ranks, on_first
 from allscan.zigzag import zigzag_positions
 from bench import hybrid
 from bench.harness import Table, results
-from bench.model import Model, text
+from bench.model import Model, text, training_rows
 from bench.proof import breakdown, launched
 
 MODELS = "gla", *hybrid.FAMILIES
 TOKENS, STEPS, SLICE = 262144, 3, 4096  # tokens a rank; steps; tokens of an MLP's slice
 PEAK = 989e12  # FLOP/s of an H200, bfloat16, dense
-LAYERS = {"gla": 20}  # others: 12
 COLUMNS = (
     *("model", "method", "ranks", "T", "sequence", "parameters", "step_s", "tokens_per_s_per_gpu"),
     *("percent_of_data_parallel", "peak_gib", "mfu_percent", "softmax_tflops", "loss", "max_error", "proof"),
@@ -66,14 +65,15 @@ class LongGla(Model):
 class Gla:
     """The GLA model, and its two methods."""
 
-    layers_of_state, softmax = 20, None
+    softmax = 0
 
     def __init__(self, comm, one, small: bool) -> None:
         torch.manual_seed(0)
-        shape = dict(layers=2, width=64, heads=2, vocabulary=97) if small else dict(layers=LAYERS["gla"])
-        self.comm, self.one, self.words = comm, one, shape.get("vocabulary", 32000)
-        self.layers_of_state, self.dtype = shape["layers"], torch.float32 if small else torch.bfloat16
-        self.model = LongGla(**shape).to(comm.device)
+        self.model = LongGla(**dict(layers=2, width=64, heads=2, vocabulary=97) if small else {}).to(comm.device)
+        self.comm, self.one, self.words = comm, one, self.model.embedding.num_embeddings
+        self.dtype, layers = torch.float32 if small else torch.bfloat16, self.model.layers
+        # rows and columns of a state; scans in a step, forward and reverse: each layer's forward runs twice
+        self.state, self.scans = (layers[0].norm_heads.weight.numel(),) * 2, (2 * len(layers), len(layers))
         for layer in self.model.layers:
             mlp_in_slices(layer.mlp, 16 if small else SLICE)
 
@@ -106,7 +106,9 @@ class Hybrid:
         sizes = (4, 64, 4, 16, 97) if small else (12, 2048, 16, 128, self.words)
         self.slice, dtype = 16 if small else SLICE, torch.float32 if comm.device.type == "cpu" else torch.bfloat16
         self.model = hybrid.made(self.kind, comm.device, dtype, *sizes)
-        self.layers_of_state = 2 * self.model.config.layer_types.count("linear_attention")  # two scans each
+        # each pass scans in both directions, and each layer's forward runs twice
+        scans = 3 * self.model.config.layer_types.count("linear_attention")
+        self.state, self.scans = self.kind.state(sizes[3]), (scans, scans)
         config, layers = self.model.config, self.model.config.layer_types.count("full_attention")
         key = getattr(config, "qk_head_dim", None) or config.head_dim
         self.softmax = layers * config.num_attention_heads * (key + getattr(config, "v_head_dim", key))
@@ -148,13 +150,14 @@ def check(group, name: str, T: int) -> float:
         mine, found = trained.mine(T), []
         for split in (False, True):
             comm.step()
-            tokens = whole
+            tokens, before = whole, hybrid.scans(comm, trained.state)
             if split:
                 own = whole[:, mine]
                 tokens = torch.cat([own, whole[:, mine[-1:] + 1]], 1)
             with trained.method(split):
                 loss = trained.loss(trained.model, tokens, split)
                 loss.backward()
+            prove(trained, split, before)
             gradients = [p.grad for p in trained.model.parameters() if p.grad is not None]
             found.append(torch.cat([loss.detach()[None], *(x.flatten() for x in gradients)]).float())
             trained.model.zero_grad()
@@ -168,7 +171,8 @@ def check(group, name: str, T: int) -> float:
 
 
 def measure(group, name: str, T: int, steps: int) -> dict:
-    """Return {method: (seconds of a step, peak GiB, parameters, last loss, scans in a step, ms of softmax kernels)}."""
+    """Return {method: (seconds of a step, peak GiB, parameters, proof, last loss, ms of softmax kernels, FLOPs of
+    softmax layers in a forward pass)}."""
     with opened(group, name, False) as trained:
         comm, model = trained.comm, trained.model
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
@@ -189,37 +193,35 @@ def measure(group, name: str, T: int, steps: int) -> dict:
         for turn in range(steps + 1):
             for method in random.Random(turn).sample(list(methods), len(methods)):
                 with trained.method(methods[method]):
-                    before = counted(comm)
+                    before = hybrid.scans(comm, trained.state)
                     torch.cuda.reset_peak_memory_stats()
                     comm.barrier()
                     start = time.perf_counter()
                     loss = step(methods[method])
                     times[method].append(time.perf_counter() - start)
-                    scans = counted(comm) - before
-                    # each layer's forward runs twice
-                    wanted = 3 * trained.layers_of_state * (methods[method] and comm.size > 1)
-                    if scans < wanted or (scans and not wanted):
-                        raise AssertionError(
-                            f"{name}, {method}: {scans} scans in a step, {wanted} of states are its own"
-                        )
-                    kept[method] = torch.cuda.max_memory_allocated() / (1 << 30), loss, scans
+                    proof = prove(trained, methods[method], before)
+                    kept[method] = torch.cuda.max_memory_allocated() / (1 << 30), proof, loss
         answers = {}
         for method, split in methods.items():
             of_softmax = 0.0
             if trained.softmax:
                 with trained.method(split):
                     of_softmax = breakdown(launched(functools.partial(step, split)))["softmax"]
-            peak, loss, scans = kept[method]
+            peak, proof, loss = kept[method]
             parameters = sum(p.numel() for p in model.parameters())
             share = loss if not split else sum_over(comm, loss)
-            flops = (trained.softmax or 0) * T * (T * comm.size if split else T)  # of one forward, causal
-            answers[method] = statistics.median(times[method][1:]), peak, parameters, share, scans, of_softmax, flops
+            flops = trained.softmax * T * (T * comm.size if split else T)  # of one forward, causal
+            answers[method] = statistics.median(times[method][1:]), peak, parameters, proof, share, of_softmax, flops
         return answers
 
 
-def counted(comm) -> int:
-    """Return the number of All-Scan's scans on this rank, of states and of convolutions' tokens."""
-    return sum(sum(scan.epochs) for scan in comm.collectives)
+def prove(trained, split: bool, before: tuple) -> str:
+    """Return a sentence with the number of a step's scans of states since ``before``; AssertionError if others."""
+    made = tuple(now - then for now, then in zip(hybrid.scans(trained.comm, trained.state), before))
+    wanted = trained.scans if split else (0, 0)
+    if made != wanted:
+        raise AssertionError(f"All-Scan made {made} scans of states in a step, {wanted} are its own")
+    return f"{sum(made)} scans of states by All-Scan in a step"
 
 
 def sum_over(comm, x: float) -> float:
@@ -230,24 +232,15 @@ def sum_over(comm, x: float) -> float:
 
 def rows_of(name: str, answers: list, T: int, error: float):
     """Yield table rows from every rank's result of ``measure``, with the slowest rank's time."""
-    seconds = {method: max(answer[method][0] for answer in answers) for method in answers[0]}
-    for method, took in seconds.items():
-        _, _, parameters, loss, scans, ms, flops = answers[0][method]
-        row = dict(model=name, method=method, ranks=len(answers), T=T, parameters=parameters, step_s=took, loss=loss)
-        row |= dict(sequence=T * (len(answers) if method == "split" else 1), tokens_per_s_per_gpu=T / took)
-        row["percent_of_data_parallel"] = 100 * seconds["data parallel"] / took
-        row["peak_gib"] = max(answer[method][1] for answer in answers)
-        row["mfu_percent"] = 100 * (6 * parameters * T + 3 * flops) / took / PEAK
+    for row in training_rows(answers, T):
+        split, took = row["method"] == "split", row["step_ms"] / 1e3
+        _, _, _, _, loss, ms, flops = answers[0][row["method"]]
+        row |= dict(model=name, step_s=took, sequence=T * (len(answers) if split else 1), loss=loss)
+        row["mfu_percent"] = 100 * (6 * row["parameters"] * T + 3 * flops) / took / PEAK
         # forward, once more for recomputation, and a backward of five products for two
         row["softmax_tflops"] = 4.5 * flops / ms / 1e9 if ms else ""
-        row |= dict(max_error=error if method == "split" else "", proof=f"{scans} scans of All-Scan in a step")
-        print(
-            f"{name:12} P={row['ranks']} T={T} {method:14} {took:7.2f} s  {row['tokens_per_s_per_gpu']:8.0f} "
-            f"tokens/s/GPU  {row['percent_of_data_parallel']:5.1f} %  {row['peak_gib']:.0f} GiB  "
-            f"MFU {row['mfu_percent']:.1f} %",
-            flush=True,
-        )
-        yield row
+        print(f"{name}: {took:.2f} s a step, MFU {row['mfu_percent']:.1f} %", flush=True)
+        yield row | dict(max_error=error if split else "")
 
 
 def main() -> int:
