@@ -248,6 +248,12 @@ class Gather:
 _running: dict[int, Gather] = {}
 
 
+def discard_gathers(comm: Communicator) -> None:
+    """Release the gathers of a compiled step that has raised between the two operators, before the next step."""
+    for address in [address for address, gather in _running.items() if gather.comm is comm]:
+        del _running[address]
+
+
 def _start_traced(
     xs: Sequence[Tensor], tokens: Sequence[int], own: int, zigzag: bool, handle: int
 ) -> tuple[list[torch.Tensor]]:

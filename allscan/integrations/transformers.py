@@ -29,7 +29,7 @@ from .batches import cut_batch as cut_batch
 from .recurrent import of_last_tokens
 from .slices import check_slice, linear_cross_entropy
 from .slices import mlp_in_slices as in_slices
-from .softmax import masks_nothing, reject, shifted
+from .softmax import discard_gathers, masks_nothing, reject, shifted
 from .transformers_layers import (
     CACHES,
     NAME,
@@ -421,6 +421,7 @@ def _entered(
     """Check the arguments of ``_model`` and exchange the ranks' tokens: (arguments of the model's own forward, the
     sequence, whether the embedding's result needs a gradient)."""
     comm.order.forwards += 1  # first, so that it counts also if what follows raises on this rank alone
+    discard_gathers(comm)
     options |= vars(model).pop(HANDED, {})
     position_ids = options.pop("position_ids", position_ids)
     for name in OPERATORS:

@@ -943,6 +943,53 @@ def test_compiled_models(run, family, layout, checkpointed, size=2):
         assert compiled == eager if not checkpointed else sum(compiled) < sum(eager)
 
 
+class Failing(dict):
+    def pop(self, *_):
+        raise MemoryError
+
+
+def failed_step_case(group, memory):
+    """Return (errors of a compiled step against the eager split model's; the numbers of gathers held after a step that
+    raised in a softmax layer, and after the next one). memory: limit of the softmax layers."""
+    from allscan.integrations import softmax
+    from allscan.integrations.attention import Attention
+    from allscan.integrations.transformers import sequence_parallel
+
+    with allscan.Communicator(group, timeout=600) as comm:
+        attention = Attention(memory=memory)
+        model = sequence_parallel(made("qwen3_next", keep=True), comm=comm, layout="zigzag", attention=attention)
+        whole = torch.randint(1, VOCABULARY, (2, 16 * comm.size), generator=torch.Generator().manual_seed(0))
+        ids = whole[:, place(comm, [16] * comm.size, True)]
+        torch._dynamo.reset()
+        compiled, found = torch.compile(model, backend="aot_eager"), []
+        if memory is None:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(softmax, "_running", Failing())
+                with pytest.raises(MemoryError):
+                    compiled(input_ids=ids, labels=ids)
+                kept = softmax._running
+            softmax._running.update(kept)
+            comm.resync()
+        held = [len(softmax._running)]
+        for function in compiled, model:
+            model.zero_grad()
+            loss = function(input_ids=ids, labels=ids).loss
+            loss.backward()
+            found.append(dict(loss=loss.detach()) | copy.deepcopy(gradients(model)))
+        held.append(len(softmax._running))
+        answers, eager = found
+        return {name: relative(answers[name], x) for name, x in eager.items() if x.any()}, held
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("memory", [None, 1 << 11])
+def test_compiled_softmax_layers(run, memory, size=2):
+    """A compiled step after one that raised while keys were on their way; and layers with a limit of memory."""
+    for errors, held in run(size, failed_step_case, memory):
+        assert max(errors.values()) < 1e-5, errors
+        assert held == [memory is None, 0], held
+
+
 def fla_case(group, name):
     """Return forward errors, against the recurrence, of fla's own functions that Triton's interpreter runs."""
     import_fla()
