@@ -58,7 +58,7 @@ __all__ = [
 ]
 
 
-_ON_DEMAND = "integrations", "reference", "tools"  # modules that are slow to import
+_ON_DEMAND = "integrations", "reference", "serving", "tools"  # modules that are slow to import
 
 
 def __getattr__(name: str) -> Any:

@@ -42,6 +42,7 @@ RECORD_WORDS = 7
 
 TIMED_OUT = tl.constexpr(0)
 OUT_OF_STEP = tl.constexpr(1)
+BAD_SLOT = tl.constexpr(2)  # slots.py. TILE: the request, EXPECTED: the number of slots, SEEN: the slot
 
 
 @builtin

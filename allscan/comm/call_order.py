@@ -85,6 +85,9 @@ class Order:
         others = self.rejections_of_others()
         kind, *found = (int(self._record[i]) for i in range(wait.RECORD_KIND.value, wait.RECORD_SEEN.value + 1))
         rank, neighbour, tile, expected, seen = found
+        if kind == wait.BAD_SLOT.value:
+            what = f"slots[{tile}] is {seen}, which another request has, or which a pool of {expected} slots lacks"
+            return self.report_error(ValueError(f"allscan.serving: {what}. {REMEDY}."))
         job_ranks = self.store_exchange.ranks[rank], self.store_exchange.ranks[neighbour]
         if kind == wait.OUT_OF_STEP.value:
             return self.report_error(different_tags(rank, neighbour, tile, expected, seen, others, job_ranks))

@@ -1,0 +1,267 @@
+"""Prefill of a server's requests over several ranks, with the states in the slots of the server's pool.
+
+A batch is a row of packed requests, of which each rank has consecutive tokens. Every rank has a pool of its own, and
+after a call the pools of all ranks have the same states, so that any rank can decode any request.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import triton
+from torch import Tensor
+
+from .base.checks import boundaries, check_tensor, zigzag_of
+from .bindings.triton_compat import OPTIONS
+from .comm.communicator import Communicator, check_communicator
+from .ops.allscan import final_of_all
+from .ops.delta import zeco_gated_delta_rule, zeco_kda
+from .ops.gla import zeco_gla
+from .ops.halo import halo
+from .ops.ssd import zeco_simple_gla, zeco_ssd
+from .shmem_kernels.slots import copy_slots_kernel
+from .tokens.packing import CUTS, Tables, boundaries_on_host, own_boundaries
+from .tokens.partition import cached_table, partition_start
+
+OPERATORS: dict[Any, tuple[str, str]] = {  # names of two arguments: the initial states, whether to return final ones
+    operator: ("initial_state", "output_final_state")
+    for operator in (zeco_gla, zeco_gated_delta_rule, zeco_kda, zeco_simple_gla)
+}
+OPERATORS[zeco_ssd] = "initial_states", "return_final_states"
+DTYPES = torch.float32, torch.bfloat16, torch.float16  # of a pool
+
+
+@torch.no_grad()
+def prefill(
+    operator: Callable[..., Any],
+    *tensors: Any,
+    comm: Communicator,
+    pool: Tensor,
+    slots: Tensor | Sequence[int],
+    query_start_loc: Tensor | Sequence[int],
+    has_initial_state: Tensor | Sequence[bool] | None = None,
+    state_v_first: bool = False,
+    **options: Any,
+) -> Tensor:
+    """Run an operator over a batch of requests whose tokens are sharded across the ranks. Initial states are read from
+    the slots of a pool, and final states are written there, on every rank. Inference only.
+
+    A request may begin or continue, have any number of tokens, also fewer than there are ranks, and none: then its
+    state does not change. All ranks call it with the same requests in the same order.
+
+    Args:
+        operator: ``allscan.zeco_gla``, ``zeco_gated_delta_rule``, ``zeco_kda``, ``zeco_simple_gla`` or ``zeco_ssd``.
+        tensors: its positional arguments, [1, T, ...] of this rank's T tokens: q, k, v, g, beta for a delta rule.
+        comm: the communicator.
+        pool: [num_slots, H, K, V], the states by slot, float32, bfloat16 or float16, on the communicator's device, with
+            any strides. For zeco_ssd [num_slots, H, P, N]. The computation is in float32; a pool of another dtype
+            rounds the states between two calls.
+        slots: [N] integers, the slot of each request, on this rank: each slot at most once. A negative one stands for
+            no slot: the request begins with zeros, and its state is not kept. A slot on the CPU is checked before
+            anything is launched, one on the GPU by a kernel, which reads and writes nothing outside of the pool:
+            ``comm.check()`` and later calls then raise ValueError.
+        query_start_loc: [N + 1] integers rising from 0 to the number of tokens of all ranks: ``cu_seqlens`` of the
+            operator, equal on all ranks. A tensor on the GPU is read, which synchronizes.
+        has_initial_state: [N] booleans, equal on all ranks: whether the request continues. A request that begins reads
+            zeros, whatever its slot holds. None: all slots are read.
+        state_v_first: whether the pool is [num_slots, H, V, K]; not for zeco_ssd.
+        options: those of the operator; ``first_token``, so that a new query_start_loc needs no exchange on the host,
+            ``layout``, ``scale``, ``invariant`` and so on.
+
+    Returns:
+        o, the operator's output for this rank's tokens.
+
+    Raises:
+        TypeError, ValueError: wrong arguments, before anything is launched on this rank. The other ranks raise
+            AllScanRejected or AllScanTimeout, with this rank's message.
+        RuntimeError: and the other errors of the operator.
+
+    Example:
+        >>> o = allscan.serving.prefill(allscan.zeco_kda, q, k, v, g, beta, comm=comm, pool=pool, slots=slots,
+        ...                             query_start_loc=[0, 8192, 8200], has_initial_state=[True, False])
+    """
+    check_communicator(comm)
+    with _reported(comm):
+        if operator not in OPERATORS:
+            names = ", ".join(f"allscan.{known.__name__}" for known in OPERATORS)
+            raise ValueError(f"operator must be one of {names}, got {getattr(operator, '__name__', operator)!r}")
+        initial, final = OPERATORS[operator]
+        if given := {initial, final, "cu_seqlens", "per_document"} & options.keys():
+            raise TypeError(f"prefill() takes {', '.join(sorted(given))} from the pool and query_start_loc")
+        if state_v_first and operator is zeco_ssd:
+            raise ValueError("state_v_first is not for zeco_ssd: its pool is [num_slots, H, P, N]")
+        _check_pool(comm, pool, 4)
+        requests = _Requests(comm, pool.mT if state_v_first else pool, slots, query_start_loc, has_initial_state)
+    states = requests.read()
+    taken = {initial: states, final: "all", "cu_seqlens": query_start_loc}
+    o, finals = operator(*tensors, comm=comm, **taken, **options)
+    requests.write(finals)
+    return o
+
+
+@torch.no_grad()
+def convolve(
+    conv: Callable[[Tensor], Tensor],
+    x: Tensor,
+    *,
+    comm: Communicator,
+    pool: Tensor,
+    slots: Tensor | Sequence[int],
+    query_start_loc: Tensor | Sequence[int],
+    has_initial_state: Tensor | Sequence[bool] | None = None,
+    first_token: int | None = None,
+    layout: str = "contiguous",
+) -> Tensor:
+    """Run a short causal convolution over a batch of requests whose tokens are sharded across the ranks. The n tokens
+    before a request are read from the slots of a pool, and its last n tokens are written there, on every rank.
+
+    Args:
+        conv: a function of a row [1, tokens, C] to [1, tokens, C'], whose output for a token depends on that token and
+            the n before it: for example a depthwise convolution with n + 1 weights and an activation.
+        x: [1, T, C], this rank's tokens, any float dtype of at most 32 bits.
+        comm: the communicator.
+        pool: [num_slots, C, n], with any strides.
+        slots, query_start_loc, has_initial_state: as in ``prefill``.
+        first_token, layout: as in ``allscan.zeco_gla``.
+
+    Returns:
+        [1, T, C'], the outputs of this rank's tokens.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as ``prefill``.
+
+    Example:
+        >>> conv = lambda x: F.silu(F.conv1d(x.mT, weight, bias, padding=n, groups=C)[..., :-n].mT)
+        >>> y = allscan.serving.convolve(conv, x, comm=comm, pool=pool, slots=slots, query_start_loc=[0, 8192, 8200])
+    """
+    check_communicator(comm)
+    with _reported(comm):
+        _check_pool(comm, pool, 3)
+        C, n = pool.shape[1:]
+        check_tensor("x", x, None, comm.device, None)
+        if x.ndim != 3 or x.shape[::2] != (1, C):
+            raise ValueError(f"x must be [1, T, {C}], as the pool is {list(pool.shape)}, got {list(x.shape)}")
+        requests = _Requests(comm, pool[:, None].mT, slots, query_start_loc, has_initial_state)
+        zigzag = zigzag_of(layout, False, query_start_loc)
+    lengths, T = requests.lengths, x.shape[1]
+    where: dict[str, Any] = dict(cu_seqlens=query_start_loc, first_token=first_token, layout=layout)
+    after = halo(x, n, comm=comm, **where).unflatten(1, (-1, n))
+    first = partition_start(comm, lengths, T, first_token, zigzag)
+    key = "serving", n, lengths, T, first, zigzag
+    tables = cached_table(comm, key, lambda: _Windows(lengths, T, first, n, zigzag, comm))
+    states = requests.read()  # [N, 1, n, C]
+    finals = torch.zeros_like(states)
+    if not tables.pieces:
+        y = conv(x.new_zeros(1, n + 1, C))[:, :0]
+    else:
+        windows = F.pad(states[:, 0], (0, 0, 0, 1)).to(x.dtype)[tables.sequences[:, None], tables.columns]
+        windows = windows.index_add(0, tables.heads, after[0, tables.halves])
+        row = torch.cat([windows.flatten(0, 1), x[0]])[tables.row]
+        y = conv(row[None])[:, tables.outputs]
+        finals[tables.ended, 0] = row[tables.tails].float()
+    y, finals = final_of_all(y, finals, comm, True, bool(zigzag))
+    requests.write(torch.where(tables.empty[:, None, None, None], states, finals))
+    return y
+
+
+@contextlib.contextmanager
+def _reported(comm: Communicator) -> Iterator[None]:
+    """Report errors in this rank's arguments to the ranks that continue the call."""
+    try:
+        yield
+    except (TypeError, ValueError):
+        with comm.call():
+            raise
+
+
+def _check_pool(comm: Communicator, pool: Any, dims: int) -> None:
+    if not isinstance(pool, Tensor) or pool.dtype not in DTYPES:
+        raise TypeError(f"pool must be a tensor of float32, bfloat16 or float16, got {getattr(pool, 'dtype', pool)}")
+    if pool.ndim != dims or not pool.numel() or pool.device != comm.device:
+        what = f"of {dims} dimensions on {comm.device}"
+        raise ValueError(f"pool must be a tensor {what}, got {list(pool.shape)} on {pool.device}")
+
+
+class _Requests:
+    """The requests of a batch. pool: [num_slots, H, R, C], any strides."""
+
+    def __init__(self, comm: Communicator, pool: Tensor, slots: Any, query_start_loc: Any, begun: Any) -> None:
+        self.comm, self.pool = comm, pool
+        self.lengths = boundaries_on_host(own_boundaries(query_start_loc))
+        n = len(boundaries(query_start_loc)) - 1
+        slots = torch.as_tensor(slots)
+        begun = torch.ones(n, dtype=torch.bool, device=comm.device) if begun is None else torch.as_tensor(begun)
+        for name, x, whole in ("slots", slots, slots.dtype.is_signed), ("has_initial_state", begun, True):
+            if x.shape != (n,) or x.is_floating_point() or x.is_complex() or not whole:
+                kind = "signed integers" if name == "slots" else "booleans"
+                raise ValueError(f"{name} must be {n} {kind}, got {x.dtype} {list(x.shape)}")
+        if slots.device.type == "cpu" or (comm.debug and not comm.streams.capturing()):
+            used = [slot for slot in slots.tolist() if slot >= 0]
+            if len({*used}) < len(used):
+                raise ValueError(f"slots must be distinct, got {used}")
+            if used and max(used) >= len(pool):
+                raise ValueError(f"slots must be below {len(pool)}, the number of slots of the pool, got {used}")
+        self.slots = slots.to(comm.device, non_blocking=True)
+        self.begun = (begun != 0).to(comm.device, torch.int8, non_blocking=True)
+
+    def read(self) -> Tensor:
+        """The requests' states before this batch, [N, H, R, C] float32; zeros for those that begin."""
+        states = self.pool.new_empty(len(self.slots), *self.pool.shape[1:], dtype=torch.float32)
+        self._copy(states, False)
+        return states
+
+    def write(self, states: Tensor) -> None:
+        """Write states [N, H, R, C] into the pool."""
+        self._copy(states.contiguous(), True)
+
+    def _copy(self, states: Tensor, write: bool) -> None:
+        N, H, R, C = states.shape
+        memory, sizes = self.comm.memory, (min(triton.next_power_of_2(x), most) for x, most in ((R, 32), (C, 64)))
+        BR, BC = sizes
+        blocks = dict(R=R, C=C, WRITE=write, BN=triton.next_power_of_2(N), BR=BR, BC=BC)
+        numbers = len(self.pool), *self.pool.stride(), N, H
+        tensors = self.pool, states, self.slots, self.begun, memory.fault, memory.record
+        with torch.cuda.device_of(states):  # Triton launches on the current device
+            copy_slots_kernel[(N * H, triton.cdiv(R, BR))](*tensors, *numbers, **blocks, **OPTIONS)
+
+
+class _Windows(Tables):
+    """Tables for ``convolve`` over the pieces of requests on this rank: a row with the n tokens before each piece.
+
+    pieces: their number, without empty ones. Of each piece, in order: ``sequences``, its request; ``columns`` [pieces,
+    n], those of a request's state, n + 1 wide with a zero at its end, that precede the piece. ``heads``: the pieces
+    that continue on this rank, at the beginning of its ``halves``. row: the numbers of the row's tokens among the
+    windows and the rank's tokens. outputs: the places of the rank's tokens in the row. ended: requests that end on this
+    rank; tails: the places of their last n tokens. empty: whether each request has no tokens.
+    """
+
+    def __init__(self, lengths: Sequence[int], T: int, first: int, n: int, zigzag: int, comm: Communicator) -> None:
+        cut = [p for p in CUTS[zigzag](lengths, first, T, comm.rank == 0) if p.tokens]
+        self.pieces = len(cut)
+        begun = [first + p.start if not p.half else lengths[-1] - first - T + p.start for p in cut]
+        before = [min(place - lengths[p.sequence], n) for p, place in zip(cut, begun, strict=True)]
+        heads = [i for i, p in enumerate(cut) if p.start == p.half * (T // 2) and before[i]]
+        ends = {p.sequence: p.end + i * n for i, p in enumerate(cut) if p.ends}
+
+        def joined(parts: Iterable[tuple[int, int]]) -> Tensor:
+            return torch.cat([torch.arange(*part, device="cpu") for part in (*parts, (0, 0))])
+
+        windows = [(i * n, i * n + n) for i in range(len(cut))]
+        tokens = [(len(cut) * n + p.start, len(cut) * n + p.end) for p in cut]
+        numbers = [p.sequence for p in cut], heads, [cut[i].half for i in heads], [*ends]
+        tables = [torch.tensor(x, dtype=torch.int64, device="cpu") for x in numbers]
+        tables += [
+            joined((b, b + n) for b in before).clamp(max=n).view(-1, n),
+            joined(itertools.chain(*zip(windows, tokens, strict=True))),
+            joined((p.start + i * n + n, p.end + i * n + n) for i, p in enumerate(cut)),
+            joined((end, end + n) for end in ends.values()).view(-1, n),
+            torch.tensor([a == b for a, b in itertools.pairwise(lengths)], device="cpu"),
+        ]
+        super().__init__(tables, comm.device)
+        self.sequences, self.heads, self.halves, self.ended = self.tensors[:4]
+        self.columns, self.row, self.outputs, self.tails, self.empty = self.tensors[4:]
