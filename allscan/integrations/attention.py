@@ -85,7 +85,8 @@ def attend(
 ) -> torch.Tensor:
     """Causal attention output [B, T, H, V] of this rank's queries q [B, T, H, D].
 
-    k [B, S, G, D], v [B, S, G, V]: the keys and values of all ranks in the order of the row; with ``blocks`` those of
+    k [B, S, G, D], v [B, S, G, V]: the keys and values of all ranks in the order of the row, behind those of
+    ``row.past``; with ``blocks`` those of
     this rank, as the other ranks' are still to be read from ``blocks.gather``.
     function: (q, k, v) [B, tokens, heads, width] -> output of one causal part, the model's own function.
     varlen: (q, k, v, cu_seqlens of queries, of keys, longest of both) -> output of many causal parts, for packed
@@ -110,7 +111,10 @@ def attend(
     if row.lengths is None or varlen is None:
         parts = row.parts()
         queries = _split(q, 1, [p.end - p.start for p in parts])
-        return joined([function(y, *(x[:, p.begin : p.last] for x in (k, v))) for y, p in zip(queries, parts)], 1)
+        past = row.past or 0  # packed sequences have none
+        return joined(
+            [function(y, *(x[:, p.begin : past + p.last] for x in (k, v))) for y, p in zip(queries, parts)], 1
+        )
     halves = (0, 1) if row.zigzag and not row.per_document else (None,)
     calls, outputs = [packed_of(row, half) for half in halves], []
     for y, call in zip(_split(q[0], 0, [call.tokens for call in calls]), calls, strict=True):

@@ -35,9 +35,11 @@ def conv_with_halo(
     tables: dict[int, Cuts],
     *,
     comm: Communicator,
+    state: Tensor | None = None,
     **where: Any,
 ) -> torch.Tensor:
-    """conv over x [B, T, C], with the n tokens before each shard boundary, and zeros before a sequence's first token.
+    """conv over x [B, T, C], with the n tokens before each shard boundary, and zeros before a sequence's first token,
+    or ``state``, the n tokens [B, n, C] before a row of one sequence whose pieces have at least n tokens.
 
     A row of one sequence with at most ``CONCATENATED`` numbers is concatenated with the tokens before each piece, and
     conv runs once: few calls from Python, and more memory traffic. torch.compile fuses the concatenation.
@@ -50,7 +52,7 @@ def conv_with_halo(
     (B, T), count = x.shape[:2], len(pieces)
     if where.get("cu_seqlens") is None:
         if T and (torch.compiler.is_compiling() or x.numel() <= CONCATENATED):
-            before = halo(x, n, comm=comm, **where).unflatten(1, (count, n))
+            before = after_state(halo(x, n, comm=comm, **where).unflatten(1, (count, n)), state, pieces)
             y = conv(torch.cat([before, x.unflatten(1, (count, -1))], 2).flatten(0, 1))[:, n:]
             return y.unflatten(0, (-1, count)).flatten(1, 2)
     elif torch.compiler.is_compiling():
@@ -66,6 +68,7 @@ def conv_with_halo(
     ends, after = tokens.split([cuts.ends, count * n], 1)
     after = after.unflatten(1, (-1, n))
     before = halo_from_boundary_tokens(ends, T, n, comm=comm, **where).unflatten(1, (-1, n))
+    before = after_state(before, state, pieces)
     if before.shape[1] < count:
         before = torch.zeros_like(after).index_copy(1, cuts.first, before)
     replacements = conv(torch.cat([before, after], 2).flatten(0, 1))[:, n:].unflatten(0, (B, -1)).flatten(1, 2)
@@ -75,6 +78,13 @@ def conv_with_halo(
 
 
 _not_traced = dynamo_disabled(conv_with_halo)
+
+
+def after_state(before: Tensor, state: Tensor | None, pieces: list[TokenRange]) -> torch.Tensor:
+    """The tokens before each piece, [B, pieces, n, C]; before the one that begins the row, ``state``."""
+    if state is None or not pieces[0].begins:
+        return before
+    return torch.cat([state[:, None].to(before.dtype), before[:, 1:]], 1)
 
 
 def gather_rows(x: Tensor, tokens: Tokens, comm: Communicator, alone: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
@@ -191,6 +201,7 @@ def run_delta_rule(
     where: Mapping[str, Any],
     *,
     final: bool = False,
+    initial: Tensor | None = None,
     supported: frozenset[str] | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -200,23 +211,32 @@ def run_delta_rule(
         it knows (``supported`` has their names), and ``where`` this rank's tokens lie. None: ``function`` runs over
         each piece.
     """
+    initial = None if initial is None else initial.float()
     if operator is None:
-        return delta_rule(functools.partial(function, **options), tensors, pieces, comm=where["comm"], final=final)
+        function = functools.partial(function, **options)
+        return delta_rule(function, tensors, pieces, comm=where["comm"], final=final, initial=initial)
     supported = names_of(operator) if supported is None else supported
     known = {name: x for name, x in options.items() if name in supported}
-    return operator(*tensors, output_final_state="all" if final else False, **known | dict(where))
+    known |= dict(output_final_state="all" if final else False, initial_state=initial)
+    return operator(*tensors, **known | dict(where))
 
 
 def delta_rule(
-    operator: Callable, tensors: Sequence[Any], pieces: list[TokenRange], *, comm: Communicator, final: bool = False
+    operator: Callable,
+    tensors: Sequence[Any],
+    pieces: list[TokenRange],
+    *,
+    comm: Communicator,
+    final: bool = False,
+    initial: Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Gated DeltaNet or KDA over the ranks: (o, with ``final`` the final state of the row on every rank, else None).
 
-    For sharded documents (per_document=True) one ascending and one descending scan send all states, and there
-    is no final state. tensors: q, k, v, g, beta. operator: is called for each piece with fla's signature, with
-    initial_state and output_final_state. Outputs and last states are jointly linear in values and initial states: K
-    columns of zeros behind the values, with the unit matrix as their initial state, yield the dependence on the initial
-    state.
+    For sharded documents (per_document=True) one ascending and one descending scan send all states, and there is no
+    final state. tensors: q, k, v, g, beta. initial: the state before a row of one sequence. operator: is called for
+    each piece with fla's signature, with initial_state and output_final_state. Outputs and last states are jointly
+    linear in values and initial states: K columns of zeros behind the values, with the unit matrix as their initial
+    state, yield the dependence on the initial state.
     """
     if has_tangents(tensors):
         with comm.call(False, "a delta rule", tensors):  # comm.call rejects tangents
@@ -235,13 +255,17 @@ def delta_rule(
     unit = torch.cat([zeros[..., :V], identity.expand(batch, HV, K, K)], -1)
     wide = [i in (some[0] for some in halves) and not piece.begins for i, piece in enumerate(pieces)]
     outputs, states, sizes = [], [], [piece.tokens for piece in pieces]
+    start = initial if pieces[0].begins else None  # of the first piece
     for more, *of_piece in zip(wide, *(t.split(sizes, 1) for t in (q, k, v, g, beta)), strict=True):
         q, k, v, g, beta = of_piece
         v = F.pad(v, (0, K)) if more else v
         if v.shape[1]:
-            o, state = operator(q, k, v, g=g, beta=beta, initial_state=unit if more else None, output_final_state=True)
+            before = unit if more else start
+            o, state = operator(q, k, v, g=g, beta=beta, initial_state=before, output_final_state=True)
         else:  # the incoming state passes through, with a gradient as on the other ranks
-            o, state = v, (unit if more else zeros[..., :V]) + sum(t.sum() for t in of_piece)
+            state = unit if more else zeros[..., :V] if start is None else start
+            o, state = v, state + sum(t.sum() for t in of_piece)
+        start = None
         outputs.append(o)
         states.append(state.float())
     documents = len(halves) // 2 if len(halves) > 2 else 0  # sharded documents: one scan sends all their states

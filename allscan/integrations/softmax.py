@@ -60,6 +60,8 @@ class Row:
     lengths: torch.Tensor | None  # cu_seqlens of the row, on the CPU
     zigzag: bool = dataclasses.field(default=False, kw_only=True)
     per_document: bool = dataclasses.field(default=False, kw_only=True)  # each packed sequence is cut; none is empty
+    # number of tokens before the row, whose keys precede those of the row; None: the row begins the sequence
+    past: int | None = dataclasses.field(default=None, kw_only=True)
 
     @functools.cached_property
     def own(self) -> int:

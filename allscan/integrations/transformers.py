@@ -369,12 +369,15 @@ def _hand_over(model: Any, head: nn.Module, arguments: tuple, options: dict[str,
     vars(model)[HANDED] = {name: options[name] for name in (*NOT_PASSED, STAMP, LABELS) if name in options}
 
 
-def _has_tokens(cache: Any, comm: Communicator) -> bool:
-    """Whether a cache of transformers is not empty; some raise for a model without softmax layers."""
+def _tokens_in(cache: Any) -> int | None:
+    """The number of tokens in a cache of transformers, None if it is empty; 0 if it has recurrent states alone and does
+    not know the number."""
+    recurrent = [any(getattr(layer, "has_previous_state", {}).values()) for layer in getattr(cache, "layers", ())]
     try:
-        return bool(cache.get_seq_length() or getattr(cache, "linear_cache", None))  # MiniMaxCache
-    except ValueError as error:
-        reject(comm, f"{error} Pass use_cache=True in its place.")
+        tokens = int(cache.get_seq_length())
+    except ValueError:  # without softmax layers
+        tokens = 0
+    return tokens if tokens or any(recurrent) or getattr(cache, "linear_cache", None) else None  # MiniMaxCache
 
 
 def _model(
@@ -434,8 +437,7 @@ def _entered(
     ):
         reject(comm, "attention_mask masks tokens: pack the sequences instead of padding them")
     cache = next((x for x in (cache, past_key_values, cache_params) if x is not None), None)
-    if cache is not None and _has_tokens(cache, comm):
-        reject(comm, "past_key_values must be empty: the state before the first rank's tokens is taken as zero")
+    past = None if cache is None else _tokens_in(cache)
     use_cache = use_cache or cache is not None  # layers fill it in any case
     for name in ("output_attentions", "output_router_logits"):
         option = options.get(name)
@@ -460,8 +462,8 @@ def _entered(
     kernel = max(getattr(model.config, name, 0) for name in KERNELS) if use_cache else 0
     B, T = x.shape[:2]
     labels = options.pop(LABELS, None)
-    counted = (options.get(name) for name in ("num_items_in_batch", "shift_labels"))
-    alike = Agreed(model, x.device.type, labels, *counted)
+    count, shifted_labels = (options.get(name) for name in ("num_items_in_batch", "shift_labels"))
+    alike = Agreed(model, x.device.type, labels, count, shifted_labels, past)
     asked = SequenceOptions(B, T, cu_seqlens, zigzag, per_document, attention, inner, home, alike)
     sequence, wanted_by_any = agree_sequence(comm, asked, position_ids, wanted, told, kernel)
     # another rank's embeddings are trained: with all else frozen this rank would run no backward
@@ -483,9 +485,10 @@ def _entered(
         documents: dict[str, Any] = (
             dict(cu_seqlens=sequence.lengths, per_document=True) if sequence.per_document else {}
         )
-        position_ids = zigzag_positions(sequence.own, comm=comm, **documents)[None]
+        position_ids = zigzag_positions(sequence.own, comm=comm, **documents)[None] + (past or 0)
     elif position_ids is None:
-        position_ids = torch.arange(sequence.first, sequence.first + sequence.own, device=x.device)[None]
+        first = sequence.first + (past or 0)
+        position_ids = torch.arange(first, first + sequence.own, device=x.device)[None]
     for name in ("cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"):
         options.pop(name, None)
     kind: Any = type(model)

@@ -98,13 +98,15 @@ def _convolution(
     n = weight.shape[-1] - 1
     if not n:
         return original.call(x, weight, bias, activation=activation)  # with the padding token
-    own = sequence.own
-    x = x if x.shape[2] == own else x[:, :, x.shape[2] - own :]
+    own, state = sequence.own, None
+    if x.shape[2] != own:  # the tokens of the cache precede
+        state, x = x.tensor_split([x.shape[2] - own], 2)
+        state = None if sequence.past is None else state[:, :, -n:].mT
 
     def conv(x: Tensor) -> torch.Tensor:
         return original.call(x.mT, weight, bias, activation=activation).mT
 
-    y = conv_with_halo(conv, n, x.mT, sequence.pieces, sequence.cuts, **sequence.where)
+    y = conv_with_halo(conv, n, x.mT, sequence.pieces, sequence.cuts, state=state, **sequence.where)
     return y.mT if own else _padded(y, sequence).mT
 
 
@@ -133,12 +135,14 @@ def _state_space(
     chunk_size: int,
     *,
     z: Tensor | None = None,
+    initial_states: Tensor | None = None,
     return_final_states: bool = False,
     **options: Any,
 ) -> Any:
     own: Any = (x, dt, B, C, z) if sequence.own else _own(sequence, x, dt, B, C, z)
     x, dt, B, C, z = own
     known: dict[str, Any] = {name: options[name] for name in OF_SSD if name in options} | sequence.where
+    known["initial_states"] = None if initial_states is None else initial_states.float()
     final = "all" if return_final_states else False
     found: Any = zeco_ssd(x, dt, A, B, C, chunk_size, z=z, return_final_states=final, **known)
     return (_padded(found[0], sequence), found[1]) if return_final_states else _padded(found, sequence)
@@ -216,6 +220,7 @@ def _delta_rule(
         sequence.pieces,
         sequence.where,
         final=output_final_state,
+        initial=initial_state,
         supported=original.supported,
         use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
         **options,
@@ -262,14 +267,16 @@ class _Keys:
                 return key, value
             key, value = (x.transpose(1, 2) for x in sequence.in_order(gather))
         if self.cache is not None:
-            self.cache.update(key, value, layer_idx, *arguments, **options)
+            kept = self.cache.update(key, value, layer_idx, *arguments, **options)
+            if sequence.past:  # a static cache returns all of its memory
+                key, value = (x[:, :, : sequence.past + key.shape[2]] for x in kept)
         return key, value
 
     def blocks(self, module: Any, key: Tensor, value: Tensor, scale: float | None, dropout: float) -> Blocks | None:
         """The first back end's arguments for ``attend``, or None if ``update`` has returned the keys of all ranks."""
         name, project = type(module).__name__, None
         if self.gather is None:
-            total = sum(self.sequence.tokens)
+            total = sum(self.sequence.tokens) + (self.sequence.past or 0)
             if key.shape[2] != total:
                 what = f"has the keys of {key.shape[2]} tokens, not of the {total} of all ranks: {OTHER_VERSION}"
                 reject(self.sequence.comm, f"a {name} {what}")
@@ -321,7 +328,9 @@ def lightning_forward(
     own: Any = _own(sequence, *qkv.split(layer.head_dim, -1))
     q, k, v = own
     decays, final = -layer.slope_rate.flatten(), False if cache is None else "all"
-    o, state = zeco_simple_gla(q, k, v, g_gamma=decays, scale=1.0, output_final_state=final, **sequence.where)
+    before = None if sequence.past is None else cache.get_linear_cache(layer.layer_idx).float()
+    how: Any = dict(scale=1.0, initial_state=before, output_final_state=final, **sequence.where)
+    o, state = zeco_simple_gla(q, k, v, g_gamma=decays, **how)
     if state is not None:
         state = state.to(qkv.dtype)
         cache.set_linear_cache(layer.layer_idx, state)

@@ -71,6 +71,7 @@ class Agreed(NamedTuple):
     labels: bool | None  # whether there are labels; None if the base model was called
     num_items_in_batch: Any
     shift_labels: Any
+    past: int | None  # tokens in the cache, see Row
 
     def fields(self, debug: bool) -> tuple[list[tuple[str, object]], float | str | None]:
         """((name, value) pairs, num_items_in_batch). A number in the GPU's memory is read in debug mode only, since
@@ -90,6 +91,7 @@ class Agreed(NamedTuple):
             ("labels is None", None if self.labels is None else not self.labels),
             ("num_items_in_batch is None", count is None),
             ("shift_labels is None", self.shift_labels is None),
+            ("tokens in the cache", self.past),
         ]
         if isinstance(count, Tensor) and count.device.type != "cpu" and not debug:
             return pairs, UNREAD
@@ -160,6 +162,11 @@ def agree_sequence(
             where = "half of the first rank's tokens" if zigzag else "the last rank"
             why = f"with a cache {where} must have as many tokens as a convolution's kernel, got {last}"
             raise comm.order.raised_everywhere(ValueError(why))
+        fewest, least = min(tokens) // (1 + zigzag), max(kernel, 2)  # of one token layers would decode
+        if alike.past is not None and fewest < least:
+            where = "each half of a rank's tokens" if zigzag else "each rank"
+            why = f"after tokens in a cache {where} must have at least {least} tokens, got {fewest}"
+            raise comm.order.raised_everywhere(ValueError(why))
         if len({answer[4] for answer in answers}) > 1:
             layouts = by_rank(answer[4] for answer in answers)
             raise comm.order.raised_everywhere(ValueError(f"layout differs between ranks: {layouts}"))
@@ -212,7 +219,7 @@ def agree_sequence(
         if lengths is not None and per_document:
             lengths = without_empty(lengths)
         cuts = None if lengths is None else torch.tensor(lengths, device="cpu")
-        layout_options: dict[str, Any] = dict(zigzag=zigzag, per_document=per_document)
+        layout_options: dict[str, Any] = dict(zigzag=zigzag, per_document=per_document, past=alike.past)
         sequence = SplitSequence(comm, tokens, cuts, inner, attention, home, **layout_options)
         return sequence, any(answer[5] for answer in answers)
 

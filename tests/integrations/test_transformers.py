@@ -893,6 +893,41 @@ def test_gradients_beside_a_boundary(run, family, size=2):
             assert ratio < (5 if dtype == torch.float32 else 2), ratios
 
 
+def pieces_case(group, family, layout):
+    """Return relative errors of the ordinary model's logits, of a prompt that is read in three pieces by all ranks, and
+    of three tokens after it, which each rank decodes alone."""
+    from allscan.integrations.transformers import sequence_parallel
+
+    with allscan.Communicator(group) as comm, torch.no_grad():
+        zigzag, size = layout == "zigzag", comm.size
+        pieces = (
+            [[n] * size for n in (8, 10, 12)] if zigzag else [[4 + (r + i) % 5 for r in range(size)] for i in range(3)]
+        )
+        model = made(family).eval()
+        whole = torch.randint(1, VOCABULARY, (2, sum(map(sum, pieces))))
+        want = model(input_ids=whole, use_cache=True)
+        sequence_parallel(model, comm=comm, layout=layout)
+        name, cache, errors, first = "cache_params" if family == "mamba2" else "past_key_values", None, [], 0
+        for tokens in pieces:
+            mine = torch.arange(first, first + sum(tokens))[place(comm, tokens, zigzag)]
+            found = model(input_ids=whole[:, mine], use_cache=True, **{} if cache is None else {name: cache})
+            cache, first = getattr(found, name), first + sum(tokens)
+            errors.append(relative(found.logits, want.logits[:, mine]))
+        sequence_parallel(model, comm=None)
+        for step in range(3):
+            token = torch.full((2, 1), step + 1)
+            found, want = (model(input_ids=token, **{name: getattr(x, name)}, use_cache=True) for x in (found, want))
+            errors.append(relative(found.logits, want.logits))
+        return max(errors)
+
+
+@pytest.mark.slow(but=("qwen3_next-zigzag", "nemotron_h-contiguous", "kimi_linear-contiguous"))
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("family", [family for family in CHOICES if family != "lfm2_moe"])
+def test_a_prompt_in_pieces(run, family, layout, size=3):
+    assert max(run(size, pieces_case, family, layout)) < 2e-5
+
+
 def compiled_case(group, family, layout, checkpointed):
     """Return (errors of the compiled model's loss and gradients, in its second step, against the eager split model's;
     reasons of graph breaks; number of graphs; calls of the compiled and of the eager model)."""
@@ -1303,9 +1338,11 @@ def options_case(group):
         errors += [relative(found.logits, want.logits[:, mine]), relative(share, want.loss)]
         found.loss.backward()
         past = made("qwen3_next")(input_ids=whole, use_cache=True).past_key_values
+        few = dict(input_ids=part[:, : 8 * comm.rank + 2], past_key_values=past)
         rejected = {
             "pack the sequences": dict(attention_mask=torch.zeros_like(part)),
-            "must be empty": dict(past_key_values=past),
+            "after tokens in a cache each rank must have at least 4 tokens": few,
+            "tokens in the cache: ": dict(past_key_values=past) if comm.rank else dict(use_cache=True),
             "leave no cache": dict(cu_seq_lens_q=torch.tensor([0, 8, 20]), use_cache=True),
             "output_attentions": dict(output_attentions=True),
             "output_router_logits": dict(output_router_logits=True),
@@ -1344,14 +1381,6 @@ def options_case(group):
         answers["attention differs between ranks: rank 0: Attention(merged=True, memory=1000)"] = raised(
             limited, input_ids=part
         )
-        lightning = dict(layer_types=["linear_attention", "full_attention"], num_hidden_layers=2)
-        for family, name, text in (
-            ("mamba2", "cache_params", "Pass use_cache=True in its place"),
-            ("minimax", "past_key_values", "must be empty: the state before"),
-        ):
-            other = made(family, **lightning if family == "minimax" else {})
-            past = getattr(other(input_ids=whole, use_cache=True), name)
-            answers[text] = raised(sequence_parallel(other, comm=comm), input_ids=part, **{name: past})
         frozen = made("qwen3_next")
         if comm.rank:
             frozen.model.layers[1].requires_grad_(False)
