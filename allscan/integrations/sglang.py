@@ -83,8 +83,25 @@ class PrefillKernel:
         beta_is_raw: bool = False,
         **_: Any,
     ) -> Any:
-        """Run a batch: q, k [1, T, H, K], v [1, T, HV, V], gates as sglang's own kernels take them. Returns o, for
-        Gated DeltaNet (o, None, None)."""
+        """Run a batch of requests, and update their states in the pool. sglang's backends call it.
+
+        Args:
+            q, k, v: [1, T, H, K], [1, T, HV, V]; q and k are divided by their norms here.
+            g, beta: as sglang's own kernels take them: for KDA with A_log both are raw.
+            ssm_states, cache_indices, query_start_loc: the pool, slots, and boundaries of ``allscan.serving.prefill``.
+            A_log, dt_bias, lower_bound, beta_is_raw: of KDA's gate, as in ``allscan.zeco_kda``.
+            inplace_update, return_intermediate_states, track_state, num_state_checkpoints: only their defaults.
+            _: other arguments of sglang's kernels, without effect.
+
+        Returns:
+            o [1, T, HV, V]; for Gated DeltaNet (o, None, None).
+
+        Raises:
+            NotImplementedError: as the class says; other errors are those of ``allscan.serving.prefill``.
+
+        Example:
+            >>> o, *_ = kernel.extend(q, k, v, g, beta, ssm_states=pool, cache_indices=slots, query_start_loc=starts)
+        """
         for name, wanted in (
             ("inplace_update=False", not inplace_update),
             ("return_intermediate_states", return_intermediate_states),

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..bindings.torch_compat import set_group_timeout
 from ..comm.heap import init
 
 LOOPBACK = "127.0.0.1"
@@ -254,7 +255,8 @@ def new_group(members: list[int]) -> Any:
     if dist.get_backend() != "gloo":
         return dist.new_group(members)
     for attempt in range(3):
-        group, failure = None, None
+        group: Any = None
+        failure = None
         try:
             group = dist.new_group(members, timeout=datetime.timedelta(seconds=20))
         except RuntimeError as error:
@@ -263,7 +265,7 @@ def new_group(members: list[int]) -> Any:
         dist.all_reduce(failures)
         if not failures:
             if dist.get_rank() in members:
-                dist.distributed_c10d._set_pg_timeout(dist.distributed_c10d.default_pg_timeout, group)
+                set_group_timeout(group)
             return group
         print(f"rank {dist.get_rank()}: new_group({members}), attempt {attempt}: {failure}", file=sys.stderr)
         if failure is None and dist.get_rank() in members:

@@ -38,6 +38,7 @@ from allscan.shmem_kernels.links import NONE, PUT, SENTINEL, SIGNAL
 from allscan.shmem_kernels.merge import merge_kernel
 from allscan.shmem_kernels.rails import RAILS, Slice, rails_kernel
 from allscan.shmem_kernels.scan import scan_kernel, shift_rows_kernel
+from allscan.shmem_kernels.slots import copy_slots_kernel
 from allscan.shmem_kernels.transition import transition_kernel
 from allscan.shmem_kernels.triangle_rows import fold_kernel, reverse_kernel
 from allscan.tokens.packing import Layout, TokenRange
@@ -329,6 +330,20 @@ def test_cross_entropy(kind):
     constants = {"V": 151936, "GRAD": True, "BV": 4096}
     compiled = Compiled(cross_entropy_kernel, arguments, constants, num_warps=8)
     assert compiled.spilled_bytes == 0 and compiled.registers <= 64 and compiled.count(r"ld\.global\.v4") > 0
+
+
+@pytest.mark.parametrize("write", [False, True])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_slots(write, transposed):
+    """Copies between a pool of bfloat16 and states of 128 x 128, the pool as it is and transposed."""
+    arguments = pointers("p_pool", "*bf16") | pointers("p_states", "*fp32") | pointers("p_slots", "*i32")
+    arguments |= pointers("p_begun", "*i8") | pointers("p_fault p_record", "*i64") | pointers("num_slots", "i32")
+    strides = "stride_slot stride_head stride_row stride_column"
+    arguments |= pointers(strides, "i32") | pointers("N H", "i32")
+    one = "stride_row" if transposed else "stride_column"
+    constants = dict(R=128, C=128, WRITE=write, BN=4, BR=32, BC=64)
+    compiled = Compiled(copy_slots_kernel, arguments, constants | {one: 1}, num_warps=4)
+    assert compiled.spilled_bytes == 0 and compiled.registers <= 128
 
 
 def fields_read(function) -> set[str]:
