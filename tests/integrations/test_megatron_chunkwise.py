@@ -1,22 +1,24 @@
 """All-Scan inside Megatron-core's chunkwise Gated DeltaProduct: on CPU ranks with a backend in torch, on GPUs with
-Megatron's own of fla. ``MEGATRON=checkout`` takes Megatron's files from a checkout; without it the CPU tests use a
-stand-in (support/gdp_stand_in.py), and those of the backend of fla are skipped."""
+Megatron's own of fla; and the calls of its Gated DeltaNet. ``ALLSCAN_MEGATRON=checkout`` takes Megatron's files from a
+checkout; without it the CPU tests use a stand-in (support/gdp_stand_in.py), and those of fla's backend are skipped."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
 import os
+from functools import partial
+from itertools import pairwise
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-import triton
 
 import allscan
-from support.fla import import_fla
+from allscan.reference import delta_reference
+from support.fla import has_gradients, import_fla
 from support.gdp import Backend, load, recurrence
 from support.gla import BF16
 from support.values import pairs, raised, relative_all
@@ -239,20 +241,108 @@ def of_fla(group, cuts, backward):
         return [relative_all(NAMES, found, expected) for found in (scanned, gathered)]
 
 
-def has_gradients():
-    """Whether fla computes gradients of gated delta rules: on Hopper with Triton 3.7.1 or later."""
-    version = tuple(int(x) for x in triton.__version__.split("+")[0].split(".")[:3])
-    return torch.cuda.get_device_capability()[0] != 9 or version >= (3, 7, 1)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("cuts", CUTS)
 def test_backend_of_fla(run, size, cuts):
-    if "MEGATRON" not in os.environ:
-        pytest.skip("needs MEGATRON, a checkout of Megatron-LM with gdp_common")
+    if "ALLSCAN_MEGATRON" not in os.environ:
+        pytest.skip("needs ALLSCAN_MEGATRON, a checkout of Megatron-LM with gdp_common")
     if not importlib.util.find_spec("fla") or raised(load, "gdp"):
         pytest.skip("needs the fla of Megatron's backend: 0.5")
     for scanned, gathered in run(size, of_fla, cuts, has_gradients()):
+        for name, theirs in gathered.items():
+            assert scanned[name] <= 1.1 * theirs + 1e-5 and theirs < 2e-2, (name, scanned, gathered)
+
+
+def convolution(x, weight, cuts):
+    """silu of a causal convolution of x [1, T, D], for each sequence."""
+    width = weight.shape[1] - 1
+    pieces = [F.pad(x[:, a:b].mT, (width, 0)) for a, b in pairwise(cuts)]
+    return torch.cat([F.silu(F.conv1d(piece, weight[:, None], groups=len(weight))).mT for piece in pieces], 1)
+
+
+def of_gated_delta_net(group, cuts, backward):
+    """Return the errors of outputs and gradients by the calls of Megatron's chunkwise Gated DeltaNet, with ``fla_cp``,
+    and on GPUs with fla's exchange. On CPU ranks with our delta rule, since fla's needs a GPU."""
+    import_fla(models=False)
+    from fla.modules.causal_conv1d import causal_conv1d
+    from fla.ops.cp import build_cp_context, chunk_delta_h
+    from fla.ops.cp import comm as exchange
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    from allscan.integrations import fla_cp
+
+    comm = allscan.Communicator(group)
+    on_gpu = comm.device.type == "cuda"
+    T, K, dtype = (192, 64, BF16) if on_gpu else (12, 16, torch.float32)
+    total = comm.size * T
+    ends = [int(cut * T) for cut in CUTS[cuts](comm.size)]
+    whole = torch.tensor(ends, dtype=torch.int32)
+    torch.manual_seed(0)
+    x, g, beta, do = (torch.randn(1, total, n, device="cpu").to(comm.device) for n in (3 * K, 1, 1, K))
+    given = [x.to(dtype), F.logsigmoid(g) * 4 / T, beta.sigmoid().to(dtype), do[:, :, None].to(dtype)]
+    weight = (torch.randn(3 * K, 4, device="cpu") / 2).to(comm.device, dtype)
+
+    def results(convolve, rule, inputs, weight, **where):
+        *inputs, do = inputs
+        leaves = [x.detach().clone().requires_grad_() for x in (*inputs, weight)]
+        x, g, beta, weight = leaves
+        q, k, v = (y.unflatten(-1, (1, -1)) for y in convolve(x, weight, **where).chunk(3, -1))
+        q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
+        o = rule(q=q, k=k, v=v, g=g, beta=beta, **where)[0]
+        return [o.detach(), *(torch.autograd.grad(o, leaves, do.to(o.dtype)) if backward else ())]
+
+    def convolve(x, weight, **where):
+        return causal_conv1d(x=x, weight=weight, bias=None, activation="silu", **nothing, **where)[0]
+
+    def rule(cp_context, cu_seqlens, **operands):
+        if on_gpu:
+            where = dict(cp_context=cp_context, cu_seqlens=cu_seqlens)
+            return chunk_gated_delta_rule(**operands, use_qk_l2norm_in_kernel=False, **nothing, **where)
+        return allscan.zeco_gated_delta_rule(**operands, cu_seqlens=whole, comm=comm)
+
+    nothing = dict(initial_state=None, output_final_state=False)
+    expected = results(
+        partial(convolution, cuts=ends),
+        partial(delta_reference, cu_seqlens=ends),
+        [x.double() for x in given],
+        weight.double(),
+    )
+    expected = [*(part(x, comm) for x in expected[:-1]), expected[-1]] if backward else [part(expected[0], comm)]
+    mine = [part(x, comm) for x in given]
+    where = dict(cu_seqlens=whole.to(comm.device), cp_context=None)
+    where["cp_context"] = build_cp_context(
+        cu_seqlens=where["cu_seqlens"], cu_seqlens_cpu=whole, group=comm.group, conv1d_kernel_size=4
+    )
+    found = [results(convolve, rule, mine, weight, **where)] if on_gpu else []
+    fla_cp.context_parallel(comm)
+    places = [mock.patch.object(module, "all_gather_into_tensor", None) for module in (exchange, chunk_delta_h)]
+    with places[0], places[1]:  # a call would fail
+        found.insert(0, results(convolve, rule, mine, weight, **where))
+    fla_cp.disable()
+    comm.close()
+    for some in found if backward else ():
+        some[-1] = some[-1].float()
+        dist.all_reduce(some[-1], group=group)
+    return [relative_all(("o", "x", "g", "beta", "weight"), some, expected) for some in found]
+
+
+needs_fla = pytest.mark.skipif(not importlib.util.find_spec("fla"), reason="needs fla")
+
+
+@needs_fla
+@pytest.mark.cpu
+@pytest.mark.parametrize("cuts, size", [("one", 2), ("packed", 3), ("middle", 3), ("borders", 2)])
+def test_calls_of_gated_delta_net(run, size, cuts):
+    for (errors,) in run(size, of_gated_delta_net, cuts, True):
+        assert len(errors) == 5 and max(errors.values()) < 1e-5, errors
+
+
+@needs_fla
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("cuts", ["one", "packed", "middle", "borders"])
+def test_calls_of_gated_delta_net_on_gpus(run, size, cuts):
+    for scanned, gathered in run(size, of_gated_delta_net, cuts, has_gradients()):
         for name, theirs in gathered.items():
             assert scanned[name] <= 1.1 * theirs + 1e-5 and theirs < 2e-2, (name, scanned, gathered)

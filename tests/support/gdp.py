@@ -17,9 +17,9 @@ PLACES = "megatron.core.ops.ssm.context_parallel", "megatron.core.ssm.context_pa
 
 def load(*more):
     """Return Megatron's modules ``chunkwise`` and ``gdp_common``, and ``more`` of their folder, by their paths in the
-    checkout that the variable MEGATRON names; without it the stand-in, twice. They are then imported by their names,
-    beside an installed Megatron-core, whose package is not."""
-    checkout = os.environ.get("MEGATRON")
+    checkout that the variable ALLSCAN_MEGATRON names; without it the stand-in, twice. Their names are then in
+    sys.modules, beside an installed Megatron-core."""
+    checkout = os.environ.get("ALLSCAN_MEGATRON")
     if not checkout:
         names = [f"{PLACES[0]}.{name}" for name in ("chunkwise", "gdp_common")]
         return [sys.modules.setdefault(name, gdp_stand_in) for name in names]

@@ -1,6 +1,6 @@
-"""Stands for the modules ``chunkwise`` and ``gdp_common`` of Megatron-core's ``context_parallel``, which no release has:
+"""Stands for the modules ``chunkwise`` and ``gdp_common`` of Megatron-core's ``context_parallel``, in no release:
 the names, arguments and results that ``integrations.megatron_chunkwise`` and a layer use, written for the tests.
-support/gdp.py takes the real files instead if the variable MEGATRON names a checkout."""
+support/gdp.py takes the real files instead if the variable ALLSCAN_MEGATRON names a checkout."""
 
 from __future__ import annotations
 
