@@ -58,8 +58,8 @@ def part(x, comm):
     return x.chunk(comm.size, 1)[comm.rank].contiguous()
 
 
-def layer(comm, modules, backend, inputs, cuts, n, backward=True):
-    """Return this rank's output and gradients, by the call of Megatron's layer."""
+def layer(comm, modules, backend, inputs, cuts, n, backward=True, between=None):
+    """Return this rank's output and gradients, by the call of Megatron's layer. between: called between the passes."""
     chunkwise, gdp_common, *_ = modules
     *leaves, do = (part(x, comm) for x in inputs)
     leaves = [x.requires_grad_() for x in leaves]
@@ -73,6 +73,8 @@ def layer(comm, modules, backend, inputs, cuts, n, backward=True):
     o = gdp_common.gdp_chunkwise_context_parallel(
         *leaves, local, num_householder=n, scale=0.5, cp_group=comm.group, backend=backend, **which
     )
+    if between is not None:
+        between()
     return [o.detach(), *(torch.autograd.grad(o, leaves, do.to(o.dtype)) if backward else ())]
 
 
@@ -92,8 +94,8 @@ def values_case(group, cuts, n, given):
     expected = [part(x, comm) for x in law(inputs, ends, n)]
     backend = Backend(*modules)
     with mock.patch.object(dist, "all_gather_into_tensor", stacked_gather):
-        gathered = layer(comm, modules, backend, inputs, ends, n)
-    megatron_chunkwise.enable(comm=comm if given else None)
+        enable = partial(megatron_chunkwise.enable, comm=comm if given else None)
+        gathered = layer(comm, modules, backend, inputs, ends, n, between=enable)  # backward gathers, too
     megatron_chunkwise.enable()
     assert gdp_common.chunkwise_cp_forward is not theirs[0] and gdp_common.chunkwise_cp_backward is not theirs[1]
     with mock.patch.object(dist, "all_gather_into_tensor", None):  # a call would fail

@@ -33,8 +33,12 @@ def by_path(name, folder):
     if name not in sys.modules:
         path = os.path.join(folder, name.rpartition(".")[2] + ".py")
         spec = importlib.util.spec_from_file_location(name, path)
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
+        sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses look there for their module
+        try:
+            spec.loader.exec_module(sys.modules[name])
+        except BaseException:
+            del sys.modules[name]
+            raise
     return sys.modules[name]
 
 
