@@ -36,6 +36,7 @@ def __getattr__(name: str) -> Any:
         "fla",
         "fla_cp",
         "megatron",
+        "megatron_chunkwise",
         "recurrent",
         "sglang",
         "slices",

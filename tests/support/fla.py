@@ -8,6 +8,7 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
+import triton
 from triton.runtime.autotuner import Autotuner
 
 from allscan.reference import delta_reference, gla_reference
@@ -27,6 +28,12 @@ def import_fla(models=True):
 
     fla.layers.attn.flash_attn_func, fla.layers.attn.flash_attn_varlen_func = attention, packed_attention
     return fla
+
+
+def has_gradients():
+    """Return whether fla computes gradients of gated delta rules here: on Hopper with Triton 3.7.1 or later."""
+    version = tuple(int(x) for x in triton.__version__.split("+")[0].split(".")[:3])
+    return torch.cuda.get_device_capability()[0] != 9 or version >= (3, 7, 1)
 
 
 def recurrence(q, k, v, g, initial_state=None, cu_seqlens=None, output_final_state=False, **_):
