@@ -6,9 +6,8 @@ after a call the pools of all ranks have the same states, so that any rank can d
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -16,9 +15,10 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 
-from .base.checks import boundaries, check_tensor, zigzag_of
+from .base.checks import check_tensor, zigzag_of
 from .bindings.triton_compat import OPTIONS
 from .comm.communicator import Communicator, check_communicator
+from .launch.compiled_kernel import dynamo_disabled
 from .ops.allscan import final_of_all
 from .ops.delta import zeco_gated_delta_rule, zeco_kda
 from .ops.gla import zeco_gla
@@ -36,6 +36,7 @@ OPERATORS[zeco_ssd] = "initial_states", "return_final_states"
 DTYPES = torch.float32, torch.bfloat16, torch.float16  # of a pool
 
 
+@dynamo_disabled
 @torch.no_grad()
 def prefill(
     operator: Callable[..., Any],
@@ -52,14 +53,15 @@ def prefill(
     the slots of a pool, and final states are written there, on every rank. Inference only.
 
     A request may begin or continue, have any number of tokens, also fewer than there are ranks, and none: then its
-    state does not change. All ranks call it with the same requests in the same order.
+    state does not change; it is zero if the request begins. All ranks call it with the same requests in the same order.
+    torch.compile does not trace it (a graph break).
 
     Args:
         operator: ``allscan.zeco_gla``, ``zeco_gated_delta_rule``, ``zeco_kda``, ``zeco_simple_gla`` or ``zeco_ssd``.
         tensors: its positional arguments, [1, T, ...] of this rank's T tokens: q, k, v, g, beta for a delta rule.
         comm: the communicator.
         pool: [num_slots, H, K, V], the states by slot, float32, bfloat16 or float16, on the communicator's device, with
-            any strides. For zeco_ssd [num_slots, H, P, N]. The computation is in float32; a pool of another dtype
+            any strides but 0. For zeco_ssd [num_slots, H, P, N]. The computation is in float32; a pool of another dtype
             rounds the states between two calls.
         slots: [N] integers, the slot of each request, on this rank: each slot at most once. A negative one stands for
             no slot: the request begins with zeros, and its state is not kept. A slot on the CPU is checked before
@@ -67,8 +69,8 @@ def prefill(
             ``comm.check()`` and later calls then raise ValueError.
         query_start_loc: [N + 1] integers rising from 0 to the number of tokens of all ranks: ``cu_seqlens`` of the
             operator, equal on all ranks. A tensor on the GPU is read, which synchronizes.
-        has_initial_state: [N] booleans, equal on all ranks: whether the request continues. A request that begins reads
-            zeros, whatever its slot holds. None: all slots are read.
+        has_initial_state: [N] booleans, equal on all ranks (compared in debug mode): whether the request continues. A
+            request that begins reads zeros, whatever its slot holds. None: all slots are read.
         state_v_first: whether the pool is [num_slots, H, V, K]; not for zeco_ssd.
         options: those of the operator; ``first_token``, so that a new query_start_loc needs no exchange on the host,
             ``layout``, ``scale``, ``invariant`` and so on.
@@ -79,14 +81,15 @@ def prefill(
     Raises:
         TypeError, ValueError: wrong arguments, before anything is launched on this rank. The other ranks raise
             AllScanRejected or AllScanTimeout, with this rank's message.
-        RuntimeError: and the other errors of the operator.
+        RuntimeError: and the other errors of the operator. After an error pools may differ between ranks in the slots
+            of these requests, which must begin again.
 
     Example:
         >>> o = allscan.serving.prefill(allscan.zeco_kda, q, k, v, g, beta, comm=comm, pool=pool, slots=slots,
         ...                             query_start_loc=[0, 8192, 8200], has_initial_state=[True, False])
     """
     check_communicator(comm)
-    with _reported(comm):
+    with comm.call(False, "serving.prefill()", tensors):  # whatever raises on this rank, the other ranks hear of it
         if operator not in OPERATORS:
             names = ", ".join(f"allscan.{known.__name__}" for known in OPERATORS)
             raise ValueError(f"operator must be one of {names}, got {getattr(operator, '__name__', operator)!r}")
@@ -97,13 +100,13 @@ def prefill(
             raise ValueError("state_v_first is not for zeco_ssd: its pool is [num_slots, H, P, N]")
         _check_pool(comm, pool, 4)
         requests = _Requests(comm, pool.mT if state_v_first else pool, slots, query_start_loc, has_initial_state)
-    states = requests.read()
-    taken = {initial: states, final: "all", "cu_seqlens": query_start_loc}
-    o, finals = operator(*tensors, comm=comm, **taken, **options)
-    requests.write(finals)
+        taken = {initial: requests.read(), final: "all", "cu_seqlens": query_start_loc}
+        o, finals = operator(*tensors, comm=comm, **taken, **options)
+        requests.write(finals)
     return o
 
 
+@dynamo_disabled
 @torch.no_grad()
 def convolve(
     conv: Callable[[Tensor], Tensor],
@@ -125,7 +128,7 @@ def convolve(
             the n before it: for example a depthwise convolution with n + 1 weights and an activation.
         x: [1, T, C], this rank's tokens, any float dtype of at most 32 bits.
         comm: the communicator.
-        pool: [num_slots, C, n], with any strides.
+        pool: [num_slots, C, n], with any strides but 0; n at least 1.
         slots, query_start_loc, has_initial_state: as in ``prefill``.
         first_token, layout: as in ``allscan.zeco_gla``.
 
@@ -140,7 +143,7 @@ def convolve(
         >>> y = allscan.serving.convolve(conv, x, comm=comm, pool=pool, slots=slots, query_start_loc=[0, 8192, 8200])
     """
     check_communicator(comm)
-    with _reported(comm):
+    with comm.call(False, "serving.convolve()", (x,)):
         _check_pool(comm, pool, 3)
         C, n = pool.shape[1:]
         check_tensor("x", x, None, comm.device, None)
@@ -148,43 +151,48 @@ def convolve(
             raise ValueError(f"x must be [1, T, {C}], as the pool is {list(pool.shape)}, got {list(x.shape)}")
         requests = _Requests(comm, pool[:, None].mT, slots, query_start_loc, has_initial_state)
         zigzag = zigzag_of(layout, False, query_start_loc)
-    lengths, T = requests.lengths, x.shape[1]
-    where: dict[str, Any] = dict(cu_seqlens=query_start_loc, first_token=first_token, layout=layout)
-    after = halo(x, n, comm=comm, **where).unflatten(1, (-1, n))
-    first = partition_start(comm, lengths, T, first_token, zigzag)
-    key = "serving", n, lengths, T, first, zigzag
-    tables = cached_table(comm, key, lambda: _Windows(lengths, T, first, n, zigzag, comm))
-    states = requests.read()  # [N, 1, n, C]
-    finals = torch.zeros_like(states)
-    if not tables.pieces:
-        y = conv(x.new_zeros(1, n + 1, C))[:, :0]
-    else:
-        windows = F.pad(states[:, 0], (0, 0, 0, 1)).to(x.dtype)[tables.sequences[:, None], tables.columns]
-        windows = windows.index_add(0, tables.heads, after[0, tables.halves])
-        row = torch.cat([windows.flatten(0, 1), x[0]])[tables.row]
-        y = conv(row[None])[:, tables.outputs]
-        finals[tables.ended, 0] = row[tables.tails].float()
-    y, finals = final_of_all(y, finals, comm, True, bool(zigzag))
-    requests.write(torch.where(tables.empty[:, None, None, None], states, finals))
+        lengths, T = requests.lengths, x.shape[1]
+        where: dict[str, Any] = dict(cu_seqlens=query_start_loc, first_token=first_token, layout=layout)
+        after = halo(x, n, comm=comm, **where).unflatten(1, (-1, n))
+        first = partition_start(comm, lengths, T, first_token, zigzag)
+        key = "serving", n, lengths, T, first, zigzag
+        tables = cached_table(comm, key, lambda: _Windows(lengths, T, first, n, zigzag, comm))
+        states = requests.read()  # [N, 1, n, C]
+        finals = torch.zeros_like(states)
+        if not tables.pieces:
+            y = conv(x.new_zeros(1, n + 1, C))[:, :0]
+        else:
+            windows = F.pad(states[:, 0], (0, 0, 0, 1)).to(x.dtype)[tables.sequences[:, None], tables.columns]
+            windows = windows.index_add(0, tables.heads, after[0, tables.halves])
+            row = torch.cat([windows.flatten(0, 1), x[0]])[tables.row]
+            y = conv(row[None])[:, tables.outputs]
+            finals[tables.ended, 0] = row[tables.tails].float()
+        y, finals = final_of_all(y, finals, comm, True, bool(zigzag))
+        requests.write(torch.where(tables.empty[:, None, None, None], states, finals))
     return y
 
 
-@contextlib.contextmanager
-def _reported(comm: Communicator) -> Iterator[None]:
-    """Report errors in this rank's arguments to the ranks that continue the call."""
-    try:
-        yield
-    except (TypeError, ValueError):
-        with comm.call():
-            raise
-
-
 def _check_pool(comm: Communicator, pool: Any, dims: int) -> None:
-    if not isinstance(pool, Tensor) or pool.dtype not in DTYPES:
-        raise TypeError(f"pool must be a tensor of float32, bfloat16 or float16, got {getattr(pool, 'dtype', pool)}")
-    if pool.ndim != dims or not pool.numel() or pool.device != comm.device:
-        what = f"of {dims} dimensions on {comm.device}"
-        raise ValueError(f"pool must be a tensor {what}, got {list(pool.shape)} on {pool.device}")
+    check_tensor("pool", pool, None, comm.device, None)
+    if pool.dtype not in DTYPES:
+        raise TypeError(f"pool must be float32, bfloat16 or float16, got {pool.dtype}")
+    if pool.ndim != dims or not pool.numel():
+        raise ValueError(f"pool must have {dims} dimensions, none of them empty, got {list(pool.shape)}")
+    if pool.is_neg() or any(not stride and size > 1 for stride, size in zip(pool.stride(), pool.shape, strict=True)):
+        raise ValueError("pool must be written to: it must be neither expanded nor a negated view")
+
+
+def _one_of_each(name: str, x: Any, n: int) -> Tensor:
+    """slots or has_initial_state as a tensor, after its checks."""
+    kind = f"{n} signed integers" if name == "slots" else f"{n} booleans"
+    try:
+        x = x if isinstance(x, Tensor) else torch.as_tensor(x, device="cpu")
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"{name} must be {kind}: {error}") from error
+    signed = x.dtype.is_signed or name != "slots"
+    if x.shape != (n,) or x.is_floating_point() or x.is_complex() or not signed:
+        raise ValueError(f"{name} must be {kind}, got {x.dtype} {list(x.shape)}")
+    return x
 
 
 class _Requests:
@@ -193,20 +201,22 @@ class _Requests:
     def __init__(self, comm: Communicator, pool: Tensor, slots: Any, query_start_loc: Any, begun: Any) -> None:
         self.comm, self.pool = comm, pool
         self.lengths = boundaries_on_host(own_boundaries(query_start_loc))
-        n = len(boundaries(query_start_loc)) - 1
-        slots = torch.as_tensor(slots)
-        begun = torch.ones(n, dtype=torch.bool, device=comm.device) if begun is None else torch.as_tensor(begun)
-        for name, x, whole in ("slots", slots, slots.dtype.is_signed), ("has_initial_state", begun, True):
-            if x.shape != (n,) or x.is_floating_point() or x.is_complex() or not whole:
-                kind = "signed integers" if name == "slots" else "booleans"
-                raise ValueError(f"{name} must be {n} {kind}, got {x.dtype} {list(x.shape)}")
-        if slots.device.type == "cpu" or (comm.debug and not comm.streams.capturing()):
+        n = len(self.lengths) - 1
+        slots = _one_of_each("slots", slots, n)
+        begun = torch.ones(n, dtype=torch.bool, device=comm.device) if begun is None else begun
+        begun = _one_of_each("has_initial_state", begun, n)
+        debug = comm.debug and not comm.streams.capturing()
+        if slots.device.type == "cpu" or debug:
             used = [slot for slot in slots.tolist() if slot >= 0]
             if len({*used}) < len(used):
                 raise ValueError(f"slots must be distinct, got {used}")
             if used and max(used) >= len(pool):
                 raise ValueError(f"slots must be below {len(pool)}, the number of slots of the pool, got {used}")
-        self.slots = slots.to(comm.device, non_blocking=True)
+        if debug:
+            read = tuple(bool(x) and slot >= 0 for x, slot in zip(begun.tolist(), slots.tolist(), strict=True))
+            comm.order.agree((("has_initial_state, False without a slot", read),), None, "a batch, in debug mode")
+        # a copy of slots on the CPU: the caller may write to pinned memory before the GPU has read it
+        self.slots = (slots.contiguous() if slots.is_cuda else slots.clone()).to(comm.device, non_blocking=True)
         self.begun = (begun != 0).to(comm.device, torch.int8, non_blocking=True)
 
     def read(self) -> Tensor:

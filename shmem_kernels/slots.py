@@ -32,8 +32,8 @@ def copy_slots_kernel(
     BC: tl.constexpr,
 ):
     """A program for each request, head and BR rows."""
-    n, h = tl.program_id(0) // H, tl.program_id(0) % H
-    r = tl.program_id(1) * BR + tl.arange(0, BR)
+    n, h = tl.program_id(0) // H, (tl.program_id(0) % H).to(tl.int64)  # a pool's strides may be large: 64 bits
+    r = (tl.program_id(1) * BR + tl.arange(0, BR)).to(tl.int64)
     slot = tl.load(p_slots + n).to(tl.int64)
     inside = (slot >= 0) & (slot < num_slots)
     if not WRITE:
@@ -53,7 +53,7 @@ def copy_slots_kernel(
     p_pool += slot * stride_slot + h * stride_head
     p_states += tl.program_id(0).to(tl.int64) * R * C
     for first in range(0, C, BC):
-        c = first + tl.arange(0, BC)
+        c = (first + tl.arange(0, BC)).to(tl.int64)
         valid = (r < R)[:, None] & (c < C)[None, :]
         p_there = p_pool + r[:, None] * stride_row + c[None, :] * stride_column
         p_here = p_states + r[:, None] * C + c[None, :]

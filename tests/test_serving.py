@@ -257,9 +257,13 @@ WRONG = {  # arguments, and the message
     "few": (dict(slots=[0]), "slots must be 2 signed integers"),
     "floats": (dict(slots=[0.0, 1.0]), "slots must be 2 signed integers"),
     "flags": (dict(has_initial_state=[True]), "has_initial_state must be 2 booleans"),
-    "flat": (dict(pool=torch.zeros(3, H, K)), "pool must be a tensor of 4 dimensions"),
-    "integers": (dict(pool=torch.zeros(3, H, K, V, dtype=torch.int32)), "pool must be a tensor of float32"),
+    "flat": (dict(pool=torch.zeros(3, H, K)), "pool must have 4 dimensions"),
+    "integers": (dict(pool=torch.zeros(3, H, K, V, dtype=torch.int32)), "pool must be float32"),
     "final": (dict(output_final_state=True), "takes output_final_state from the pool"),
+    "none": (dict(slots=None), "slots must be 2 signed integers"),
+    "no memory": (dict(pool=torch.zeros(3, H, K, 0)), "pool must have 4 dimensions, none of them empty"),
+    "expanded": (dict(pool=torch.zeros(1, H, K, V).expand(3, -1, -1, -1)), "pool must be written to"),
+    "negated": (dict(pool=torch.zeros(3, H, K, V, dtype=torch.complex64).conj().imag), "pool must be written to"),
     "shape": (dict(pool=torch.zeros(3, H, K, V + 1)), "initial_state must have shape"),
     "operator": (dict(operator=torch.add), "operator must be one of allscan.zeco_gla"),
 }
@@ -295,6 +299,51 @@ def test_a_rank_with_wrong_arguments(run, name, size=2):
     assert after is also is None
 
 
+def failing_convolution_case(group):
+    """Return the exceptions of a convolution that raises on rank 1, between its two exchanges, and of a call after
+    resync(); whether the pool is unchanged in between."""
+    with allscan.Communicator(group, timeout=3) as comm:
+        x, pool = torch.ones(1, 5, 2, device=comm.device), torch.ones(3, 2, 3, device=comm.device)
+
+        def failing(x):
+            raise MemoryError("no memory")
+
+        def call(conv):
+            batch = dict(slots=[0], query_start_loc=[0, 5 * comm.size], first_token=5 * comm.rank)
+            serving.convolve(conv, x, comm=comm, pool=pool, **batch)
+            if comm.device.type == "cuda":
+                torch.cuda.synchronize()
+            comm.check()
+
+        call(torch.neg)
+        x += 1
+        found = raised(call, failing if comm.rank == 1 else torch.neg)
+        unchanged = bool((pool == 1).all())
+        comm.resync()
+        return found, raised(call, torch.neg), unchanged
+
+
+@pytest.mark.cpu
+def test_a_convolution_that_raises_on_a_rank(run, size=2):
+    (first, after, unchanged), (second, also_after, also) = run(size, failing_convolution_case)
+    assert second[0] == "MemoryError" and first[0].startswith("AllScan") and "no memory" in first[1], (first, second)
+    assert after is also_after is None and unchanged and also
+
+
+def begun_case(group, debug):
+    """Return the exception of a call with has_initial_state that differs on rank 1."""
+    with allscan.Communicator(group, timeout=20, debug=debug) as comm:
+        tensors = [x.to(comm.device) for x in tensors_of("kda", 5, torch.Generator().manual_seed(0))]
+        batch = dict(slots=[2, -1], query_start_loc=[0, 3, 5 * comm.size], has_initial_state=[comm.rank != 1, True])
+        pool = torch.zeros(3, H, K, V, device=comm.device)
+        return raised(serving.prefill, allscan.zeco_kda, *tensors, comm=comm, pool=pool, **batch)
+
+
+def test_ranks_that_differ_in_has_initial_state(run, size=2):
+    for found in run(size, begun_case, True):
+        assert found[0] == "ValueError" and "has_initial_state" in found[1], found
+
+
 def slots_on_device_case(group, slots):
     """Return (the exception of check() after a call with slots that the host has not looked at, whether the pool is
     unchanged outside of slot 1)."""
@@ -320,3 +369,69 @@ def test_slots_on_the_device(run, slots, size=1):
         assert found is None
     else:
         assert found[0] == "ValueError" and f"slots[1] is {slots[1]}" in found[1], found
+
+
+def slots_of(kind, device):
+    if kind == "strided":
+        return torch.tensor([[2, 1], [0, 1]], device=device)[:, 0]
+    return torch.tensor([2, 0], device=device, dtype=getattr(torch, kind))
+
+
+def same_slots_case(group, kind):
+    """Whether these slots are those of a list."""
+    with allscan.Communicator(group) as comm:
+        found = []
+        for slots in [2, 0], slots_of(kind, comm.device):
+            pool = torch.arange(3 * H * K * V, dtype=torch.float32, device=comm.device).view(3, H, K, V)
+            requests = serving._Requests(comm, pool, slots, [0, 3, 5], [True, False])
+            requests.write(requests.read() + 1)
+            found.append(pool)
+        comm.check()
+        return torch.equal(*found)
+
+
+@pytest.mark.parametrize("kind", ["strided", "int8", "int64"])
+def test_kinds_of_slots(run, kind):
+    assert run(1, same_slots_case, kind) == [True]
+
+
+def large_pool_case(group, dim):
+    """Write and read the states of two slots of a pool whose stride in this dimension is 2**30 numbers, and whose
+    memory is that of the few numbers which are touched. Return whether the states are right."""
+    with allscan.Communicator(group) as comm:
+        shape, strides = [2, 3, 3, 3], [27, 9, 3, 1]
+        strides[dim] = 2**30
+        memory = torch.empty(3 * 2**30, dtype=torch.bfloat16, device=comm.device)
+        pool = memory.as_strided(shape, strides)
+        states = torch.arange(54.0, device=comm.device).view(shape)
+        requests = serving._Requests(comm, pool, [1, 0], [0, 3, 5], None)
+        requests.write(states)
+        return torch.equal(pool.float()[[1, 0]], states) and torch.equal(requests.read(), states)
+
+
+@pytest.mark.parametrize("dim", [1, 2, 3])
+def test_addresses_of_large_pools(run, dim):
+    assert run(1, large_pool_case, dim) == [True]
+
+
+def compiled_case(group):
+    """Whether a compiled function with both calls returns what they return, and writes the same states."""
+    with allscan.Communicator(group) as comm, torch.no_grad():
+        tensors = [x.to(comm.device) for x in tensors_of("kda", 5, torch.Generator().manual_seed(0))]
+        batch = dict(comm=comm, slots=[2, 0], query_start_loc=[0, 3, 5 * comm.size], first_token=5 * comm.rank)
+
+        def layer(pool, memory):
+            q = serving.convolve(torch.neg, tensors[0].flatten(2), pool=memory, **batch).view_as(tensors[0])
+            return 2 * serving.prefill(allscan.zeco_kda, 3 * q, *tensors[1:], pool=pool, **batch)
+
+        torch._dynamo.reset()
+        found = []
+        for function in layer, torch.compile(layer, backend="aot_eager"):
+            pools = [torch.ones(shape, device=comm.device) for shape in ((3, H, K, V), (3, H * K, 2))]
+            found.append([function(*pools), *pools])
+        return all(map(torch.equal, *found))
+
+
+@pytest.mark.slow
+def test_compiled_functions(run, size=2):
+    assert all(run(size, compiled_case))
