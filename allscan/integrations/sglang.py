@@ -49,6 +49,8 @@ class PrefillKernel:
 
     uses_state_checkpoints = False
     supports_track_state_snapshot = False
+    supports_safe_gate = True  # otherwise sglang calls another kernel for a lower_bound
+    prefill_graph_wrapper_cls = None  # otherwise its prefill graphs call the kernel that is replaced
 
     def __init__(self, kernel: Any, *, comm: Communicator, rule: str, whole_rows: bool = True) -> None:
         check_communicator(comm)
@@ -118,10 +120,11 @@ class PrefillKernel:
         if self.whole_rows:
             tensors = [x[:, first:end] for x in tensors]
         options: dict[str, Any] = dict(use_qk_l2norm_in_kernel=True, first_token=first)
+        options |= dict(use_beta_sigmoid_in_kernel=beta_is_raw)
         if A_log is not None:
             bias = None if dt_bias is None else dt_bias.flatten()
             gate = dict(A_log=A_log.flatten(), dt_bias=bias, lower_bound=lower_bound)
-            options |= dict(use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=beta_is_raw, **gate)
+            options |= dict(use_gate_in_kernel=True, **gate)
         options |= dict(pool=ssm_states, slots=cache_indices, query_start_loc=query_start_loc, state_v_first=True)
         o = prefill(RULES[self.rule], *tensors, comm=self.comm, **options)
         if self.whole_rows and size > 1:
@@ -130,6 +133,8 @@ class PrefillKernel:
                 own = F.pad(o[0], (0, 0, 0, 0, 0, each - o.shape[1])).contiguous()
                 dist.all_gather_into_tensor(parts.flatten(0, 1), own, group=self.comm.group)
             o = parts.flatten(0, 1)[None, :total]
+        if self.whole_rows:
+            o = F.pad(o, (0, 0, 0, 0, 0, v.shape[1] - total))  # sglang may pad a row
         return (o, None, None) if self.rule == "gdn" else o
 
 

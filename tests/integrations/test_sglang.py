@@ -27,6 +27,8 @@ class Kernel:
     supports_packed_decode = True
     uses_state_checkpoints = True
     supports_track_state_snapshot = True
+    supports_safe_gate = False
+    prefill_graph_wrapper_cls = object
 
     def decode(self, q, k, v, a, b, *, A_log, dt_bias, ssm_states, cache_indices, query_start_loc, **kwargs):
         return "decoded"
@@ -44,19 +46,20 @@ def gates_of(rule, T, raw, generator):
     A_log, bias = torch.rand(1, 1, HV, 1, generator=generator), torch.randn(HV * K, generator=generator)
     decay = -A_log.exp() * F.softplus(g + bias.view(HV, K))
     if not raw:
-        return decay, beta.sigmoid(), {}, (decay, beta.sigmoid())
+        return decay, beta, dict(beta_is_raw=True), (decay, beta.sigmoid())
     more = dict(A_log=A_log, dt_bias=bias, lower_bound=None, beta_is_raw=True)
     return g, beta, more, (decay, beta.sigmoid())
 
 
 def extend_case(group, rule, whole_rows, raw):
     """Return (error of the outputs, of the pool, this rank's pool) of two batches: requests 0 and 1 begin, then 1
-    continues and 2 begins."""
+    continues and 2 begins. Whole rows have two tokens more, behind the last request."""
     with allscan.Communicator(group) as comm:
         generator = torch.Generator().manual_seed(0)
         kernel = PrefillKernel(Kernel(), comm=comm, rule=rule, whole_rows=whole_rows)
         assert kernel.decode(*[None] * 5, A_log=0, dt_bias=0, ssm_states=0, cache_indices=0, query_start_loc=0)
         assert kernel.supports_packed_decode and not kernel.uses_state_checkpoints
+        assert kernel.supports_safe_gate and kernel.prefill_graph_wrapper_cls is None
         pool = torch.zeros(5, HV, V, K, device=comm.device)
         states, errors = {}, []
         for slots, lengths in ([3, 1], [17, 20]), ([1, 4, -1], [9, 1, 3]):
@@ -67,7 +70,8 @@ def extend_case(group, rule, whole_rows, raw):
             g, beta, more, exact = gates_of(rule, total, raw, generator)
             each = -(-total // comm.size)
             mine = slice(min(comm.rank * each, total), min((comm.rank + 1) * each, total))
-            own = [x if whole_rows else x[:, mine] for x in (q, k, v, g, beta)]
+            own = (q, k, v, g, beta)
+            own = [F.pad(x, (0, 0) * (x.ndim - 2) + (0, 2)) if whole_rows else x[:, mine] for x in own]
             answer = kernel.extend(
                 *(x.to(comm.device) for x in own),
                 ssm_states=pool,
@@ -89,7 +93,7 @@ def extend_case(group, rule, whole_rows, raw):
                     states[slot] = state
                     errors.append(relative(pool[slot].mT[None], state))
             expected = torch.cat(expected, 1)
-            expected = expected if whole_rows else expected[:, mine]
+            expected = F.pad(expected, (0, 0, 0, 0, 0, 2)) if whole_rows else expected[:, mine]
             assert answer.shape == expected.shape
             errors.append(relative(answer, expected) if answer.numel() else 0.0)
         comm.check()
