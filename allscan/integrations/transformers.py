@@ -116,8 +116,9 @@ def sequence_parallel(
     every rank.
 
     ``use_cache`` defaults to False. With ``use_cache=True`` or a cache, on all ranks or on none, every rank's cache is
-    that of the row. Each rank can then generate with the ordinary model by itself: ``sequence_parallel(model,
-    comm=None)``. The rank with the last token has its logits: the last rank, in zigzag the first.
+    that of the row. A cache that is not empty, the same on every rank, has the tokens before the row. Each rank can
+    then generate with the ordinary model by itself: ``sequence_parallel(model, comm=None)``. The rank with the last
+    token has its logits: the last rank, in zigzag the first.
 
     Args:
         model: a causal language model of transformers, its text model, or a module around one, of Qwen3-Next, Qwen3.5
@@ -150,8 +151,9 @@ def sequence_parallel(
             options of ``loss_in_slices``, for ``mlp_in_slices`` with MiniMax's jitter of routers, which writes to its
             input; when called, for a head that was replaced or wrapped since, with ``loss_in_slices`` (LoRA of the
             head, ``resize_token_embeddings``), for an attention mask that masks anything (pack instead), for a cache
-            that is not empty or of packed sequences, for ``use_cache=True`` where the last rank, in zigzag a half, has
-            fewer tokens than a convolution's kernel, for ``output_attentions`` and ``output_router_logits``; with a
+            of packed sequences, for ``use_cache=True`` where the last rank, in zigzag a half, has fewer tokens than a
+            convolution's kernel, for a cache that is not empty where any rank, in zigzag any half, has, or whose
+            tensors require a gradient, for ``output_attentions`` and ``output_router_logits``; with a
             limit of memory for ``use_cache=True``, packed sequences, dropout and dtypes without a kernel; in zigzag for
             an odd number of tokens or one that differs between ranks, and for ``position_ids`` that begin a sequence
             with another number than 0; with per_document=True for lengths that are no multiples of 2P, and for packed
@@ -372,12 +374,21 @@ def _hand_over(model: Any, head: nn.Module, arguments: tuple, options: dict[str,
 def _tokens_in(cache: Any) -> int | None:
     """The number of tokens in a cache of transformers, None if it is empty; 0 if it has recurrent states alone and does
     not know the number."""
-    recurrent = [any(getattr(layer, "has_previous_state", {}).values()) for layer in getattr(cache, "layers", ())]
-    try:
-        tokens = int(cache.get_seq_length())
-    except ValueError:  # without softmax layers
-        tokens = 0
-    return tokens if tokens or any(recurrent) or getattr(cache, "linear_cache", None) else None  # MiniMaxCache
+    layers = getattr(cache, "layers", ())
+    recurrent = any(any(getattr(layer, "has_previous_state", {}).values()) for layer in layers)
+    # cache.get_seq_length() is that of the first layer, in MiniMax also of one without keys
+    counts = (int(layer.get_seq_length()) for layer in layers if hasattr(layer, "get_seq_length"))
+    tokens = next((count for count in counts if count), 0)
+    return tokens if tokens or recurrent or getattr(cache, "linear_cache", None) else None  # MiniMaxCache
+
+
+def _tensors_of(cache: Any) -> list[torch.Tensor]:
+    """The keys, values and states in a cache of transformers."""
+    found = [*getattr(cache, "linear_cache", ())]  # MiniMaxCache
+    for layer in getattr(cache, "layers", ()):
+        for x in vars(layer).values():
+            found += x.values() if isinstance(x, dict) else [x]
+    return [x for x in found if isinstance(x, torch.Tensor)]
 
 
 def _model(
@@ -438,6 +449,8 @@ def _entered(
         reject(comm, "attention_mask masks tokens: pack the sequences instead of padding them")
     cache = next((x for x in (cache, past_key_values, cache_params) if x is not None), None)
     past = None if cache is None else _tokens_in(cache)
+    if past is not None and torch.is_grad_enabled() and any(x.requires_grad for x in _tensors_of(cache)):
+        reject(comm, "gradients do not pass through a cache: read the pieces of a prompt under torch.no_grad()")
     use_cache = use_cache or cache is not None  # layers fill it in any case
     for name in ("output_attentions", "output_router_logits"):
         option = options.get(name)
