@@ -85,9 +85,9 @@ def attend(
 ) -> torch.Tensor:
     """Causal attention output [B, T, H, V] of this rank's queries q [B, T, H, D].
 
-    k [B, S, G, D], v [B, S, G, V]: the keys and values of all ranks in the order of the row, behind those of
-    ``row.past``; with ``blocks`` those of
-    this rank, as the other ranks' are still to be read from ``blocks.gather``.
+    k [B, S, G, D], v [B, S, G, V]: the keys and values of the ``row.past`` tokens before the row, if any, and of all
+    ranks in the order of the row; with ``blocks`` those of this rank, as the other ranks' are still to be read from
+    ``blocks.gather``.
     function: (q, k, v) [B, tokens, heads, width] -> output of one causal part, the model's own function.
     varlen: (q, k, v, cu_seqlens of queries, of keys, longest of both) -> output of many causal parts, for packed
         sequences; q, k and v are [tokens, heads, width]. None: there is no such kernel.

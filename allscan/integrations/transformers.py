@@ -408,7 +408,7 @@ def _model(
     with embedding.register_forward_hook(_with_gradient) if embedding is not None else contextlib.nullcontext():
         outputs = type(model).forward(model, **inputs)
     if inputs["use_cache"]:
-        _of_last_tokens(outputs if isinstance(outputs, tuple) else outputs.values(), sequence)
+        _of_last_tokens(outputs, sequence)
     return outputs if sequence.own else _without_padding(outputs)
 
 
@@ -513,7 +513,8 @@ def _entered(
 @dynamo_disabled
 def _of_last_tokens(outputs: Any, sequence: SplitSequence) -> None:
     """Write the row's last convolution states into the cache among a model's outputs."""
-    for cache in (x for x in outputs if hasattr(x, "layers")):
+    found = outputs if isinstance(outputs, tuple) else outputs.values()
+    for cache in (x for x in found if hasattr(x, "layers")):
         for layer in cache.layers:
             for state in getattr(layer, "conv_states", {}).values():
                 if state is not None:

@@ -893,7 +893,7 @@ def test_gradients_beside_a_boundary(run, family, size=2):
             assert ratio < (5 if dtype == torch.float32 else 2), ratios
 
 
-def pieces_case(group, family, layout):
+def pieces_case(group, family, layout, compiled=False):
     """Return relative errors of the ordinary model's logits, of a prompt that is read in three pieces by all ranks, and
     of three tokens after it, which each rank decodes alone."""
     from allscan.integrations.transformers import sequence_parallel
@@ -908,10 +908,12 @@ def pieces_case(group, family, layout):
         whole = torch.randint(1, VOCABULARY, (2, sum(map(sum, pieces))))
         want = model(input_ids=whole, use_cache=True)
         sequence_parallel(model, comm=comm, layout=layout)
+        torch._dynamo.reset()
+        split = torch.compile(model, backend="aot_eager") if compiled else model
         name, cache, errors, first = "cache_params" if family == "mamba2" else "past_key_values", None, [], 0
         for tokens in pieces:
             mine = torch.arange(first, first + sum(tokens))[place(comm, tokens, zigzag)]
-            found = model(input_ids=whole[:, mine], use_cache=True, **{} if cache is None else {name: cache})
+            found = split(input_ids=whole[:, mine], use_cache=True, **{} if cache is None else {name: cache})
             cache, first = getattr(found, name), first + sum(tokens)
             errors.append(relative(found.logits, want.logits[:, mine]))
         sequence_parallel(model, comm=None)
@@ -927,6 +929,11 @@ def pieces_case(group, family, layout):
 @pytest.mark.parametrize("family", [family for family in CHOICES if family != "lfm2_moe"])
 def test_a_prompt_in_pieces(run, family, layout, size=3):
     assert max(run(size, pieces_case, family, layout)) < 2e-5
+
+
+@pytest.mark.slow
+def test_a_prompt_in_pieces_with_compile(run, size=2):
+    assert max(run(size, pieces_case, "minimax", "contiguous", compiled=True)) < 2e-5
 
 
 def compiled_case(group, family, layout, checkpointed):
