@@ -472,7 +472,7 @@ def _entered(
     wanted = torch.is_grad_enabled() and inputs_embeds is not None and inputs_embeds.requires_grad
     stamp = options.pop(STAMP, None)
     told = stamp, looked_at(comm, input_ids, stamp)
-    kernel = max(getattr(model.config, name, 0) for name in KERNELS) if use_cache else 0
+    kernel = max(getattr(model.config, name, 0) for name in KERNELS) if use_cache else -1
     B, T = x.shape[:2]
     labels = options.pop(LABELS, None)
     count, shifted_labels = (options.get(name) for name in ("num_items_in_batch", "shift_labels"))

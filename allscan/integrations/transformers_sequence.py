@@ -138,7 +138,7 @@ def agree_sequence(
     """Exchange the ranks' tokens and check them: (the sequence, whether any rank's embeddings need a gradient).
 
     ``wanted``: whether this rank's embeddings need a gradient; ``stamp``: (the batch's stamp, result of ``looked_at``),
-    see batches.py; ``kernel``: number of tokens in the convolutions' states, 0 without a cache.
+    see batches.py; ``kernel``: number of tokens in the convolutions' states, -1 without a cache.
     """
     B, T, cu_seqlens, zigzag, per_document, attention, inner, home, alike = asked
     with comm.call():
@@ -155,7 +155,7 @@ def agree_sequence(
         )
         comm.order.compare_forwards(counts_of_all)
         if len(set(kernels)) > 1:
-            why = f"use_cache differs between ranks: {by_rank(bool(kernel) for kernel in kernels)}"
+            why = f"use_cache differs between ranks: {by_rank(kernel >= 0 for kernel in kernels)}"
             raise comm.order.raised_everywhere(ValueError(why))
         last = tokens[0] // 2 if zigzag else tokens[-1]
         if last < kernel:  # the layers compute the convolution's state from these tokens alone

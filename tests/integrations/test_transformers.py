@@ -1390,6 +1390,10 @@ def options_case(group):
         answers["attention differs between ranks: rank 0: Attention(merged=True, memory=1000)"] = raised(
             limited, input_ids=part
         )
+        other = sequence_parallel(made("minimax"), comm=comm)  # without convolutions
+        answers["use_cache differs between ranks: rank 0: True"] = raised(
+            other, input_ids=part, use_cache=comm.rank == 0
+        )
         frozen = made("qwen3_next")
         if comm.rank:
             frozen.model.layers[1].requires_grad_(False)
