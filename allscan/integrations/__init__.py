@@ -37,6 +37,7 @@ def __getattr__(name: str) -> Any:
         "fla_cp",
         "megatron",
         "recurrent",
+        "ringmaster",
         "slices",
         "softmax",
         "transformers",
