@@ -70,6 +70,22 @@ class Plugin:
             self.undo.pop()()
 
 
+def axolotl_forward(layer, hidden_states, **_):
+    """Stands for the forward that axolotl gives Gated DeltaNet: it calls two functions that ringmaster sets."""
+    weight, bias = layer.conv1d.weight.squeeze(1), layer.conv1d.bias
+    qkv = layer._axolotl_gdn_cp_conv(layer.in_proj_qkv(hidden_states), weight, bias, layer.activation)
+    q, k, v = qkv.split([layer.key_dim, layer.key_dim, layer.value_dim], -1)
+    q, k = (x.unflatten(-1, (-1, layer.head_k_dim)) for x in (q, k))
+    v, z = (x.unflatten(-1, (-1, layer.head_v_dim)) for x in (v, layer.in_proj_z(hidden_states)))
+    g = -layer.A_log.float().exp() * F.softplus(layer.in_proj_a(hidden_states).float() + layer.dt_bias)
+    options = dict(initial_state=None, output_final_state=False, use_qk_l2norm_in_kernel=True)
+    o, _ = layer._axolotl_gdn_cp_chunk(q, k, v, g=g, beta=layer.in_proj_b(hidden_states).sigmoid(), **options)
+    return layer.out_proj(layer.norm(o.flatten(0, 2), z.flatten(0, 2)).view(z.shape).flatten(2))
+
+
+axolotl_forward._axolotl_gdn_kernel_interface = True
+
+
 def convolution(x, weight, bias, activation):
     """Stands for causal_conv1d_fn: x [B, C, T]."""
     y = F.conv1d(x, weight[:, None], bias, padding=weight.shape[1] - 1, groups=len(weight))
@@ -124,7 +140,7 @@ def summed(model, group):
     return found
 
 
-def split_case(group, family, documents, ours):
+def split_case(group, family, documents, ours, axolotl=False):
     """Return relative errors of the logits and of each parameter's gradient, and the change of the logits without the
     states and tokens of other ranks."""
     size, rank, T = dist.get_world_size(group), dist.get_rank(group), documents[0][-1]
@@ -142,6 +158,8 @@ def split_case(group, family, documents, ours):
         if ours:
             patch.setattr("ringmaster.cp_collectives.all_gather_cp", None)  # is not called
             allscan.integrations.ringmaster.enable()
+        if axolotl:
+            patch.setattr(type(model.model.layers[0].linear_attn), "forward", axolotl_forward)
         plugin = Plugin([model], group)
         found = model(input_ids=whole, position_ids=positions_of(documents)).logits
         own, weights = (x[:, rank * n : (rank + 1) * n] for x in (logits, weights))
@@ -155,6 +173,7 @@ def split_case(group, family, documents, ours):
                 assert not gradient.any(), name
         plugin.post_train_unload()
         allscan.integrations.ringmaster.disable()
+        patch.undo()
         assert torch.equal(of_rows(model, whole, documents), logits)
         return errors, relative(alone, logits)
 
@@ -188,6 +207,10 @@ def name_of(case):
 @pytest.mark.parametrize("family, documents, size", MODELS, ids=map(name_of, MODELS))
 def test_models(run, family, documents, size):
     check(run(size, split_case, family, documents, True), documents)
+
+
+def test_axolotls_layers(run, size=3):
+    check(run(size, split_case, "qwen3_5", PACKED, True, axolotl=True), PACKED)
 
 
 OWN_EXCHANGE = [

@@ -93,6 +93,7 @@ def kinds(comm, x, g, kind):
 
 X = torch.zeros(1, T, H, K)
 MODULES = dict(fla="fla", transformers="transformers", megatron="megatron.core", fla_cp="fla.ops")
+MODULES |= dict(ringmaster="ringmaster")
 
 
 def of_integration(name, function, *given, **options):
@@ -121,6 +122,7 @@ TAKE_A_COMMUNICATOR = {
     "transformers": lambda comm: of_integration("transformers", "sequence_parallel", torch.nn.Linear(2, 2), comm=comm),
     "megatron": lambda comm: of_integration("megatron", "sequence_parallel", (), comm=comm),
     "context_parallel": lambda comm: of_integration("fla_cp", "context_parallel", comm),
+    "ringmaster": lambda comm: of_integration("ringmaster", "enable", comm),
 }
 
 
@@ -143,8 +145,8 @@ def no_communicators():
 @pytest.mark.parametrize("name", TAKE_A_COMMUNICATOR)
 def test_something_else_in_place_of_a_communicator(no_communicators, name, kind):
     """A process group, a mesh, None or the class raises a TypeError that names the right call. None turns a model of an
-    integration back into an ordinary one."""
-    if kind == "None" and name in ("fla", "transformers", "megatron"):
+    integration back into an ordinary one; with ringmaster it asks for a new communicator."""
+    if kind == "None" and name in ("fla", "transformers", "megatron", "ringmaster"):
         return
     with pytest.raises(TypeError, match=rf"comm must be a Communicator, got (a )?{kind}.*allscan.Communicator\("):
         TAKE_A_COMMUNICATOR[name](no_communicators[kind])
