@@ -101,13 +101,11 @@ OF_FLA = {
 @contextlib.contextmanager
 def unsplit(family):
     """A model in float32. What this process has in place of transformers' torch functions does not count; fla's KDA is
-    computed by the recurrence, and fla's Mamba2 in torch: with a stand-in for causal_conv1d, which ringmaster wants."""
+    computed by the recurrence, and fla's Mamba2 in torch: with stand-ins for the kernels that ringmaster asks for."""
     if family in OF_FLA:
         fla, (kind, call, options) = import_fla(), OF_FLA[family]
         with computed_by(fla, kind, call), pytest.MonkeyPatch.context() as patch:
-            patch.setattr(
-                fla.layers.mamba2, "mamba_chunk_scan_combined", lambda: None
-            )  # ringmaster asks if it is there
+            patch.setattr(fla.layers.mamba2, "mamba_chunk_scan_combined", lambda: None)  # is never called
             model = model_of(fla, kind, vocab_size=VOCABULARY, **options).train()
             for layer in model.modules():
                 if hasattr(layer, "causal_conv1d_fn"):
@@ -122,7 +120,7 @@ def unsplit(family):
         yield made(family, use_cache=False, **FAMILIES.get(family, {}))
 
 
-def of_rows(model, whole, rows, **options):
+def of_rows(model, whole, rows):
     """Logits of the unsplit model, each document by itself."""
     rows = [[whole[i : i + 1, a:b] for a, b in pairwise(row)] for i, row in enumerate(rows)]
     return torch.cat([torch.cat([model(input_ids=x).logits for x in row], 1) for row in rows])
@@ -245,6 +243,7 @@ def training_case(group, family):
                 allscan.integrations.ringmaster.enable()
                 plugin = Plugin([model], group)
                 allscan.integrations.ringmaster.enable(comm)  # after wiring
+                model.gradient_checkpointing_enable()
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             for whole in batches:
                 comm.step()
