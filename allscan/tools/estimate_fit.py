@@ -92,7 +92,7 @@ def fit(config: dict[str, Any], cut: Cut, options: Options) -> Fit:
     model = model_of(config)
     state, active = _state(model, options), _active(model)
     if options.checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(use_reentrant=False))
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs=dict(use_reentrant=False))
     layers = Layers(model)
     layers.take()
     one = step_of(model, cut, options.loss_slice)

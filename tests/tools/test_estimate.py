@@ -147,7 +147,7 @@ def test_a_table_of_few_layers_is_that_of_the_whole_model(family, checkpointing,
         found = fit(small(family), cut, Options(checkpointing, 1, loss_slice))
         model = model_of(small(family))
         if checkpointing:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(use_reentrant=False))
+            model.activation_checkpointing_enable(activation_checkpointing_kwargs=dict(use_reentrant=False))
         whole = step_of(model, cut, loss_slice)
         assert found.state == pytest.approx(whole.parameters + whole.gradients + whole.optimizer, rel=1e-2)
         assert -1e-3 < (found.total - found.arena) / whole.peak - 1 < 2e-2
