@@ -41,6 +41,7 @@ from bench import (
     model,
     packed,
     plots,
+    prefill,
     proof,
     scaling,
     segments,
@@ -230,6 +231,14 @@ def test_the_loss_in_slices_without_gpus(capsys, monkeypatch):
 def test_long_sequences_are_checked(run, name):
     """Loss and gradients of the split model, with everything recomputed and in slices, are those of one rank."""
     assert max(run(2, long.check, name, 24)) < 1e-4
+
+
+@pytest.mark.cpu
+@pytest.mark.slow(but="qwen3_next")
+@pytest.mark.parametrize("name", prefill.SIZES)
+def test_prompts_are_checked(run, name):
+    """The last logits and a decoded token, of a prompt that two ranks read in one and two calls."""
+    assert max(run(2, prefill.check, name, 24)) < 1e-5
 
 
 @pytest.mark.cpu
