@@ -275,6 +275,69 @@ def test_convolutions(run, size):
     assert all(sum(run(size, convolution_case), []))
 
 
+def shift_case(group, cuts):
+    """Return whether fla's token shift and its gradient are those of the whole sequence."""
+    import_fla()
+    from fla.modules.token_shift import token_shift_ref
+    from fla.modules.token_shift_cp import token_shift_cp
+    from fla.ops.cp import build_cp_context
+
+    from allscan.integrations.fla_cp import context_parallel
+
+    with allscan.Communicator(group) as comm:
+        context_parallel(comm)
+        whole, mine = lengths(cuts, comm.size, comm.device), place(comm, [T] * comm.size)
+        x, weights = torch.randn(2, 1, T * comm.size, 24, generator=torch.Generator().manual_seed(0)).to(comm.device)
+        x.requires_grad_()
+        context = build_cp_context(whole, comm.group, conv1d_kernel_size=2)
+        expected, own = token_shift_ref(x, whole), x.detach()[:, mine].clone().requires_grad_()
+        found = token_shift_cp(own, context)
+        gradient = torch.autograd.grad((expected * weights).sum(), x)[0]
+        (found * weights[:, mine]).sum().backward()
+        return torch.equal(found, expected[:, mine]) and error(own.grad, gradient[:, mine]) < 1e-6
+
+
+@pytest.mark.parametrize("size, cuts", [(2, "packed"), (4, "borders")])
+def test_token_shift(run, size, cuts):
+    assert all(run(size, shift_case, cuts))
+
+
+def failing_case(group, name):
+    """Rank 0 passes an initial state, which fla rejects before any exchange. Return the error of that call, and of o
+    after resync() against the law."""
+    import_fla()
+    from fla.ops.cp import build_cp_context
+
+    from allscan.integrations.fla_cp import context_parallel
+
+    rule, n = rules()[name], 64
+    with allscan.Communicator(group, timeout=4) as comm:
+        context_parallel(comm)
+        narrow = BF16 if comm.device.type == "cuda" else torch.float16
+        given, mine = rule.draw(n * comm.size, 1, 16, comm.device, narrow), place(comm, [n] * comm.size)
+        context = build_cp_context(lengths("one", comm.size, comm.device, n), comm.group)
+        own = [x.unflatten(1, (n * comm.size, -1))[:, mine].flatten(1, 2) for x in given]
+
+        def call(**options):
+            with torch.no_grad():
+                return rule.operator(*own, cp_context=context, **options)[0]
+
+        call()
+        wrong = dict(initial_state=torch.zeros(1, 1, 16, 16, device=comm.device)) if comm.rank == 0 else {}
+        answer = raised(call, **wrong)
+        comm.resync()
+        return answer, relative(call(), rule.reference(given, [0, n * comm.size])[:, mine])
+
+
+@pytest.mark.slow(but="DPLR")
+@pytest.mark.parametrize("name", ["Gated DeltaNet 2", "gated delta product", "DPLR", "RWKV-7"])
+def test_operators_that_one_rank_rejects(run, name, size=2):
+    """Nobody waits longer than the timeout, and the ranks can go on."""
+    for rank, (answer, difference) in enumerate(run(size, failing_case, name)):
+        assert answer[0] == ("AllScanTimeout" if rank else "AssertionError"), answer
+        assert difference < 2e-2
+
+
 def kernel_case(group, name, cuts, layout):
     """Return {tensor: (error with All-Scan, error of the unsplit operator)} against float64, for several inputs. On CPU
     ranks Triton's interpreter runs fla's kernels."""
@@ -342,20 +405,14 @@ def kernel_case(group, name, cuts, layout):
 NAMES = ["KDA", "Gated DeltaNet", "Gated DeltaNet 2", "gated delta product", "DPLR", "RWKV-7"]
 
 
-@pytest.mark.slow(
-    but=(
-        "contiguous-packed-Gated DeltaNet 2-2",
-        "contiguous-packed-gated delta product-2",
-        "contiguous-packed-DPLR-2",
-        "contiguous-one-RWKV-7-3",
-        "zigzag-one-DPLR-2",
-    )
-)
-@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.cpu), pytest.param(4, marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("cuts", CUTS)
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
-def test_kernels(run, size, name, cuts, layout):
+CASES = pairs(["contiguous", "zigzag"], [*CUTS], [2, 3 + torch.cuda.is_available()], NAMES)
+CASES += [("contiguous", "packed", 2, name) for name in NAMES[3:]]
+
+
+@pytest.mark.slow(but=("2-Gated DeltaNet 2", "packed-2-gated delta product", "packed-3-DPLR", "one-2-RWKV-7"))
+@pytest.mark.kernels
+@pytest.mark.parametrize("layout, cuts, size, name", CASES)
+def test_kernels(run, layout, cuts, size, name):
     """Where a rank begins inside of a sequence its chunks begin elsewhere than in the unsplit operator, and so do
     roundings: of DPLR with decays in the inverse, and of two tokens for each, up to a third of the error."""
     most = 1.1 if name in ("KDA", "Gated DeltaNet", "Gated DeltaNet 2") else 1.5

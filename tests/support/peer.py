@@ -64,6 +64,9 @@ FILES = (  # in the checkout; files that a version of fla lacks are skipped
     "tests/context_parallel/test_cp_kda.py",
     "tests/context_parallel/test_cp_gdn.py",
     "tests/context_parallel/test_cp_conv.py",
+    "tests/context_parallel/test_cp_dplr.py",
+    "tests/context_parallel/test_cp_rwkv7.py",
+    "tests/context_parallel/test_cp_token_shift.py",
 )
 
 
