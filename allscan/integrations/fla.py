@@ -219,7 +219,7 @@ def _layer(
             _tokens_of_all(comm, hidden_states, cut, stamp)
             comm.agreed.arguments.remember(batch)
     if kind is RWKV7Attention:
-        o, v_first = _rwkv7(layer, hidden_states, options["v_first"], where)
+        o, v_first = _rwkv7(layer, hidden_states, options.get("v_first"), where)
         return o, None, past_key_values, v_first
     return _CALLS[kind](layer, hidden_states, cache, where), None, past_key_values
 
@@ -372,7 +372,7 @@ def _shifted(x: Tensor, where: dict[str, Any]) -> torch.Tensor:
     return delta
 
 
-def _rwkv7(layer: Any, x: Tensor, v_first: Tensor, where: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+def _rwkv7(layer: Any, x: Tensor, v_first: Tensor | None, where: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
     delta = _shifted(x, where)
     return fla_rwkv7.time_mixing(layer, x, delta, v_first, _context(x.shape[1], **where))
 

@@ -105,10 +105,11 @@ def context_parallel(comm: Communicator) -> None:
     segments of chunks in parallel (shmem_kernels/delta_state.py; products are in bfloat16 if the inputs are), and a
     rank receives one state of HV * K * V words in forward and one in backward. Transitions are not sent.
 
-    The call affects all ranks of the group until ``comm`` is closed. It covers chunk_kda, chunk_gated_delta_rule and
-    related operators, in both layouts of a context. Short convolutions receive the tokens before a shard boundary by
-    halo in the contiguous layout; in zigzag they keep fla's exchange. For rules without gates, or with gates of the
-    keys, fla's kernels compute the rank's state and transition. Calls with ``use_graph`` keep fla's exchange, except
+    The call affects all ranks of the group until ``comm`` is closed. It covers chunk_kda, chunk_gated_delta_rule,
+    chunk_gdn2, chunk_gated_delta_product, chunk_dplr_delta_rule and chunk_rwkv7, in both layouts of a context. Short
+    convolutions and token shifts receive the tokens before a shard boundary by halo in the contiguous layout; in zigzag
+    they keep fla's exchange. For rules without gates, DPLR and RWKV-7, fla's kernels compute the rank's state and
+    transition. Calls with ``use_graph`` keep fla's exchange, except
     for the convolutions: fla reads the sequence boundaries on the GPU at every replay. The first call for a shape is
     collective on the host and must precede a CUDA graph's capture.
 

@@ -75,12 +75,12 @@ def _on_host(bounds: tuple[int, ...]) -> Tensor:
     return torch.tensor(bounds, dtype=torch.int32, device="cpu")
 
 
-def time_mixing(layer: Any, x: Tensor, delta: Tensor, v_first: Tensor, context: Any) -> tuple[Tensor, Tensor]:
+def time_mixing(layer: Any, x: Tensor, delta: Tensor, v_first: Tensor | None, context: Any) -> tuple[Tensor, Tensor]:
     """(output, values of the first layer) of fla's RWKV7Attention, from the tokens and their shifts."""
     T = x.shape[1]
     nothing = int(context.cu_seqlens_cpu[-1]) if not T else 0
     if nothing:  # fla's kernels take no empty tensors
-        x, delta, v_first = (F.pad(y, (0, 0, 0, nothing)) for y in (x, delta, v_first))
+        x, delta = (F.pad(y, (0, 0, 0, nothing)) for y in (x, delta))
     xr, xw, xk, xv, xa, xg = fused_addcmul_rwkv7(
         x, delta, layer.x_r, layer.x_w, layer.x_k, layer.x_v, layer.x_a, layer.x_g
     )
@@ -89,6 +89,8 @@ def time_mixing(layer: Any, x: Tensor, delta: Tensor, v_first: Tensor, context: 
     if layer.layer_idx == 0:
         v_first = v
     else:
+        assert v_first is not None  # only the first layer needs none
+        v_first = F.pad(v_first, (0, 0, 0, nothing)) if nothing else v_first
         v = torch.lerp(v, v_first, layer.v_lora(xv).sigmoid())
     rate, gate = layer.a_lora(xa).sigmoid(), layer.g_lora(xg)
     removed = (k * layer.k_k).unflatten(-1, (-1, layer.head_dim))
@@ -108,7 +110,7 @@ def _recurrence(context: Any, nothing: int, *given: Tensor) -> Tensor:
     if nothing:  # zeros leave the state as it is; these are differentiable
         given = tuple(y * 0 for y in given)
     r, w, k, v, a, b = (y.transpose(0, 1).flatten(1, 2)[None] for y in given)
-    # recomputing, fla's backward takes the incoming states of both halves for those of the first two sequences
+    # recomputing, fla's backward reads states of all sequences where its forward has kept those of both halves
     keep = context.layout == "zigzag" and len(context.cu_seqlens_cpu) > 3
     gates: dict[str, Any] = dict(safe_gate=True, lower_bound=SLOWEST, chunk_size=64)
     o, _ = chunk_rwkv7(r, w, k, v, a, b, cp_context=context, disable_recompute=keep, **gates)

@@ -602,7 +602,7 @@ def cut_case(group, choice):
 
 
 @pytest.mark.slow(but="gla, hybrid")
-@pytest.mark.parametrize("choice", ["gla, convolution", "gla, hybrid"])
+@pytest.mark.parametrize("choice", ["gla, convolution", "gla, hybrid", "rwkv7, fused norms"])
 def test_cut_batches(run, choice, size=2):
     """Without all parts of one batch from cut_batch, a split model raises; cut_batch's stamp detects that."""
     for error, answers in run(size, cut_case, choice):
