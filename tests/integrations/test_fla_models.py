@@ -293,7 +293,7 @@ def few_case(group, kind, choices, batches, layout):
         return errors
 
 
-@pytest.mark.slow(but=("gla, hybrid", "rwkv7, fused norms"))
+@pytest.mark.slow(but="gla, hybrid")
 @pytest.mark.parametrize(
     "choice, layout",
     [
