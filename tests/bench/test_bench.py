@@ -479,6 +479,13 @@ def test_what_the_delta_rules_are_measured_at():
     assert not any("fla" in name for at in ours for name in at.names) and not any(at.jobs() for at in ours)
     assert {*delta.INVARIANT} < {*ours[0].names} and not {*delta.INVARIANT} & {*plan[0].names}
     assert delta.seen("zeco, one rank", "allscan")[0] == ("operands_kernel",)
+    of_fla = delta.points(list(delta.OF_FLA), None, ["near 1"], None, "fla")
+    passes = {rule: sum(at.rule == rule for at in of_fla) for rule in delta.OF_FLA}
+    forward_only = not delta.fla_trains("gated_delta_product")
+    assert passes == dict(gdn2=4, gated_delta_product=4 - 2 * forward_only, dplr=4, rwkv7=4)
+    assert all(at.names == ["fla cp_context", "fla cp_context, All-Scan", "fla, one rank"] for at in of_fla)
+    assert {job.kind for job in of_fla[0].jobs()} == {"one rank", "cp_context"}
+    assert not delta.points(list(delta.OF_FLA), None, ["near 1"], None, "allscan")
 
 
 @pytest.mark.parametrize("rule", ["kda", "gated_delta_rule"])
