@@ -183,7 +183,6 @@ def model_case(group, tokens, kind, choices, packed, layout, attention=()):
         "retnet, hybrid-2",
         "mamba2, gate-2",
         "rwkv7, fused norms-2",
-        "rwkv7, fused norms-3",
     )
 )
 @pytest.mark.parametrize(
