@@ -46,6 +46,7 @@ venv: $(VENV)/ready
 # also installed before the package if torch has no Triton (the wheel for CPUs): otherwise pip would fetch the latest.
 # Megatron-core's wheels require Python 3.12; its tested parts also run on earlier ones (without it tests are skipped).
 # TRL, with pyarrow and pandas, is large, and requires Python 3.11; without it its tests are skipped.
+# ringmaster is small; without it its tests are skipped, too.
 # Of mamba_ssm, a test calls the Triton kernels: it is built without its CUDA extension, in seconds.
 # compileall writes bytecode on all cores, pip on one; the bytecode of transformers' many models is written on import
 PIP = $(VENV)/bin/python -m pip install -q --no-compile
@@ -58,6 +59,7 @@ $(VENV)/ready: setup.py
 	-$(PIP) --no-deps --only-binary :all: --python-version 3.12 --ignore-requires-python \
 	  megatron-core==0.19.2 --target "$$($(VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
 	-$(PIP) trl==1.16.0
+	-$(PIP) --no-deps axolotl-ringmaster==0.2.7
 	-MAMBA_SKIP_CUDA_BUILD=TRUE MAMBA_FORCE_BUILD=TRUE $(PIP) --no-deps --no-build-isolation mamba-ssm==2.3.2.post1
 	-$(VENV)/bin/python -m compileall -qq -j 0 -x '/transformers/models/' $(VENV)/lib
 	touch $@

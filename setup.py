@@ -44,6 +44,7 @@ setup(
         "fla": [FLA],
         "transformers": ["transformers>=5.18"],
         "megatron": ["megatron-core>=0.19,<0.20", FLA, "einops"],
+        "ringmaster": ["axolotl-ringmaster>=0.2,<0.3"],
         "bench": ["matplotlib"],
         # nvidia-nvshmem has the bitcode to compile and check kernels that call NVSHMEM without a GPU; in the version
         # of PyTorch 2.11, because the tests count registers and stack (3.6: 128 bytes of stack)

@@ -23,6 +23,12 @@ configurations are chosen ahead (bench/tuning.py); the number of those that a ra
 With --chunk allscan it uses its own kernels inside chunks, as by default, is compared with allscan on one rank, and fla
 is not used; the check is against the recurrence in float64. Then allscan with the same bits for every number of ranks
 (invariant=) is measured too.
+
+    python -m bench.delta --rules gdn2 gated_delta_product dplr rwkv7      # writes bench/results/delta_fla.csv
+
+Rules that only fla has: its operator on one rank, its context parallelism, and the same with fla_cp, at the two longest
+shapes. K = V = 64 for DPLR and RWKV-7, and two Householder steps a token for the gated delta product, whose backward
+runs with Triton from 3.7.1 on (``PYTHONPATH=folder``, as make test-triton).
 """
 
 from __future__ import annotations
@@ -47,7 +53,7 @@ from allscan.zigzag import from_zigzag, to_zigzag, zigzag_positions
 from bench.harness import Table, checked, extra_mib, quantiles, results, sample, slowest
 from bench.operator import INVARIANT  # only with chunk="allscan"
 from bench.proof import kernels, ran
-from bench.tuning import TIMED, Job, compile_ahead, fla_operator, inputs, step, time_quickly
+from bench.tuning import OF_FLA, TIMED, Job, compile_ahead, fla_operator, fla_trains, inputs, step, time_quickly
 
 RULES = ("kda", "gated_delta_rule")
 SHAPES = [(16384, 32), (16384, 8), (4096, 32), (4096, 8), (2048, 32), (2048, 8)]  # T tokens a rank, H; K = V = 128
@@ -95,7 +101,7 @@ COLUMNS = (
 
 def fla_runs(rule: str, backward: bool, chunk: str) -> bool:
     """Check whether fla can run this rule; see the module's docstring."""
-    return chunk == "fla" and (rule == "kda" or not backward)
+    return chunk == "fla" and (not backward or fla_trains(rule))
 
 
 _groups: dict = {}
@@ -128,9 +134,13 @@ def seen(name: str, chunk: str) -> tuple:
     return wanted, unwanted
 
 
+def rejected(*_, **__):
+    raise ValueError("only fla has this rule")
+
+
 def methods(rule, comm, one, T, chunk) -> dict:
     """Return {name: function of q, k, v, g, beta, a state or None}; each returns (o, final state or None)."""
-    ours = {"kda": allscan.zeco_kda, "gated_delta_rule": allscan.zeco_gated_delta_rule}[rule]
+    ours = {"kda": allscan.zeco_kda, "gated_delta_rule": allscan.zeco_gated_delta_rule}.get(rule, rejected)
     if comm.device.type == "cuda":
         ours = partial(ours, chunk=chunk)
 
@@ -165,8 +175,8 @@ def methods(rule, comm, one, T, chunk) -> dict:
             "fla cp_context, All-Scan": comm.group,
         }.items():
             context = build_cp_context(bounds, group)
-            found[name] = lambda *x, context=context: operator(*x[:5], cp_context=context)
-        found["fla, one rank"] = lambda *x: operator(*x[:5])
+            found[name] = lambda *x, context=context: operator(*x[:-1], cp_context=context)
+        found["fla, one rank"] = lambda *x: operator(*x[:-1])
     return found
 
 
@@ -180,20 +190,25 @@ def check(rule, comm, found, T, H, gate, backward, failed, chunk) -> dict:
     on_gpu = comm.device.type == "cuda"
     small = () if on_gpu else (torch.float32, 16)
     whole = fla_operator(rule) if on_gpu and fla_runs(rule, backward, chunk) else recurrence
-    given, do, state = inputs(rule, comm.size * T, H, gate, comm.device, 1, *small)
+    total = comm.size * T
+    given, do, state = inputs(rule, total, H, gate, comm.device, 1, *small)
     places, errors = (slice(comm.rank * T, (comm.rank + 1) * T), zigzag_positions(T, comm=comm)), {}
     alone = (
-        lambda *x: (whole(*x[:5])[0], None),
-        lambda *x: whole(*x[:5], initial_state=x[5], output_final_state=True),
+        lambda *x: (whole(*x[:-1])[0], None),
+        lambda *x: whole(*x[:-1], initial_state=x[-1], output_final_state=True),
     )
+
+    def own(x, mine):
+        return x.unflatten(1, (total, -1))[:, mine].flatten(1, 2)  # a tensor may have several tokens for each
+
     with said(comm, "the whole on one rank"):
         expected = [step(call, given, do, state, backward) for call in alone]
     for name, call in found.items():
         if "one rank" not in name:
             mine = places[name in ZIGZAG]
             with said(comm, f"{name} checked"), noted(failed, name):
-                part = step(call, [x[:, mine] for x in given], do[:, mine], state, backward)
-                wanted = [x[:, mine] for x in expected["middle" in name]]
+                part = step(call, [own(x, mine) for x in given], do[:, mine], state, backward)
+                wanted = [own(x, mine) for x in expected["middle" in name]]
                 errors[name] = checked(name, part, wanted, 2e-2 if on_gpu else 1e-4)
     return errors
 
@@ -406,12 +421,16 @@ def points(rules, shapes, gates, chosen, chunk) -> list[Point]:
     """Return the points to measure, gates other than the first at the end. ``chosen``: methods, or None."""
     found = []
     for rule in rules:
-        places = shapes or SHAPES
+        places = shapes or (SHAPES[:2] if rule in OF_FLA else SHAPES)
         for T, H in places:
             first = (T, H) == places[0]
             for backward in (False, True):
                 runs = fla_runs(rule, backward, chunk)
+                if rule in OF_FLA and not runs:
+                    continue
                 names = chosen or [name for name in SEEN if first or name not in ZIGZAG]
+                if rule in OF_FLA:
+                    names = [name for name in SEEN if "fla cp_context" in name]
                 names = [n for n in names if runs or "fla" not in n and (n not in ZIGZAG or chunk != "fla")]
                 names = [name for name in names if chunk == "allscan" or name not in INVARIANT]
                 names = [name for name in names if "one rank" not in name] + [f"{'fla' if runs else 'zeco'}, one rank"]
@@ -447,15 +466,16 @@ def write_rows(table, at: Point, count: int, answers) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--ranks", type=int, nargs="+", help="numbers of ranks; default 2 and all GPUs")
-    parser.add_argument("--rules", nargs="+", default=list(RULES), choices=RULES)
+    parser.add_argument("--rules", nargs="+", default=list(RULES), choices=RULES + OF_FLA)
     parser.add_argument("--gates", nargs="+", default=list(GATES), choices=list(GATES))
     parser.add_argument("--shapes", type=_shape, nargs="+", help="tokens per rank, heads: e.g. 16384,32; default all")
     parser.add_argument("--methods", nargs="+", help='methods in addition to "fla, one rank", e.g. zeco; default all')
     parser.add_argument("--chunk", default="fla", choices=["fla", "allscan"], help="whose kernels to use inside chunks")
-    parser.add_argument("--csv", help="default: bench/results/delta.csv, or delta_allscan.csv")
+    parser.add_argument("--csv", help="default: bench/results/delta.csv, delta_allscan.csv or delta_fla.csv")
     arguments = parser.parse_args()
     if arguments.csv is None:
-        arguments.csv = results("delta.csv" if arguments.chunk == "fla" else "delta_allscan.csv")
+        usual = "delta_fla.csv" if set(arguments.rules) <= set(OF_FLA) else "delta.csv"
+        arguments.csv = results(usual if arguments.chunk == "fla" else "delta_allscan.csv")
     gpus, begin, failures = torch.cuda.device_count(), time.monotonic(), 0
     plan = points(arguments.rules, arguments.shapes, arguments.gates, arguments.methods, arguments.chunk)
     jobs = list(dict.fromkeys(job for at in plan for job in at.jobs()))
@@ -493,7 +513,7 @@ def main() -> int:
                         failures += 1
                         print(f"FAILED: {at}: {error}", flush=True)
         print(f"wrote {arguments.csv}")
-    if gpus and arguments.chunk == "fla":
+    if gpus and arguments.chunk == "fla" and not set(arguments.rules) <= set(OF_FLA):
         elapsed("between the chunks")
         time_quickly()
         for T, H in dict.fromkeys((at.T, at.H) for at in plan):

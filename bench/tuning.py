@@ -8,10 +8,12 @@ all ranks read them there for all T and, with most kernels, all H: fla's keys do
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import importlib.util
 import multiprocessing
 import os
+import re
 import sys
 import tempfile
 import time
@@ -23,24 +25,34 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+import triton
 
 from bench import harness
 
 TUNED_AT = 16384  # tokens
+OF_FLA = ("gdn2", "gated_delta_product", "dplr", "rwkv7")  # rules that only fla has
 TIMED = [0]  # number of configurations timed in this process
 
 
-def inputs(rule, T, H, gate, device, seed, dtype=torch.bfloat16, K=128, V=None):
-    """Draw ([q, k, v, g, beta], gradient of o, a state)."""
-    generator = torch.Generator(device).manual_seed(seed)
+def inputs(rule, T, H, gate, device, seed, dtype=torch.bfloat16, K=None, V=None):
+    """Draw ([q, k, v, g, beta], gradient of o, a state); for the rules OF_FLA the inputs of fla's operator."""
+    generator, K = torch.Generator(device).manual_seed(seed), K or (64 if rule in ("dplr", "rwkv7") else 128)
 
     def normal(*shape):
         return torch.randn(shape, generator=generator, device=device)
 
-    q, k = (F.normalize(normal(1, T, H, K), dim=-1).to(dtype) for _ in "qk")
-    v, do = (normal(1, T, H, V or K).to(dtype) for _ in "vo")
-    g = F.logsigmoid(normal(1, T, H, K) if rule == "kda" else normal(1, T, H)) * gate
-    return [q, k, v, g, normal(1, T, H).sigmoid()], do, normal(1, H, K, V or K)
+    n = 2 if rule == "gated_delta_product" else 1  # tokens of k, v and beta for each of q
+    q, k = (F.normalize(normal(1, t, H, K), dim=-1).to(dtype) for t in (T, n * T))
+    v, do = (normal(1, t, H, V or K).to(dtype) for t in (n * T, T))
+    g = F.logsigmoid(normal(1, T, H) if rule.startswith("gated") else normal(1, T, H, K)) * gate
+    beta, state = normal(1, n * T, H).sigmoid(), normal(1, H, K, V or K)
+    if rule == "gdn2":
+        return [q, k, v, g, *(torch.randn_like(x).sigmoid() for x in (k, v))], do, state
+    if rule in ("dplr", "rwkv7"):
+        a = -F.normalize(torch.randn_like(k), dim=-1)
+        b = -a * torch.randn_like(k).sigmoid()
+        return [q, k, v, a, b, g] if rule == "dplr" else [q, g, k, v, a, b], do, state
+    return [q, k, v, g, beta], do, state
 
 
 def of_ssd(T, H, P, G, N, strong=False, device="cuda", dtype=torch.bfloat16):
@@ -90,14 +102,32 @@ def mamba():
 
 
 def fla_operator(rule):
+    from fla.ops.gated_delta_product import chunk_gated_delta_product
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+    from fla.ops.gdn2 import chunk_gdn2
+    from fla.ops.generalized_delta_rule import chunk_dplr_delta_rule
     from fla.ops.kda import chunk_kda
+    from fla.ops.rwkv7 import chunk_rwkv7
 
-    return chunk_kda if rule == "kda" else chunk_gated_delta_rule
+    safe = dict(safe_gate=True, chunk_size=64)  # as in fla's RWKV-7 layer
+    return {
+        "kda": chunk_kda,
+        "gated_delta_rule": chunk_gated_delta_rule,
+        "gdn2": chunk_gdn2,
+        "gated_delta_product": functools.partial(chunk_gated_delta_product, num_householder=2),
+        "dplr": functools.partial(chunk_dplr_delta_rule, **safe),
+        "rwkv7": functools.partial(chunk_rwkv7, lower_bound=-0.6065306597126334, **safe),
+    }[rule]
+
+
+def fla_trains(rule) -> bool:
+    """Whether fla runs the rule's backward: with Triton before 3.7.1 it rejects two of them on Hopper."""
+    numbers = tuple(map(int, re.findall(r"\d+", triton.__version__)[:3]))
+    return not rule.startswith("gated") or numbers >= (3, 7, 1)
 
 
 def step(call, given, do, state, backward):
-    """Run one call; return (o, gradients of the five inputs) or (o,). ``state`` is the gradient of a final state."""
+    """Run one call; return (o, gradients of the inputs) or (o,). ``state`` is the gradient of a final state."""
     leaves = [x.detach().requires_grad_(backward) for x in given]
     initial = state.detach().requires_grad_(backward)
     with torch.set_grad_enabled(backward):
@@ -142,18 +172,21 @@ class Job(NamedTuple):
         for tokens in self.normalized:
             self._normalize(tokens, device)
         given, do, state = inputs(self.rule, T, self.H, 0.1, device, 1, V=self.V)
-        given[4] = given[4].to(self.beta)
+        if self.rule not in OF_FLA:
+            given[4] = given[4].to(self.beta)
         operator, options = fla_operator(self.rule), {}
         if self.kind == "cp_context":
             options = dict(cp_context=middle_of_three(T, device))
         if self.kind == "halves":
             options = dict(cu_seqlens=torch.tensor([0, T // 2, T], device=device))
-        calls = [lambda *x: operator(*x[:5], **options)]
+        calls = [lambda *x: operator(*x[:-1], **options)]
         if self.kind == "one rank":
-            calls.append(lambda *x: operator(*x[:5], initial_state=x[5], output_final_state=True))
-        with mock.patch("fla.ops.gated_delta_rule.chunk.chunk_bwd_dqkwg", rejected):
+            calls.append(lambda *x: operator(*x[:-1], initial_state=x[-1], output_final_state=True))
+        trains = fla_trains(self.rule)
+        replaced = mock.patch("fla.ops.gated_delta_rule.chunk.chunk_bwd_dqkwg", rejected)
+        with contextlib.nullcontext() if trains else replaced:
             for call in calls:
-                step(call, given, do, state, self.rule == "kda" or self.kind == "one rank")
+                step(call, given, do, state, trains or self.kind == "one rank")
 
     def _normalize(self, T: int, device: torch.device) -> None:
         from fla.modules.l2norm import l2norm

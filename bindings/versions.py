@@ -75,6 +75,7 @@ PACKAGES = (
     Package("megatron-core", ("megatron-core",), "0.19", ("0.19",), ("0.19",), "0.20", "its models"),
     Package("accelerate", ("accelerate",), "1.15", ("1.15",), ("1.15",), "2", "the Trainer of transformers"),
     Package("trl", ("trl",), "1.16", (), ("1.16",), "2", "its trainers"),
+    Package("axolotl-ringmaster", ("axolotl-ringmaster",), "0.2", (), ("0.2",), "0.3", "its context parallelism"),
 )
 TRITON_OF_TORCH = {"2.11": "3.6", "2.12": "3.7", "2.13": "3.7", "2.14": "3.8", "2.15": "3.9"}  # as its wheel requires
 

@@ -251,6 +251,7 @@ def pytest_terminal_summary(terminalreporter):
         "transformers",
         "accelerate",
         "trl",
+        "axolotl-ringmaster",
         "megatron-core",
         "mamba-ssm",
         "causal-conv1d",

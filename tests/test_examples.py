@@ -26,6 +26,7 @@ EXAMPLES = os.path.join(ROOT, "examples")
         "hybrid.py",
         "long_sequence.py",
         "train_fsdp.py",
+        "train_hybrid_fsdp.py",
         "train_text.py --steps 2 --length 64 --out {folder}/train",
     ],
 )

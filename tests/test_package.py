@@ -265,6 +265,7 @@ PACKAGE_OF = dict(
     fla="flash-linear-attention",
     fla_cp="flash-linear-attention",
     megatron="megatron-core",
+    ringmaster="axolotl-ringmaster",
     transformers="transformers",
 )
 
@@ -276,7 +277,7 @@ def test_a_missing_package_is_named(tmp_path):
         from importlib import metadata
         class Nothing:
             def find_spec(self, name, path=None, target=None):
-                if name.split(".")[0] in ("fla", "megatron", "transformers"):
+                if name.split(".")[0] in ("fla", "megatron", "ringmaster", "transformers"):
                     raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
         sys.meta_path.insert(0, Nothing())
         version, absent = metadata.version, {[*PACKAGE_OF.values()]}

@@ -291,6 +291,7 @@ def rejected_case(group, name):
         return [*found, raised(call, **right)]
 
 
+@pytest.mark.slow(but=("twice", "shape", "operator"))
 @pytest.mark.parametrize("name", WRONG)
 def test_a_rank_with_wrong_arguments(run, name, size=2):
     (first, after), (second, also) = run(size, rejected_case, name)

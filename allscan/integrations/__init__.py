@@ -38,6 +38,7 @@ def __getattr__(name: str) -> Any:
         "megatron",
         "megatron_chunkwise",
         "recurrent",
+        "ringmaster",
         "sglang",
         "slices",
         "softmax",

@@ -1,5 +1,5 @@
 """Sequence parallelism for layers and models of flash-linear-attention (tested with 0.6.0): GLA, simple GLA, RetNet,
-KDA, Gated DeltaNet, Mamba2, and hybrids of these with softmax attention."""
+KDA, Gated DeltaNet, Mamba2, RWKV-7, and hybrids of the former with softmax attention."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ..ops.halo import halo_from_boundary_tokens
 from ..ops.ssd import zeco_simple_gla, zeco_ssd
 from ..tokens.packing import Tables, boundaries_on_host, document_places, without_empty
 from ..tokens.partition import cached_table, partition_start
-from . import needing
+from . import fla_cp, fla_rwkv7, needing
 from .attention import WHOLE, Attention, Blocks, attend, check_split, gather_keys, packed_of
 from .batches import DOCUMENTS, STAMP, misfit, read
 from .batches import cut_batch as cut_batch
@@ -35,8 +35,10 @@ from .softmax import Row, joined, masks_nothing, reject, shifted
 with needing(__name__, "flash-linear-attention"):
     from fla.layers import GatedDeltaNet, GatedLinearAttention, KimiDeltaAttention, Mamba2, MultiScaleRetention
     from fla.layers import attn as softmax_attention
+    from fla.layers.rwkv7 import LoRA, RWKV7Attention
     from fla.layers.simple_gla import SimpleGatedLinearAttention
     from fla.layers.utils import get_layer_cache, update_layer_cache
+    from fla.models.rwkv7.modeling_rwkv7 import RWKV7FeedForward
     from fla.modules.convolution import causal_conv1d
 
 _prefilled: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # cache -> number of tokens of all ranks in it
@@ -68,11 +70,16 @@ def sequence_parallel(
     with the ordinary model by itself: ``sequence_parallel(module, comm=None)``. The rank with the last token has its
     logits: the last rank, in zigzag the first.
 
+    RWKV-7's recurrence is fla's, whose context parallelism passes the states by ``fla_cp``; token shifts, also those of
+    channel mixing, get the token before by ``halo``. It leaves no cache. Its config has ``use_l2warp=True`` by default:
+    pass False.
+
     Args:
         module: a ``GatedLinearAttention``, ``SimpleGatedLinearAttention``, ``MultiScaleRetention``,
-            ``KimiDeltaAttention``, ``GatedDeltaNet`` or ``Mamba2``, or anything made of such layers, of softmax
-            ``Attention`` and of parts that look at one token at a time: a ``KDABlock``, ``GatedDeltaNetModel`` or
-            ``GLAForCausalLM``, hybrids included. Parameters, their names and checkpoints stay as they are.
+            ``KimiDeltaAttention``, ``GatedDeltaNet``, ``Mamba2`` or ``RWKV7Attention``, or anything made of such
+            layers, of softmax ``Attention`` and of parts that look at one token at a time: a ``KDABlock``,
+            ``GatedDeltaNetModel`` or ``GLAForCausalLM``, hybrids included. Parameters, their names and checkpoints stay
+            as they are.
         comm: the ranks that share a sequence, in the order of its parts; None restores the ordinary module.
         layout: "zigzag" if rank r's tokens are chunks r and 2P - 1 - r of the 2P that the row is cut into, as for
             zeco_gla. All ranks of a softmax layer have the same work then.
@@ -87,10 +94,12 @@ def sequence_parallel(
 
     Raises:
         ValueError: if there is no recurrent layer, a layer of fla of another kind, or one whose forward is not its
-            class's (hooks that replace it come after); when called, for an attention mask that masks anything (pack
-            with cu_seqlens instead; looking waits for the GPU, once a mask: do not write to one made in
-            torch.inference_mode), for a cache that is not empty, for cu_seqlens where a cache is wanted (fla's default
-            in eval mode: pass use_cache=False), and for ``use_l2warp``, whose penalty fla divides by one rank's tokens.
+            class's (hooks that replace it come after); for ``per_document``, and for a communicator with ``invariant``,
+            if there is an RWKV-7 layer; when called, for an attention mask that masks anything (pack with cu_seqlens
+            instead; looking waits for the GPU, once a mask: do not write to one made in torch.inference_mode), for a
+            cache that is not empty, for cu_seqlens where a cache is wanted (fla's default in eval mode: pass
+            use_cache=False), for a cache of RWKV-7, and for ``use_l2warp``, whose penalty fla divides by one rank's
+            tokens.
 
     Example:
         >>> model = sequence_parallel(GLAForCausalLM(config).cuda(), comm=comm)
@@ -106,6 +115,10 @@ def sequence_parallel(
     if others or all(_kind(m) is softmax_attention.Attention for m in layers):
         kinds = ", ".join(kind.__name__ for kind in _CALLS)
         raise ValueError(f"expected layers of {kinds}, got {sorted(others) or 'no recurrent one'}")
+    if comm is not None and any(_kind(m) is RWKV7Attention for m in layers):
+        if per_document:
+            raise ValueError("per_document=True is not for RWKV-7, whose recurrence takes one state of each row")
+        fla_cp.reject_invariant(comm)
     documents: list | None = [None] if per_document else None  # cu_seqlens of the layers' last call
     for layer in layers:
         split = (
@@ -113,6 +126,9 @@ def sequence_parallel(
         )
         _replace(layer, "forward", split)
     for model in module.modules():
+        if isinstance(model, RWKV7FeedForward):
+            split = None if comm is None else functools.partial(_channel_mixing, model, comm, layout)
+            _replace(model, "forward", split)
         if type(model).__module__.startswith(_TOKENWISE):
             _replace(model, "forward", None if comm is None else functools.partial(_tokenwise, model))
         if hasattr(model, "_compute_logits_and_loss"):
@@ -122,13 +138,13 @@ def sequence_parallel(
 
 
 def _of_fla(kind: type) -> bool:
-    return any(base.__module__.startswith("fla.layers.") for base in kind.__mro__)  # FSDP2 makes subclasses
+    return not issubclass(kind, LoRA) and any(base.__module__.startswith("fla.layers.") for base in kind.__mro__)
 
 
 def _replace(module: Any, name: str, function: Callable[..., Any] | None) -> None:
     """Replace the module's method by ``function``; None restores the class's method."""
     present = vars(module).get(name)
-    if present is not None and getattr(present, "func", None) not in (_layer, _loss, _tokenwise):
+    if present is not None and getattr(present, "func", None) not in (_layer, _loss, _tokenwise, _channel_mixing):
         raise ValueError(f"the {name} of a {type(module).__name__} was replaced: call sequence_parallel before that")
     vars(module).pop(name, None)
     if function is not None:
@@ -181,6 +197,8 @@ def _layer(
         reject(comm, "past_key_values must be empty: the state before the first rank's tokens is taken as zero")
     if use_cache and cu_seqlens is not None:
         reject(comm, "packed sequences leave no cache: pass use_cache=False")
+    if use_cache and kind is RWKV7Attention:
+        reject(comm, "split RWKV-7 layers leave no cache: pass use_cache=False")
     cache = past_key_values if use_cache else None
     if cache is not None and (cache not in _prefilled or not cache.get_seq_length()):  # the first layer
         _prefilled[cache] = sum(_tokens_of_all(comm, hidden_states, layout, stamp, (_called(True),)))
@@ -200,6 +218,9 @@ def _layer(
         if comm.debug or batch not in comm.agreed.arguments:
             _tokens_of_all(comm, hidden_states, cut, stamp)
             comm.agreed.arguments.remember(batch)
+    if kind is RWKV7Attention:
+        o, v_first = _rwkv7(layer, hidden_states, options.get("v_first"), where)
+        return o, None, past_key_values, v_first
     return _CALLS[kind](layer, hidden_states, cache, where), None, past_key_values
 
 
@@ -345,6 +366,43 @@ def _gated_delta_net(layer: Any, x: Tensor, cache: Any, where: dict[str, Any]) -
     return _delta_rule(zeco_gated_delta_rule, layer, x, cache, where, layer.a_proj(x), layer.use_gate)
 
 
+def _shifted(x: Tensor, where: dict[str, Any]) -> torch.Tensor:
+    """The previous token minus each token of this rank."""
+    ((delta,), _) = _convolve((fla_rwkv7.TokenShift(),), (x,), False, where)
+    return delta
+
+
+def _rwkv7(layer: Any, x: Tensor, v_first: Tensor | None, where: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    delta = _shifted(x, where)
+    return fla_rwkv7.time_mixing(layer, x, delta, v_first, _context(x.shape[1], **where))
+
+
+@dynamo_disabled
+def _context(T: int, comm: Communicator, cu_seqlens: Any, first_token: int | None, layout: str) -> object:
+    zigzag, begin = is_zigzag(layout), 0
+    lengths = None if cu_seqlens is None else _read(comm, cu_seqlens)
+    if lengths is not None:
+        with comm.call():
+            begin = partition_start(comm, lengths, T, first_token, zigzag)
+    return fla_rwkv7.context_of(comm, T, 1 + zigzag, begin, lengths)
+
+
+def _channel_mixing(
+    module: Any,
+    comm: Communicator,
+    layout: str,
+    x: Tensor,
+    attention_mask: Tensor | None = None,
+    state: Any = None,
+    cu_seqlens: Tensor | None = None,
+    first_token: int | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, Any]:
+    """Forward of RWKV-7's channel mixing; its block's time mixing has checked the mask."""
+    where = dict(comm=comm, cu_seqlens=cu_seqlens, first_token=first_token, layout=layout)
+    return fla_rwkv7.channel_mixing(module, x, _shifted(x, where)), state
+
+
 def _softmax(
     layer: Any, x: Tensor, cache: Any, where: dict[str, Any], stamp: Any = None, attention: Attention = WHOLE
 ) -> torch.Tensor:
@@ -441,6 +499,7 @@ _CALLS: dict[Any, Callable[..., Any]] = {
     Mamba2: _mamba2,
     KimiDeltaAttention: _kda,
     GatedDeltaNet: _gated_delta_net,
+    RWKV7Attention: _rwkv7,
     softmax_attention.Attention: _softmax,
 }
 

@@ -26,15 +26,26 @@ from . import needing
 
 with needing(__name__, "flash-linear-attention"):
     import fla.ops.cp.comm
-    from fla.ops.cp import chunk_delta_h
+    import fla.ops.cp.context
+    from fla.ops.cp import FLACPContext, chunk_delta_h
 
 _FORWARD, _BACKWARD = "chunk_gated_delta_rule_fwd_h_pre_process", "chunk_gated_delta_rule_bwd_dhu_pre_process"
 _TAILS, _HEADS = "conv_cp_send_recv_fwd", "conv_cp_send_recv_bwd"
+_DEVICE = "_check_cp_device"
 _fla = {name: getattr(chunk_delta_h, name) for name in (_FORWARD, _BACKWARD)}
 _fla |= {name: getattr(fla.ops.cp.comm, name) for name in (_TAILS, _HEADS)}
+_fla |= {_DEVICE: getattr(fla.ops.cp.context, _DEVICE)}
 _communicators: dict[Any, Communicator] = {}  # by process group
 _created: list[Communicator] = []  # the communicators that enable() has created, in order of creation
 _every_group = False  # whether enable() was called
+
+
+class RankContext(FLACPContext):
+    """A context of fla whose states ``comm`` passes, without ``enable``. The ranks' numbers of tokens may differ."""
+
+    def __init__(self, comm: Communicator, **fields: Any) -> None:
+        super().__init__(group=comm.group, **fields)
+        self.comm = comm
 
 
 def enable() -> None:
@@ -94,10 +105,11 @@ def context_parallel(comm: Communicator) -> None:
     segments of chunks in parallel (shmem_kernels/delta_state.py; products are in bfloat16 if the inputs are), and a
     rank receives one state of HV * K * V words in forward and one in backward. Transitions are not sent.
 
-    The call affects all ranks of the group until ``comm`` is closed. It covers chunk_kda, chunk_gated_delta_rule and
-    related operators, in both layouts of a context. Short convolutions receive the tokens before a shard boundary by
-    halo in the contiguous layout; in zigzag they keep fla's exchange. For rules without gates, or with gates of the
-    keys, fla's kernels compute the rank's state and transition. Calls with ``use_graph`` keep fla's exchange, except
+    The call affects all ranks of the group until ``comm`` is closed. It covers chunk_kda, chunk_gated_delta_rule,
+    chunk_gdn2, chunk_gated_delta_product, chunk_dplr_delta_rule and chunk_rwkv7, in both layouts of a context. Short
+    convolutions and token shifts receive the tokens before a shard boundary by halo in the contiguous layout; in zigzag
+    they keep fla's exchange. For rules without gates, DPLR and RWKV-7, fla's kernels compute the rank's state and
+    transition. Calls with ``use_graph`` keep fla's exchange, except
     for the convolutions: fla reads the sequence boundaries on the GPU at every replay. The first call for a shape is
     collective on the host and must precede a CUDA graph's capture.
 
@@ -114,20 +126,38 @@ def context_parallel(comm: Communicator) -> None:
         >>> o, _ = chunk_kda(q, k, v, g, beta, cp_context=context)
     """
     check_communicator(comm)
+    reject_invariant(comm)
+    _communicators[comm.group] = comm
+    _install()
+
+
+def reject_invariant(comm: Communicator) -> None:
+    """Raise ValueError for a communicator that promises the same bits for every number of ranks."""
     if comm.invariant:
         raise ValueError(
             f"invariant={comm.invariant} of the communicator is not for fla's operators: take allscan.zeco_kda or "
             f"allscan.zeco_gated_delta_rule"
         )
-    _communicators[comm.group] = comm
-    _install()
 
 
 @functools.cache
 def _ours() -> dict[str, Callable]:
     """The replacements of fla's functions, by name."""
     ours = {_FORWARD: _or_fla(_FORWARD, _forward, False), _BACKWARD: _or_fla(_BACKWARD, _backward, True)}
-    return ours | {name: _convolution(name, reverse=name == _HEADS) for name in (_TAILS, _HEADS)}
+    ours |= {name: _convolution(name, reverse=name == _HEADS) for name in (_TAILS, _HEADS)}
+    return ours | {_DEVICE: _check_device}
+
+
+def _check_device(device: torch.device) -> None:
+    """Accept CPU tensors too: Triton's interpreter runs fla's kernels on CPU ranks."""
+    if device.type != "cpu":
+        _fla[_DEVICE](device)
+
+
+def ensure_installed(module: Any) -> None:
+    """Install the replacements again if ``disable`` has restored fla's functions in ``module``."""
+    if vars(module)[_FORWARD] is not _ours()[_FORWARD]:
+        _install()
 
 
 def _install() -> None:
@@ -161,6 +191,8 @@ def _carrier(context: Any, use_graph: bool) -> Communicator | None:
     """The communicator that passes the states of this context, or None for fla's own exchange."""
     if context is None or context.group is None or use_graph:
         return None
+    if isinstance(context, RankContext):
+        return context.comm
     return _communicator(context.group)
 
 
@@ -237,7 +269,7 @@ def _forward(
                 state, transition = both.split([state.shape[-1], transition.shape[-1]], -1)
         begun_here = part.starts or part.end - part.first > 1  # the last sequence
         totals.append((state, transition, begun_here or part.finishes))
-    found = _scan(comm, totals, (context.layout, *operands["k"].shape[:2]), reverse=False)
+    found = _scan(comm, totals, _alike(context, operands["k"]), reverse=False)
     places = [(part.first, prev) for part, prev in zip(parts, found, strict=True) if not part.starts]
     return _states(found[0], places, N, state_v_first)
 
@@ -271,7 +303,7 @@ def _backward(
                 state, transition = both.split([state.shape[-1], transition.shape[-1]], -1)
         ended_here = part.finishes or part.end - part.first > 1
         totals.append((state, transition, ended_here or part.starts))
-    found = _scan(comm, totals, (context.layout, *operands["w"].shape[:2], operands.get("scale")), reverse=True)
+    found = _scan(comm, totals, (*_alike(context, operands["w"]), operands.get("scale")), reverse=True)
     places = [(part.end - 1, after) for part, after in zip(parts, found, strict=True) if not part.finishes]
     return _states(found[0], places, N, state_v_first), None
 
@@ -306,6 +338,11 @@ def _summary(k: Tensor, v: Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     HV, V = v.shape[2:]
     total, transition = (k.new_zeros(HV, k.shape[3], width, dtype=torch.float32) for width in (V, k.shape[3]))
     return total, transition
+
+
+def _alike(context: Any, x: Tensor) -> tuple:
+    """What must be equal on all ranks."""
+    return (context.layout, x.shape[0], *(() if isinstance(context, RankContext) else (x.shape[1],)))
 
 
 def _scan(comm: Communicator, totals: Any, alike: Any, reverse: bool) -> list[torch.Tensor]:

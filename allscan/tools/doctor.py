@@ -26,10 +26,15 @@ USAGE = """usage: allscan doctor       what this machine has, which transport wo
 
 USAGE_OF_ESTIMATE = """usage: allscan estimate CONFIG --tokens T --ranks P [--step]
                         [--batch B] [--layout zigzag] [--depth 3] [--puts]
+       allscan estimate CONFIG --tokens T --ranks P,P,... --gpu 80G [--batch B] [--layout zigzag]
+                        [--checkpointing] [--loss-slice 4096] [--shard N] [--state-dtype bfloat16|float32]
 
 CONFIG: config.json of a model of transformers (Kimi-Linear, Qwen3-Next, Qwen3.5) or of flash-linear-attention (GLA,
 KDA, Gated DeltaNet). T: tokens of the whole sequence, a multiple of P (with zigzag of 2 P). bfloat16, gates
-float32. --step: also the memory of a training step of the whole model, one of transformers', which it needs."""
+float32. --step: also the memory of a training step of the whole model, one of transformers', which it needs.
+--gpu: a table over numbers of ranks, of such a step, Mamba2's models too: does it fit, and how much of data
+parallelism's speed can remain. --shard: GPUs over which FSDP2 shards; its parameters, gradients and moments are float32
+by default, as accelerate's, else bfloat16. 256k is 262,144, 1M is 1,048,576, 80G is 80 GiB."""
 
 
 def main() -> int:
@@ -63,6 +68,12 @@ def main() -> int:
     return 0 if ok and not needs else 1
 
 
+def size(text: str) -> int:
+    """A number with a suffix k, M, G (of 1,024)."""
+    power = "kmg".find(text[-1:].lower()) + 1
+    return int(float(text[:-1]) * 1024**power) if power else int(text)
+
+
 def estimate(arguments: Sequence[str]) -> int:
     """``allscan estimate``: print the report; returns the exit status."""
     from ..base.tiling import H100_MULTIPROCESSORS
@@ -70,18 +81,34 @@ def estimate(arguments: Sequence[str]) -> int:
 
     parser = argparse.ArgumentParser(prog="allscan estimate", usage=USAGE_OF_ESTIMATE.removeprefix("usage: "))
     parser.add_argument("config")
+    parser.add_argument("--gpu", type=size)
+    parser.add_argument("--loss-slice", type=size)
+    parser.add_argument("--shard", type=int, default=1)
+    parser.add_argument("--state-dtype", choices=["bfloat16", "float32"])
     parser.add_argument("--layout", choices=["contiguous", "zigzag"], default="contiguous")
-    for name in ("--puts", "--step"):
+    for name in ("--puts", "--step", "--checkpointing"):
         parser.add_argument(name, action="store_true")
-    for name, default in (("tokens", None), ("ranks", None), ("batch", 1), ("depth", 3)):
-        parser.add_argument(f"--{name}", type=int, default=default, required=default is None)
+    parser.add_argument("--tokens", type=size, required=True)
+    parser.add_argument("--ranks", type=lambda text: [int(x) for x in text.split(",")], required=True)
+    for name, default in (("batch", 1), ("depth", 3)):
+        parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--multiprocessors", type=int, default=H100_MULTIPROCESSORS)
     options = parser.parse_args(arguments)
-    cut = Cut(options.tokens, options.ranks, options.batch, options.layout == "zigzag", options.depth, options.puts)
-    cut = cut._replace(multiprocessors=options.multiprocessors)
+    cut = Cut(options.tokens, 1, options.batch, options.layout == "zigzag", options.depth, options.puts)
+    cuts = [cut._replace(ranks=ranks, multiprocessors=options.multiprocessors) for ranks in options.ranks]
+    cut = cuts[0]
     try:
         with open(options.config, encoding="utf-8") as file:
             config = json.load(file)
+        if options.gpu:
+            from .estimate_fit import Options, report_of_fit  # needs transformers
+
+            numbers = 4 if (options.state_dtype or ("bfloat16", "float32")[options.shard > 1]) == "float32" else 2
+            how = Options(options.checkpointing, options.shard, options.loss_slice, numbers)
+            print(report_of_fit(config, cuts, how, options.gpu))
+            return 0
+        if len(cuts) > 1:
+            raise ValueError("several numbers of ranks are for --gpu")
         lines = [report(layers_of(config), cut)]
         if options.step:
             from .estimate_step import report_of_step  # needs transformers

@@ -26,11 +26,16 @@ from ..ops.delta.records import BoundaryStates, DeltaShape, Inputs, LocalGrads, 
 from ..ops.gla.gla_operator import GLA
 from ..ops.gla.gla_plans import backward_plan, forward_plan, shape_of
 from ..ops.operator import Call
+from ..ops.ssd.ssd_plans import Options as SSDOptions
+from ..ops.ssd.ssd_plans import backward_plan as ssd_backward_plan
+from ..ops.ssd.ssd_plans import forward_plan as ssd_forward_plan
+from ..ops.ssd.ssd_plans import shape_of as ssd_shape_of
+from ..ops.ssd.ssd_plans import strides_of
 from ..scan.fwd_epochs import FWD_EPOCHS
 from ..scan.workspace import Spec, workspace_layout
 from ..tokens.packing import CHUNK_TOKENS, GRID_LIMIT, Layout, batch_pieces, most_segments
 
-OPERATORS = {"gla": "zeco_gla", "kda": "zeco_kda", "gated_delta_rule": "zeco_gated_delta_rule"}
+OPERATORS = {"gla": "zeco_gla", "kda": "zeco_kda", "gated_delta_rule": "zeco_gated_delta_rule", "ssd": "zeco_ssd"}
 FLA = {"gla": "gla", "kda": "kda", "gated_deltanet": "gated_delta_rule"}
 LAYER_TYPES = "linear_attention", "full_attention"
 
@@ -159,6 +164,24 @@ def delta_peak(layer: Recurrent, cut: Cut) -> Peak:
     return Peak(stays + forward.bytes, stays + max(forward.bytes, gradients + backward.bytes), stays)
 
 
+def ssd_peak(tensors: Sequence[torch.Tensor | None], cut: Cut) -> Peak:
+    """Peak of zeco_ssd with these inputs (``ssd_plans.Inputs``), on the meta device."""
+    x, B = tensors[0], tensors[3]
+    assert x is not None and B is not None
+    (batch, T, H, P), (G, N) = x.shape, B.shape[2:]
+    bf16 = x.dtype == B.dtype == torch.bfloat16
+    how = "cuda", int(cut.zigzag), cut.multiprocessors, False, 0, G, bf16
+    shape = ssd_shape_of(batch, T, H, N, P, batch, x.dtype, torch.float32, *how)
+    layout, apart = cut.layout(shape.segment), _Apart(cut.ranks)
+    taken, strides = strides_of(tensors)
+    saved = torch.empty(shape.saved_words, dtype=torch.float32, device="meta")
+    forward = ssd_forward_plan(shape, SSDOptions(), strides, layout, apart, *taken, None, None, saved)
+    backward = ssd_backward_plan(shape, SSDOptions(), strides, layout, apart, *taken, x, None, None, saved)
+    y, gradients = 2 * x.numel(), sum(t.nbytes for t in taken if t is not None)
+    stays = y + saved.nbytes
+    return Peak(stays + forward.bytes, stays + max(forward.bytes, gradients + backward.bytes), stays)
+
+
 def _of_meta(rows: list[int], widths: list[int], dtype: torch.dtype = torch.bfloat16) -> list[torch.Tensor]:
     return [torch.empty(*rows, width, dtype=dtype, device="meta") for width in widths]
 
@@ -214,7 +237,7 @@ def workspace(layer: Recurrent, cut: Cut) -> int:
     if cut.ranks == 1:
         return 0
     G = cut.batch * layer.heads
-    if layer.rule == "gla":  # half of the programs that may wait, see AllScanCarrier.prepare
+    if layer.rule in ("gla", "ssd"):  # half of the programs that may wait, see AllScanCarrier.prepare
         device = torch.device("cuda")
         tile = scan_tile((G, layer.K, layer.V), max(1, cut.multiprocessors // 4), not cut.puts, device)
     else:

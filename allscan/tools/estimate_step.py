@@ -20,12 +20,13 @@ from torch import Tensor
 from ..bindings.torch_compat import TorchDispatchMode, tree_leaves
 from ..integrations import needing
 from ..integrations.latents import expansion_of
-from .estimate import Cut, Peak, Recurrent, check_cut, line_of, peak, text_model
+from .estimate import Cut, Peak, Recurrent, check_cut, line_of, peak, ssd_peak, text_model
 
 with needing(__name__, "transformers"):
     from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
 RULES = {"torch_chunk_gated_delta_rule": "gated_delta_rule", "chunk_kimi_delta_attention": "kda"}
+SCAN, FUSED = "mamba2_chunk_scan", "mamba2_split_conv1d_scan_combined"  # Mamba2's functions
 ATTENTION = "allscan_estimate"  # name of the attention function
 ALIGNED = 512  # bytes; torch's allocator rounds sizes up to a multiple
 
@@ -39,6 +40,10 @@ class Step(NamedTuple):
     optimizer: int
     saved: int  # between forward and backward, including the loss
     peak: int  # maximum over the step
+    layers: int  # saved by all but the head and the loss
+    loss: int  # maximum of logits, loss and their gradients, beside ``layers``
+    work: int  # maximum of the layers' backward, beside ``layers``
+    seen: Any  # Seen
 
 
 class Living(TorchDispatchMode):
@@ -90,19 +95,40 @@ class _Normalized(torch.autograd.Function):
         return tuple(map(_contiguous_like, grads))
 
 
-class _DeltaRule(torch.autograd.Function):
+class _Operator(torch.autograd.Function):
+    """An operator whose output is like tensor number ``at``."""
+
     @staticmethod
-    def forward(ctx: Any, found: Peak, *tensors: Tensor) -> Tensor:
-        o, ctx.found = _contiguous_like(tensors[2]), found
+    def forward(ctx: Any, found: Peak, at: int, *tensors: Tensor | None) -> Tensor:
+        value: Any = tensors[at]
+        o, ctx.found = _contiguous_like(value), found
         ctx.save_for_backward(*tensors, _held(found.saved - o.nbytes))
         _held(found.forward - found.saved)
         return o
 
     @staticmethod
     def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
-        grads = [torch.empty_like(x) for x in ctx.saved_tensors[:-1]]
-        _held(ctx.found.both - ctx.found.saved - sum(x.nbytes for x in grads))
-        return None, *grads
+        grads = [None if x is None else _contiguous_like(x) for x in ctx.saved_tensors[:-1]]
+        _held(ctx.found.both - ctx.found.saved - sum(x.nbytes for x in grads if x is not None))
+        return None, None, *grads
+
+
+class _SlicedLoss(torch.autograd.Function):
+    """linear_cross_entropy: the gradients of x and of the head's weight, computed with the loss, slice by slice."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, slice_tokens: int) -> Tensor:
+        tokens = x.shape[0] * x.shape[1]
+        dx, dw = torch.empty_like(x), torch.empty_like(weight, dtype=torch.float32)
+        logits = weight.new_empty(min(slice_tokens, tokens), weight.shape[0])  # noqa: F841
+        ctx.save_for_backward(dx, dw)
+        ctx.dtype = weight.dtype
+        return x.new_empty((), dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor, Tensor, None]:
+        dx, dw = ctx.saved_tensors
+        return dx, torch.empty_like(dw, dtype=ctx.dtype), None
 
 
 class _Received(torch.autograd.Function):
@@ -138,8 +164,23 @@ def _contiguous_like(x: Tensor) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
+class Seen(NamedTuple):
+    """What a model's layers have called, in order: recurrent layers, and for each softmax layer (bytes received, (keys'
+    plus values' width) * heads)."""
+
+    recurrent: list[Recurrent]
+    softmax: list[tuple[int, int]]
+
+
 def _delta_rule(
-    rule: str, cut: Cut, q: Tensor, k: Tensor, *rest: Tensor, use_qk_l2norm_in_kernel: bool = False, **named: Any
+    rule: str,
+    cut: Cut,
+    seen: Seen,
+    q: Tensor,
+    k: Tensor,
+    *rest: Tensor,
+    use_qk_l2norm_in_kernel: bool = False,
+    **named: Any,
 ) -> tuple[Tensor, None]:
     """Replaces the delta rule of a model's file."""
     if use_qk_l2norm_in_kernel:
@@ -148,12 +189,34 @@ def _delta_rule(
     v, *_ = tensors = [x.contiguous() for x in (*rest, *gates)]
     q, k = q.contiguous(), k.contiguous()
     layer = Recurrent(rule, 1, v.shape[2], k.shape[-1], v.shape[-1])
-    o: Tensor = _DeltaRule.apply(peak(layer, cut), q, k, *tensors)
+    seen.recurrent.append(layer)
+    o: Tensor = _Operator.apply(peak(layer, cut), 2, q, k, *tensors)
     return o, None
 
 
+def _state_space(
+    cut: Cut,
+    seen: Seen,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    *_: Any,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    **__: Any,
+) -> Tensor:
+    """Replaces Mamba2's scan in a model's file."""
+    tensors = x, dt, A, B, C, D, z, dt_bias
+    seen.recurrent.append(Recurrent("ssd", 1, x.shape[2], B.shape[-1], x.shape[-1]))
+    y: Tensor = _Operator.apply(ssd_peak(tensors, cut), 0, *tensors)
+    return y
+
+
 def _attention(
-    cut: Cut, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **_: Any
+    cut: Cut, seen: Seen, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **_: Any
 ) -> tuple[Tensor, None]:
     """Replaces transformers' attention function.
 
@@ -166,23 +229,26 @@ def _attention(
         others = expansion_of(module)(*(_Received.apply(key, (batch, 1, tokens, width)) for width in widths))
     elif tokens:
         others = [_Received.apply(x, (*x.shape[:2], tokens, x.shape[-1])) for x in (key, value)]
+    seen.softmax.append((sum(x.nbytes for x in others), query.shape[1] * (query.shape[-1] + value.shape[-1])))
     query = query.transpose(1, 2).contiguous().transpose(1, 2)
     o: Tensor = _Softmax.apply(query, key, value, *others)
     return o.transpose(1, 2), None
 
 
 @contextlib.contextmanager
-def _counted(model: Any, cut: Cut) -> Iterator[None]:
-    """Context in which the model's file calls these functions."""
-    home = sys.modules[type(model).__module__]
-    found = {name: vars(home)[name] for name in RULES if name in vars(home)}
+def _counted(model: Any, cut: Cut) -> Iterator[Seen]:
+    """Context in which the model's file calls these functions; yields what they have seen."""
+    home, seen = sys.modules[type(model).__module__], Seen([], [])
+    ours: dict[str, Any] = {name: functools.partial(_delta_rule, rule, cut, seen) for name, rule in RULES.items()}
+    ours |= {SCAN: functools.partial(_state_space, cut, seen), FUSED: lambda *_, **__: None}
+    found = {name: vars(home)[name] for name in ours if name in vars(home)}
     if not found:
-        raise ValueError(f"--step does not support the delta rule of {type(model).__name__}")
-    AttentionInterface.register(ATTENTION, functools.partial(_attention, cut))
+        raise ValueError(f"--step does not support the recurrence of {type(model).__name__}")
+    AttentionInterface.register(ATTENTION, functools.partial(_attention, cut, seen))
     for name in found:
-        setattr(home, name, functools.partial(_delta_rule, RULES[name], cut))
+        setattr(home, name, ours[name])
     try:
-        yield
+        yield seen
     finally:
         for name, function in found.items():
             setattr(home, name, function)
@@ -206,16 +272,28 @@ def model_of(config: dict[str, Any]) -> Any:
         raise ValueError(f"transformers cannot build {kind!r} from this config: {error}") from None
 
 
-def step_of(model: Any, cut: Cut) -> Step:
-    """Step of a model on the meta device, called as in training: logits of all tokens, transformers' loss.
+def step_of(model: Any, cut: Cut, slice_tokens: int | None = None) -> Step:
+    """Step of a model on the meta device, called as in training: logits of all tokens, transformers' loss; or the loss
+    in slices.
 
     Raises ValueError if the model's memory depends on data, e.g. for experts that run one after the other.
     """
     check_cut(cut)
     model.config._attn_implementation = ATTENTION
     model.config.use_cache = False
-    parameters, counter = [*model.parameters()], Living()
-    with _counted(model, cut), counter:
+    parameters, counter, marks = [*model.parameters()], Living(), dict[str, int]()
+
+    def of_loss(gradient: Tensor) -> None:
+        marks["loss"] = counter.most
+        counter.most = counter.bytes
+
+    def of_layers(base: Any, arguments: Any, outputs: Any) -> None:
+        marks["forward"] = counter.most
+        marks["layers"] = counter.most = counter.bytes
+        outputs[0].register_hook(of_loss)
+
+    hook = model.base_model.register_forward_hook(of_layers)
+    with _counted(model, cut) as seen, counter:
         for p in parameters:
             counter.add(p)
         own = counter.bytes
@@ -227,7 +305,12 @@ def step_of(model: Any, cut: Cut) -> Step:
         before = counter.bytes
         tokens = torch.empty(cut.batch, cut.own, dtype=torch.int64, device="meta")
         try:
-            loss = model(input_ids=tokens, labels=tokens).loss
+            if slice_tokens is None:
+                loss = model(input_ids=tokens, labels=tokens).loss
+            else:
+                hidden = model.base_model(input_ids=tokens)[0]
+                loss = _SlicedLoss.apply(hidden, model.get_output_embeddings().weight, slice_tokens)
+                del hidden
             saved = counter.bytes - before
             loss.backward()
         except (NotImplementedError, RuntimeError) as error:
@@ -235,10 +318,13 @@ def step_of(model: Any, cut: Cut) -> Step:
                 f"--step cannot estimate {type(model).__name__}, whose memory depends on data: {error}"
             ) from None
         finally:
+            hook.remove()
             for p in trained:
                 p.grad = None
     del moments
-    return Step(own, gradients, before - own - gradients, saved, counter.most)
+    most, layers = max(counter.most, marks["forward"], marks["loss"]), marks["layers"]
+    state = own, gradients, before - own - gradients
+    return Step(*state, saved, most, layers - before, marks["loss"] - layers, counter.most - layers, seen)
 
 
 def report_of_step(config: dict[str, Any], cut: Cut) -> str:

@@ -1,7 +1,9 @@
-"""What kernels need of Triton's interpreter (3.6 to 3.9): masks, loop bounds, autotuned kernels, overflow."""
+"""What kernels need of Triton's interpreter (3.6 to 3.9): masks, loop bounds and counters, autotuned kernels,
+overflow."""
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 from typing import TYPE_CHECKING
 
@@ -13,6 +15,7 @@ def correct(autotuner, interpreter) -> None:
     """Patch the interpreter where it differs from compiled kernels, or rejects what they accept."""
     _skip_autotuning(autotuner, interpreter)
     _let_blocks_be_loop_bounds(interpreter)
+    _let_loop_counters_be_cast(interpreter)
     _keep_masks_bool(interpreter)
     builder = interpreter.interpreter_builder  # without a check of overflow, as compiled kernels
     builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
@@ -49,6 +52,22 @@ def _let_blocks_be_loop_bounds(interpreter) -> None:
         tensor.__index__ = lambda self: self.handle.data.item()
 
     interpreter._patch_lang_tensor = with_index
+
+
+def _let_loop_counters_be_cast(interpreter) -> None:
+    """Let kernels cast the counter of a loop over ``range``, as ``i.to(tl.int64)``: compiled kernels have a scalar
+    there, the interpreter a Python int (flash-linear-attention's chunk kernels). Other loops stay as they are."""
+
+    def visit_for(self, node: ast.For) -> ast.For:
+        self.generic_visit(node)
+        counter = getattr(node.target, "id", None)
+        casts = (x for x in ast.walk(node) if isinstance(x, ast.Attribute) and x.attr == "to")
+        if any(getattr(x.value, "id", None) == counter is not None for x in casts):
+            as_scalar = ast.parse(f"{counter} = {counter}").body[0]
+            node.body.insert(0, self.visit(as_scalar))  # Triton makes the assigned value a tensor
+        return node
+
+    interpreter.ASTTransformer.visit_For = visit_for
 
 
 def _keep_masks_bool(interpreter) -> None:

@@ -41,6 +41,7 @@ from bench import (
     model,
     packed,
     plots,
+    prefill,
     proof,
     scaling,
     segments,
@@ -230,6 +231,14 @@ def test_the_loss_in_slices_without_gpus(capsys, monkeypatch):
 def test_long_sequences_are_checked(run, name):
     """Loss and gradients of the split model, with everything recomputed and in slices, are those of one rank."""
     assert max(run(2, long.check, name, 24)) < 1e-4
+
+
+@pytest.mark.cpu
+@pytest.mark.slow(but="qwen3_next")
+@pytest.mark.parametrize("name", prefill.SIZES)
+def test_prompts_are_checked(run, name):
+    """The last logits and a decoded token, of a prompt that two ranks read in one and two calls."""
+    assert max(run(2, prefill.check, name, 24)) < 1e-5
 
 
 @pytest.mark.cpu
@@ -470,6 +479,13 @@ def test_what_the_delta_rules_are_measured_at():
     assert not any("fla" in name for at in ours for name in at.names) and not any(at.jobs() for at in ours)
     assert {*delta.INVARIANT} < {*ours[0].names} and not {*delta.INVARIANT} & {*plan[0].names}
     assert delta.seen("zeco, one rank", "allscan")[0] == ("operands_kernel",)
+    of_fla = delta.points(list(delta.OF_FLA), None, ["near 1"], None, "fla")
+    passes = {rule: sum(at.rule == rule for at in of_fla) for rule in delta.OF_FLA}
+    forward_only = not delta.fla_trains("gated_delta_product")
+    assert passes == dict(gdn2=4, gated_delta_product=4 - 2 * forward_only, dplr=4, rwkv7=4)
+    assert all(at.names == ["fla cp_context", "fla cp_context, All-Scan", "fla, one rank"] for at in of_fla)
+    assert {job.kind for job in of_fla[0].jobs()} == {"one rank", "cp_context"}
+    assert not delta.points(list(delta.OF_FLA), None, ["near 1"], None, "allscan")
 
 
 @pytest.mark.parametrize("rule", ["kda", "gated_delta_rule"])

@@ -447,3 +447,24 @@ def interrupts(name):
 def test_launches_after_an_interrupted_one(fresh, name):
     ((count, wrong),) = fresh(1).run(interrupts, name)
     assert count > 300 and not wrong, (count, len(wrong), wrong[:5])
+
+
+@triton.jit
+def of_casted_counters(p_to, n):
+    for i in range(n):
+        wide = i.to(tl.int64) * (1 << 31)
+        for j in range(i, n):
+            tl.store(p_to + i * n + j, wide + j)
+
+
+def casted_counters():
+    prepare_interpreter()
+    to = torch.zeros(9, dtype=torch.int64)
+    of_casted_counters[(1,)](to, 3)
+    return to.tolist()
+
+
+def test_loop_counters_that_a_kernel_casts(fresh):
+    """A counter is an int32 of Triton's, as in compiled kernels, also as a bound of another loop."""
+    (found,) = fresh(1).run(casted_counters)
+    assert found == [(i << 31) + j if j >= i else 0 for i in range(3) for j in range(3)]

@@ -28,6 +28,7 @@ OLD = {
     "megatron-core": "0.18.0",
     "accelerate": "1.9.0",
     "trl": "1.15.0",
+    "axolotl-ringmaster": "0.1.9",
 }
 NEW = {
     "torch": "2.16.0",
@@ -39,6 +40,7 @@ NEW = {
     "megatron-core": "0.20.0",
     "accelerate": "2.0",
     "trl": "2.0",
+    "axolotl-ringmaster": "0.3.0",
 }
 GOOD = {"torch": "2.11.0", "Triton": "3.6.0", "NVSHMEM": "3.4.5"}
 
@@ -191,7 +193,8 @@ def test_the_first_communicator_warns_once(tmp_path):
 
 def test_integrations_name_what_is_too_old(tmp_path):
     old = {"transformers": "5.10.4", "flash-linear-attention": "0.5.0", "megatron-core": "0.18.0"}
-    of = dict(transformers="transformers", megatron="megatron-core")
+    old |= {"axolotl-ringmaster": "0.1.9"}
+    of = dict(transformers="transformers", megatron="megatron-core", ringmaster="axolotl-ringmaster")
     of |= dict.fromkeys(("fla", "fla_cp"), "flash-linear-attention")
     code = f"""
         import importlib

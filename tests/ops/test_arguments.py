@@ -93,6 +93,7 @@ def kinds(comm, x, g, kind):
 
 X = torch.zeros(1, T, H, K)
 MODULES = dict(fla="fla", transformers="transformers", megatron="megatron.core", fla_cp="fla.ops")
+MODULES |= dict(ringmaster="ringmaster")
 
 
 def of_integration(name, function, *given, **options):
@@ -122,6 +123,7 @@ TAKE_A_COMMUNICATOR = {
     "megatron": lambda comm: of_integration("megatron", "sequence_parallel", (), comm=comm),
     "context_parallel": lambda comm: of_integration("fla_cp", "context_parallel", comm),
     "megatron_chunkwise": lambda comm: of_integration("megatron_chunkwise", "enable", comm=comm),
+    "ringmaster": lambda comm: of_integration("ringmaster", "enable", comm),
 }
 
 
@@ -145,7 +147,7 @@ def no_communicators():
 def test_something_else_in_place_of_a_communicator(no_communicators, name, kind):
     """A process group, a mesh, None or the class raises a TypeError that names the right call. None turns a model of an
     integration back into an ordinary one, or lets it create a communicator."""
-    if kind == "None" and name in ("fla", "transformers", "megatron", "megatron_chunkwise"):
+    if kind == "None" and name in ("fla", "transformers", "megatron", "megatron_chunkwise", "ringmaster"):
         return
     with pytest.raises(TypeError, match=rf"comm must be a Communicator, got (a )?{kind}.*allscan.Communicator\("):
         TAKE_A_COMMUNICATOR[name](no_communicators[kind])

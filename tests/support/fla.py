@@ -13,7 +13,10 @@ from triton.runtime.autotuner import Autotuner
 
 from allscan.reference import delta_reference, gla_reference
 
+from .fla_rules import dplr_reference
+
 os.environ["FLA_CACHE_RESULTS"] = "0"  # import_fla fakes autotuning results, which must not be cached for others
+os.environ["FLA_USE_COMPILE"] = "0"  # RWKV-7's backward would compile a sum
 
 
 def import_fla(models=True):
@@ -80,6 +83,12 @@ def delta_recurrence(
     initial = None if initial_state is None else initial_state.mT
     o, state = delta_reference(q, k, v, g, beta, initial_state=initial, cu_seqlens=cu_seqlens)
     return o.to(v.dtype), state.mT.float()
+
+
+def dplr_recurrence(r, w, k, v, a, b, scale, initial_state=None, cu_seqlens=None, **_):
+    """Replace chunk_rwkv7 of fla's layer by the token-by-token recurrence."""
+    o, state = dplr_reference(r, k, v, a, b, w, scale, initial_state, cu_seqlens)
+    return o.to(v.dtype), state.float()
 
 
 def attention(q, k, v, causal, window_size):

@@ -10,7 +10,7 @@ run can be continued.
 The tests are in a checkout that the caller names; nothing of it is copied. In its tests/ops a call of chunk_gla,
 chunk_kda or chunk_gated_delta_rule is split over ranks: each rank takes a part of the tokens, in either layout, and
 outputs, states and gradients are joined before fla's assertions. In its tests/context_parallel a test's processes send
-states and the tokens of convolutions by All-Scan (``fla_cp.enable()``).
+states, and the tokens of convolutions and token shifts, by All-Scan (``fla_cp.enable()``).
 
 fla's context-parallel test of KDA misses its own bound, 8e-3 of a tensor's norm, with fla's exchange and with this
 one, also if no state is sent. The cause is its inputs: q and k are normalized in bfloat16, and the keys are nearly
@@ -64,6 +64,9 @@ FILES = (  # in the checkout; files that a version of fla lacks are skipped
     "tests/context_parallel/test_cp_kda.py",
     "tests/context_parallel/test_cp_gdn.py",
     "tests/context_parallel/test_cp_conv.py",
+    "tests/context_parallel/test_cp_dplr.py",
+    "tests/context_parallel/test_cp_rwkv7.py",
+    "tests/context_parallel/test_cp_token_shift.py",
 )
 
 

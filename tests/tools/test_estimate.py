@@ -123,6 +123,104 @@ def test_whole_hybrids_are_within_a_percent_of_what_was_measured(row):
     near(found.peak, 1024 * float(row["peak_gib"]), 0.01)
 
 
+def small(family, layers=8):
+    """Return a config of ``layers`` layers of two or three kinds."""
+    from bench.hybrid import Hybrid
+
+    if family != "nemotron_h":
+        return Hybrid(family, 128 * (family == "kimi_linear")).config(layers, 256, 4, 64, 4099).to_dict()
+    kinds = ["mamba", "mlp", "mamba", "attention", "mlp", "mamba", "mlp", "mamba"]
+    sizes = dict(num_attention_heads=4, num_key_value_heads=2, head_dim=64, mamba_num_heads=8, mamba_head_dim=64)
+    more = dict(n_groups=2, ssm_state_size=64, vocab_size=4099, pad_token_id=None, eos_token_id=1, bos_token_id=0)
+    return dict(model_type=family, hidden_size=256, intermediate_size=512, layers_block_type=kinds, **sizes, **more)
+
+
+@pytest.mark.slow(but=("kimi_linear-False-None", "nemotron_h-True-512"))
+@pytest.mark.parametrize("checkpointing, loss_slice", [(False, None), (True, 512)])
+@pytest.mark.parametrize("family", ["kimi_linear", "qwen3_next", "nemotron_h"])
+def test_a_table_of_few_layers_is_that_of_the_whole_model(family, checkpointing, loss_slice):
+    pytest.importorskip("transformers")
+    from allscan.tools.estimate_fit import Options, fit
+    from allscan.tools.estimate_step import model_of, step_of
+
+    for cut in Cut(4096, 1), Cut(16384, 4, zigzag=True):
+        found = fit(small(family), cut, Options(checkpointing, 1, loss_slice))
+        model = model_of(small(family))
+        if checkpointing:
+            model.activation_checkpointing_enable(activation_checkpointing_kwargs=dict(use_reentrant=False))
+        whole = step_of(model, cut, loss_slice)
+        assert found.state == pytest.approx(whole.parameters + whole.gradients + whole.optimizer, rel=1e-2)
+        assert -1e-3 < (found.total - found.arena) / whole.peak - 1 < 2e-2
+
+
+def test_whole_hybrids_fit_within_two_percent_of_what_was_measured():
+    pytest.importorskip("transformers")
+    from allscan.tools.estimate_fit import Options, fit
+    from bench.hybrid import VOCABULARY, Hybrid
+
+    rows = {(x["model"], x["method"]): x for (x,) in (row.values for row in measured_hybrids())}
+    row = rows["qwen3_next", "allscan, zigzag"]
+    config = Hybrid("qwen3_next").config(int(row["layers"]), 2048, int(row["heads"]), 128, VOCABULARY).to_dict()
+    ranks, T = int(row["ranks"]), int(row["T"])
+    found = fit(config, Cut(T * ranks, ranks, zigzag=True), Options())
+    near(found.total - found.arena, 1024 * float(row["peak_gib"]), 0.02)
+    assert found.keys > 0 and 0 < found.share < 1
+
+
+@pytest.mark.slow
+def test_the_table_in_the_documentation(tmp_path, capsys):
+    pytest.importorskip("transformers")
+    with open(os.path.join(ROOT, "docs", "estimate.md"), encoding="utf-8") as file:
+        text = file.read()
+    config, command, table = re.search(
+        r"```json\n(.*?)```.*?\nallscan estimate config.json (.*?)\n```.*?```\n(.*?)```", text, re.S
+    ).groups()
+    path = tmp_path / "config.json"
+    path.write_text(config)
+    assert doctor.estimate([str(path), *command.split()]) == 0
+    assert capsys.readouterr().out == table
+
+
+def test_the_memory_of_zeco_ssd_is_what_was_measured():
+    row = next(x for x in measured("ssd") if x["method"] == "zeco_ssd" and x["shape"] == "16384x128x64x8x128")
+    T, H, P, G, N = map(int, row["shape"].split("x"))
+
+    def of_meta(*shape, dtype=torch.bfloat16):
+        return torch.empty(*shape, dtype=dtype, device="meta")
+
+    B, heads = of_meta(1, T, G, N), of_meta(H, dtype=torch.float32)
+    found = estimate.ssd_peak((of_meta(1, T, H, P), of_meta(1, T, H), heads, B, B, heads, None, heads), Cut(T, 1))
+    near(found.both, row["extra_mib"], 0.01)
+
+
+def test_shares_of_the_state():
+    """FSDP2 over 8 GPUs, and the share of speed: doubling the ranks doubles the softmax layers' operations."""
+    pytest.importorskip("transformers")
+    from allscan.tools.estimate_fit import Options, fit
+
+    plain, sharded = (fit(small("qwen3_next"), Cut(4096, 1), Options(shard=n, state_bytes=4)) for n in (1, 8))
+    assert plain.state / 8 < sharded.state < plain.state
+    one, two, four = (fit(small("qwen3_next"), Cut(4096 * n, n), Options()) for n in (1, 2, 4))
+    assert one.share == 1.0 and 1 / four.share - 1 == pytest.approx(3 * (1 / two.share - 1))
+    assert one.keys == 0 and four.keys == 3 * two.keys
+
+
+def test_the_table_from_the_command_line(tmp_path, capsys):
+    pytest.importorskip("transformers")
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(small("nemotron_h")))
+    options = "--tokens 16k --ranks 1,2,4 --gpu 1g --checkpointing --loss-slice 512 --shard 4".split()
+    assert doctor.estimate([str(path), *options]) == 0
+    found = capsys.readouterr()
+    rows = found.out.splitlines()[-3:]
+    assert [row.split()[:2] for row in rows] == [["1", "16,384"], ["2", "8,192"], ["4", "4,096"]]
+    assert all(row.endswith("fits") for row in rows) and found.err.count("ranks") == 3
+    assert doctor.estimate([str(path), "--tokens", "16k", "--ranks", "4", "--gpu", "16m"]) == 0
+    assert capsys.readouterr().out.endswith("does not fit\n")
+    assert doctor.estimate([str(path), "--tokens", "16k", "--ranks", "1,2"]) == 2
+    assert "several numbers of ranks are for --gpu" in capsys.readouterr().err
+
+
 def test_a_step_beside_a_count_by_hand():
     """Counts live, saved and backward tensors of a torch model."""
     from allscan.tools.estimate_step import Living
@@ -239,7 +337,7 @@ def test_a_step_from_the_command_line(tmp_path, capsys):
     with pytest.raises(ValueError, match="whose memory depends on data"):
         step_of(model, Cut(256, 1))
     status, found = told(GLA | dict(hidden_size=64), 1)
-    assert status == 2 and "delta rule of GLAForCausalLM" in found.err
+    assert status == 2 and "recurrence of GLAForCausalLM" in found.err
     small = Hybrid("kimi_linear", 128).config(4, 64, 4, 16, 97).to_dict()
     status, found = told(small | dict(pad_token_id=97), 1)
     assert status == 2 and 'pad_token_id is 97 (in the file), vocab_size 97: set "pad_token_id" to null' in found.err

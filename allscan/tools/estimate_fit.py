@@ -1,0 +1,164 @@
+"""``allscan estimate --gpu``: whether a training step of a model fits, for several numbers of ranks, and what it costs.
+
+A step is estimated as in estimate_step.py, but with few layers of each kind: memory is linear in their numbers.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from .estimate import Cut, check_cut, workspace
+from .estimate_step import Step, model_of, step_of
+
+GIB = 1 << 30
+RESERVED = 0.05  # part of a GPU's memory for CUDA, NCCL and fragmentation of torch's allocator
+BACKWARD = 2.5  # operations of attention's backward over those of its forward
+
+
+class Options(NamedTuple):
+    """checkpointing: each layer is computed again in backward. shard: number of GPUs over which FSDP2
+    shards, 1: DistributedDataParallel. loss_slice: tokens of a slice of the loss, None: whole logits. state_bytes: of
+    a parameter, of its gradient and of each moment of AdamW."""
+
+    checkpointing: bool = False
+    shard: int = 1
+    loss_slice: int | None = None
+    state_bytes: int = 2
+
+
+class Fit(NamedTuple):
+    """Bytes of one rank. share: of the speed of data parallelism with a sequence of as many tokens on each rank, that
+    softmax attention to the whole sequence leaves, by operations."""
+
+    ranks: int
+    tokens: int  # of a rank
+    state: int  # parameters, gradients, moments of AdamW, and what FSDP2 gathers of them
+    kept: int  # between forward and backward, without ``keys``
+    keys: int  # received by softmax layers: by all of them, with checkpointing by one
+    loss: int  # logits, loss and their gradients
+    work: int  # of a layer's backward, with checkpointing also of its forward, beside the above
+    arena: int  # symmetric memory
+    share: float
+    checkpointing: bool
+
+    @property
+    def total(self) -> int:
+        """The peak."""
+        in_loss, in_backward = (
+            (self.loss, self.keys + self.work) if self.checkpointing else (self.keys + self.loss, self.keys + self.work)
+        )
+        return self.state + self.kept + max(in_loss, in_backward) + self.arena
+
+
+class Layers:
+    """The layers of a model on the meta device, of which some are taken."""
+
+    def __init__(self, model: Any) -> None:
+        base = model.base_model
+        if not isinstance(getattr(base, "layers", None), nn.ModuleList):
+            raise ValueError(f"a {type(base).__name__} has no list of layers")
+        self.model, self.base, self.whole, self.config = model, base, base.layers, model.config
+        self.kinds = [_kind(layer) for layer in self.whole]
+        self.counts = Counter(self.kinds)
+        self.lists = {
+            name: value
+            for name, value in vars(self.config).items()
+            if isinstance(value, list) and len(value) == len(self.whole)
+        }
+
+    def take(self, more: Any = None) -> None:
+        """Keep the first layer of each kind, and behind them the second one of kind ``more``."""
+        places = {kind: [i for i, x in enumerate(self.kinds) if x == kind] for kind in self.counts}
+        taken = [*sorted(some[0] for some in places.values()), *([] if more is None else places[more][1:2])]
+        self.base.layers = nn.ModuleList(self.whole[i] for i in taken)
+        self.config.num_hidden_layers = len(taken)
+        for name, value in self.lists.items():
+            setattr(self.config, name, [value[i] for i in taken])
+
+
+def _kind(layer: nn.Module) -> tuple[Any, ...]:
+    modules = tuple((name, type(x).__name__) for name, x in layer.named_modules())
+    return modules, tuple((name, p.shape) for name, p in layer.named_parameters())
+
+
+def fit(config: dict[str, Any], cut: Cut, options: Options) -> Fit:
+    """Estimate a step. Raises ValueError as ``step_of`` does."""
+    check_cut(cut)
+    model = model_of(config)
+    state, active = _state(model, options), _active(model)
+    if options.checkpointing:
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs=dict(use_reentrant=False))
+    layers = Layers(model)
+    layers.take()
+    one = step_of(model, cut, options.loss_slice)
+    kept, work, loss = one.layers, one.work, one.loss
+    received, width = _softmax(one, options)
+    for kind, count in layers.counts.items():
+        if count > 1:
+            layers.take(kind)
+            two = step_of(model, cut, options.loss_slice)
+            work = max(work, two.work)  # while all other layers' tensors are in memory
+            kept += (count - 1) * (two.layers - one.layers)
+            more_received, more_width = (b - a for a, b in zip(_softmax(one, options), _softmax(two, options)))
+            received, width = received + (count - 1) * more_received, width + (count - 1) * more_width
+    if options.checkpointing:  # one layer at a time
+        received = max((nbytes for nbytes, _ in one.seen.softmax), default=0)
+        work -= received
+    else:
+        kept -= received
+    passes = 3 + options.checkpointing  # in forwards; backward of a product takes two
+    linear = 2 * active * passes
+    softmax = 2 * width * (passes - 2 + BACKWARD) / 2  # times the tokens of the context; half of them on average
+    share = (linear + softmax * cut.own) / (linear + softmax * cut.tokens)
+    return Fit(cut.ranks, cut.own, state, kept, received, loss, work, _arena(one, cut), share, options.checkpointing)
+
+
+def _softmax(step: Step, options: Options) -> tuple[int, int]:
+    """(bytes received by all softmax layers, their widths times heads); each is called again with checkpointing."""
+    calls = 1 + options.checkpointing
+    received, widths = ([x[i] for x in step.seen.softmax] for i in range(2))
+    return sum(received) // calls, sum(widths) // calls
+
+
+def _arena(step: Step, cut: Cut) -> int:
+    return sum(workspace(layer, cut) for layer in {*step.seen.recurrent})
+
+
+def _state(model: Any, options: Options) -> int:
+    """Bytes of parameters, gradients and two moments; with FSDP2 also of what is gathered at once: what is outside of
+    the layers, and two layers, in bfloat16, and as many gradients."""
+    numbers = sum(p.numel() for p in model.parameters())
+    whole = 4 * options.state_bytes * numbers
+    if options.shard == 1:
+        return whole
+    sizes = [sum(p.numel() for p in layer.parameters()) for layer in model.base_model.layers]
+    return whole // options.shard + 2 * 2 * (numbers - sum(sizes) + sum(sorted(sizes)[-2:]))
+
+
+def _active(model: Any) -> int:
+    """Parameters that a token is multiplied by."""
+    chosen = getattr(model.config, "num_experts_per_tok", None)
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    return sum(
+        p.numel() * chosen // p.shape[0] if p.ndim == 3 and chosen and ".experts." in name else p.numel()
+        for name, p in model.named_parameters()
+        if p.ndim > 1 and (p is not embedding or p is head)
+    )
+
+
+def report_of_fit(config: dict[str, Any], cuts: Sequence[Cut], options: Options, gpu: float) -> str:
+    """The table over numbers of ranks, for GPUs of ``gpu`` bytes."""
+    lines = ["ranks  tokens of each   state    kept    keys    loss    work   arena   total  of data parallel's speed"]
+    for cut in cuts:
+        print(f"allscan estimate: {cut.ranks} ranks", file=sys.stderr)
+        found = fit(config, cut, options)
+        columns = found.state, found.kept, found.keys, found.loss, found.work, found.arena, found.total
+        numbers = " ".join(f"{x / GIB:7.1f}" for x in columns)
+        fits = "fits" if found.total <= (1 - RESERVED) * gpu else "does not fit"
+        lines.append(f"{found.ranks:5}  {found.tokens:14,} {numbers}  {found.share:6.1%} (computed)  {fits}")
+    return "\n".join(lines)
