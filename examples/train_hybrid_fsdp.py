@@ -153,6 +153,8 @@ def main(ranks) -> int:
     parser.add_argument("--sp", type=int, default=2, help="ranks of a sequence")
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16" if ON_GPU else "float32")
     options = parser.parse_args()
+    if options.sp < 1 or ranks.size % options.sp or LENGTH % (2 * options.sp):
+        raise ValueError(f"--sp must divide {ranks.size} ranks and half of {LENGTH} tokens, got {options.sp}")
     dp, dtype = ranks.size // options.sp, getattr(torch, options.dtype)
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
