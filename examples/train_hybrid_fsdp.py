@@ -62,9 +62,9 @@ CONFIG = dict(
 
 
 def sequences(step, dp):
-    """Return the sequences of a step, [BATCHES, dp, LENGTH]."""
-    begin, count = step * BATCHES * dp * LENGTH, BATCHES * dp * LENGTH
-    return text_bytes()[begin : begin + count].view(BATCHES, dp, LENGTH)
+    """Return the sequences of a step, [BATCHES, dp, LENGTH]; after the text's end it begins again."""
+    text, count = text_bytes(), BATCHES * dp * LENGTH
+    return text[torch.arange(step * count, (step + 1) * count) % len(text)].view(BATCHES, dp, LENGTH)
 
 
 def optimizer_of(model):
