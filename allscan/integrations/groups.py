@@ -20,7 +20,7 @@ class Communicators(dict[Any, Communicator]):
         comm = self.get(group)
         if comm is None or comm.closed:
             comm = self[group] = Communicator(group)
-            self.created.append(comm)
+            self.created = [*(x for x in self.created if not x.closed), comm]
         return comm
 
     def close(self) -> None:
