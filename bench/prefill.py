@@ -7,11 +7,14 @@ Models: those of bench.hybrid, bfloat16, random weights: Kimi-Linear's layers (1
 sizes of Qwen3.5-9B (32, width 4,096, vocabulary 248,320; 2 key heads a softmax layer). T: tokens of the prompt. A call
 has a cache, which holds the whole prompt's keys and states on every rank afterwards, and computes the logits of
 the last token. A time is that of the slowest rank from the call to the token on the host, median of --steps after one
-more; with --pieces N the prompt is read in N calls. One GPU runs the same operators, split over this rank alone.
+more; with --pieces N the prompt is read in N calls. One GPU runs the same operators, split over this rank alone. What
+fails, as for lack of memory, is printed and has no row. torch's depthwise convolution may fail from 2^31 numbers on,
+which one GPU has with 524,288 tokens in one piece.
 
 First a small model is checked: the last logits, and those of the next token, which each rank decodes alone, against the
 ordinary model. ``proof``: All-Scan's scans of states, which are counted on the GPU. softmax_ms, recurrent_ms, other_ms:
-kernels of one more call, by torch's profiler, on the rank with the last token. host_ms: the time without a kernel.
+kernels of one more call, by torch's profiler, on the rank with the last token. host_ms: the time that is more than the
+sum of these, which counts kernels that run at once twice.
 Without two GPUs only the check runs, on 2 CPU ranks.
 """
 
@@ -19,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import statistics
 import sys
 import time
@@ -103,42 +107,33 @@ def check(group, name: str, T: int) -> float:
 
 
 @torch.no_grad()
-def measure(group, name: str, lengths, pieces, steps: int) -> list[dict]:
-    """Return rows of this rank's times."""
+def measure(group, name: str, T: int, pieces, steps: int) -> list[dict]:
+    """Return rows of this rank's times, one for each number of pieces."""
     kind, context = opened(group, name)
     rows = []
-    with context as (comm, one), hybrid.functions(kind, comm.device):
-        model = hybrid.made(kind, comm.device, torch.bfloat16, *SIZES[name]).eval()
-        for T in lengths:
-            prompt = text(T, SIZES[name][4], comm.device, 0)[:, :-1]
-            for method, by in {"split, zigzag": comm, "one GPU": one}.items():
-                for count in pieces:
-                    if method == "one GPU" and comm.rank:
-                        comm.barrier()
-                        continue
-                    split(model, by)
-                    call = functools.partial(first_token, model, prompt, by, count)
-                    before = hybrid.scans(by, kind.state(SIZES[name][3]))
-                    call()  # compiles, and agrees on shapes
-                    proof, times = prove(by, kind, SIZES[name], before, count), []
-                    torch.cuda.reset_peak_memory_stats()
-                    for _ in range(steps):
-                        if by is comm:
-                            comm.barrier()
-                        start = time.perf_counter()
-                        call()
-                        times.append(time.perf_counter() - start)
-                    kinds = breakdown(launched(call))
-                    known = {f"{x}_ms": kinds.pop(y) for x, y in (("softmax", "softmax"), ("recurrent", "recurrences"))}
-                    busy = sum(known.values()) + sum(kinds.values())
-                    row = dict(model=name, method=method, ranks=by.size, T=T, pieces=count, **known, proof=proof)
-                    row |= dict(first_token_ms=1e3 * statistics.median(times), other_ms=sum(kinds.values()))
-                    row |= dict(host_ms=max(0.0, row["first_token_ms"] - busy))
-                    row["peak_gib"] = torch.cuda.max_memory_allocated() / (1 << 30)
-                    rows.append(row)
-                    if method == "one GPU":
-                        comm.barrier()
-        split(model, None)
+    with context as (comm, _), hybrid.functions(kind, comm.device):
+        model = split(hybrid.made(kind, comm.device, torch.bfloat16, *SIZES[name]).eval(), comm)
+        prompt = text(T, SIZES[name][4], comm.device, 0)[:, :-1]
+        for count in pieces:
+            call = functools.partial(first_token, model, prompt, comm, count)
+            before = hybrid.scans(comm, kind.state(SIZES[name][3]))
+            call()  # compiles, and agrees on shapes
+            proof, times = prove(comm, kind, SIZES[name], before, count), []
+            torch.cuda.reset_peak_memory_stats()
+            for _ in range(steps):
+                comm.barrier()
+                start = time.perf_counter()
+                call()
+                times.append(time.perf_counter() - start)
+            kinds = breakdown(launched(call))
+            known = {f"{x}_ms": kinds.pop(y) for x, y in (("softmax", "softmax"), ("recurrent", "recurrences"))}
+            busy = sum(known.values()) + sum(kinds.values())
+            method = "split, zigzag" if comm.size > 1 else "one GPU"
+            row = dict(model=name, method=method, ranks=comm.size, T=T, pieces=count, **known, proof=proof)
+            row |= dict(first_token_ms=1e3 * statistics.median(times), other_ms=sum(kinds.values()))
+            row |= dict(host_ms=max(0.0, row["first_token_ms"] - busy))
+            row["peak_gib"] = torch.cuda.max_memory_allocated() / (1 << 30)
+            rows.append(row)
         comm.barrier()
     return rows
 
@@ -157,33 +152,39 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--csv", default=results("prefill.csv"))
     arguments = parser.parse_args()
+    count = arguments.ranks or torch.cuda.device_count()
     if torch.cuda.device_count() < 2:
         print("No two GPUs here: a check of every model on 2 CPU ranks.")
         with Ranks(2, "cpu") as ranks:
             for name in arguments.model:
                 print(f"{name:12} error {ranks.run(check, None, name, 24)[0]:.1e}")
         return 0
-    count = arguments.ranks or torch.cuda.device_count()
+    if any(T % (2 * count * pieces) for T in arguments.tokens for pieces in arguments.pieces):
+        parser.error(f"--tokens must be multiples of {2 * count}, twice the ranks, times --pieces")
     measured = {(name, str(count)) for name in arguments.model}
     keep = lambda row: (row["model"], row["ranks"]) not in measured | {(m, "1") for m, _ in measured}  # noqa: E731
     with Table(arguments.csv, COLUMNS, keep=keep) as table, Ranks(count, "cuda") as ranks:
         for name in arguments.model:
             error = ranks.run(on_first, count, check, name, 600)[0]
-            asked = name, arguments.tokens, arguments.pieces, arguments.steps
-            answers = ranks.run(on_first, count, measure, *asked, timeout=1800)
-            alone = {(x["T"], x["pieces"]): x["first_token_ms"] for x in answers[0] if x["method"] == "one GPU"}
-            for row in answers[0]:  # in zigzag rank 0 has the last token; one GPU is rank 0
-                of_all = [x for some in answers for x in some if all(x[k] == row[k] for k in ("method", "T", "pieces"))]
-                for column in ("first_token_ms", "peak_gib"):
-                    row[column] = max(x[column] for x in of_all)
-                row["times_one_gpu"] = alone[row["T"], row["pieces"]] / row["first_token_ms"]
-                print(
-                    f"{name} T={row['T']} {row['pieces']} pieces, {row['method']}: {row['first_token_ms']:.0f} ms, "
-                    f"{row['times_one_gpu']:.2f} times one GPU",
-                    flush=True,
-                )
-                table.write(row | dict(max_error=error if row["ranks"] > 1 else ""))
-            ranks.run(hybrid.freed)
+            alone: dict = {}
+            for T, size in itertools.product(sorted(arguments.tokens), (1, count)):
+                try:
+                    asked = name, T, arguments.pieces, arguments.steps
+                    answers = ranks.run(on_first, size, measure, *asked, timeout=1800)[:size]
+                except RuntimeError as failure:  # one GPU may have too little memory for what several hold
+                    print(f"{name} T={T} on {size} GPUs: {str(failure).strip().splitlines()[-1]}", flush=True)
+                    continue
+                finally:
+                    ranks.run(hybrid.freed)
+                for row, *others in zip(*answers, strict=True):  # in zigzag rank 0 has the last token
+                    for column in ("first_token_ms", "peak_gib"):
+                        row[column] = max(x[column] for x in (row, *others))
+                    of_one = alone.setdefault((T, row["pieces"]), row["first_token_ms"] if size == 1 else None)
+                    times = "" if of_one is None else of_one / row["first_token_ms"]
+                    print(
+                        f"{name} T={T}, {row['pieces']} pieces, {size} GPUs: {row['first_token_ms']:.0f} ms", flush=True
+                    )
+                    table.write(row | dict(times_one_gpu=times, max_error=error if size > 1 else ""))
     print(f"wrote {arguments.csv}")
     return 0
 

@@ -62,9 +62,9 @@ CONFIG = dict(
 
 
 def sequences(step, dp):
-    """Return the sequences of a step, [BATCHES, dp, LENGTH]."""
-    begin, count = step * BATCHES * dp * LENGTH, BATCHES * dp * LENGTH
-    return text_bytes()[begin : begin + count].view(BATCHES, dp, LENGTH)
+    """Return the sequences of a step, [BATCHES, dp, LENGTH]; after the text's end it begins again."""
+    text, count = text_bytes(), BATCHES * dp * LENGTH
+    return text[torch.arange(step * count, (step + 1) * count) % len(text)].view(BATCHES, dp, LENGTH)
 
 
 def optimizer_of(model):
@@ -153,6 +153,8 @@ def main(ranks) -> int:
     parser.add_argument("--sp", type=int, default=2, help="ranks of a sequence")
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16" if ON_GPU else "float32")
     options = parser.parse_args()
+    if options.sp < 1 or ranks.size % options.sp or LENGTH % (2 * options.sp):
+        raise ValueError(f"--sp must divide {ranks.size} ranks and half of {LENGTH} tokens, got {options.sp}")
     dp, dtype = ranks.size // options.sp, getattr(torch, options.dtype)
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())

@@ -43,6 +43,16 @@ def test_example(fresh, command, tmp_path, monkeypatch, capsys):
     assert "rank" in capsys.readouterr().out
 
 
+def test_the_text_suffices_for_all_sequences_on_gpus(monkeypatch):
+    pytest.importorskip("transformers")
+    monkeypatch.syspath_prepend(EXAMPLES)
+    example = importlib.import_module("train_hybrid_fsdp")
+    monkeypatch.setattr(example, "LENGTH", 16384)
+    first, last = example.sequences(0, 4), example.sequences(19, 4)
+    assert first.shape == last.shape == (2, 4, 16384) and not torch.equal(first, last)
+    assert torch.equal(first.flatten()[:1000], example.text_bytes()[:1000])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "launcher, command",

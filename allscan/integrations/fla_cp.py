@@ -23,6 +23,7 @@ from ..scan.zigzag_scan import two_way_scan
 from ..tokens.packing import CHUNK_TOKENS, Layout, TokenRange, boundaries_on_host
 from ..tokens.partition import cached_table
 from . import needing
+from .groups import Communicators
 
 with needing(__name__, "flash-linear-attention"):
     import fla.ops.cp.comm
@@ -35,8 +36,7 @@ _DEVICE = "_check_cp_device"
 _fla = {name: getattr(chunk_delta_h, name) for name in (_FORWARD, _BACKWARD)}
 _fla |= {name: getattr(fla.ops.cp.comm, name) for name in (_TAILS, _HEADS)}
 _fla |= {_DEVICE: getattr(fla.ops.cp.context, _DEVICE)}
-_communicators: dict[Any, Communicator] = {}  # by process group
-_created: list[Communicator] = []  # the communicators that enable() has created, in order of creation
+_communicators = Communicators()
 _every_group = False  # whether enable() was called
 
 
@@ -84,17 +84,7 @@ def disable() -> None:
     global _every_group
     _every_group = False
     _replace(_ours(), _fla)
-    created = list(_created)
-    _communicators.clear()
-    _created.clear()
-    errors = []
-    for comm in created:  # close all of them: other ranks may already wait in the next one's close
-        try:
-            comm.close()
-        except RuntimeError as error:
-            errors.append(error)
-    if errors:
-        raise errors[0]
+    _communicators.close()
 
 
 def context_parallel(comm: Communicator) -> None:
@@ -197,16 +187,10 @@ def _carrier(context: Any, use_graph: bool) -> Communicator | None:
 
 
 def _communicator(group: Any) -> Communicator | None:
+    if _every_group and group is not None:
+        return _communicators.of(group)
     comm = _communicators.get(group)
-    if comm is not None and comm.closed:
-        del _communicators[group]
-        if comm in _created:
-            _created.remove(comm)
-        comm = None
-    if comm is None and _every_group and group is not None:
-        comm = _communicators[group] = Communicator(group)
-        _created.append(comm)
-    return comm
+    return None if comm is None or comm.closed else comm
 
 
 def _convolution(name: str, reverse: bool) -> Callable:

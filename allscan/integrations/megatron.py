@@ -21,6 +21,7 @@ from ..ops.ssd import zeco_ssd
 from ..tokens.packing import CUTS, TokenRange, boundaries_on_host, flags_of, without_empty
 from ..tokens.partition import partition_start
 from . import needing
+from .groups import Communicators
 from .recurrent import conv_with_halo, run_delta_rule
 from .softmax import reject
 
@@ -33,7 +34,7 @@ with needing(__name__, "megatron-core", "flash-linear-attention"):
     from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
     from megatron.core.transformer.spec_utils import ModuleSpec, get_module
 
-_communicators: dict[object, Communicator] = {}  # by process group
+_communicators = Communicators()  # which live until the process ends
 
 
 def sequence_parallel(
@@ -147,7 +148,7 @@ class _Mixer:
         super().__init__(config, *arguments, pg_collection=alone, **options)  # type: ignore[call-arg]
         self.zigzag, self.per_document = zigzag, per_document
         self.gathered = pg_collection.tp.size() if config.sequence_parallel else 1
-        self.comm = None if group.size() == 1 else comm or _communicator(group)
+        self.comm = None if group.size() == 1 else comm or _communicators.of(group)
 
     def _tokens(self, hidden_states: Tensor, context: Any, packed: Any) -> _Tokens:
         """The layout of this rank's tokens, for hidden_states [T, B, ...]."""
@@ -194,12 +195,6 @@ def _check(config: Any, groups: Any, comm: Communicator | None) -> None:
         of_comm, wanted = (dist.get_process_group_ranks(group) for group in (comm.group, groups.cp))
         if of_comm != wanted:
             raise ValueError(f"comm must be of the ranks {wanted} of context parallelism, got one of {of_comm}")
-
-
-def _communicator(group: Any) -> Communicator:
-    if group not in _communicators or _communicators[group].closed:
-        _communicators[group] = Communicator(group)
-    return _communicators[group]
 
 
 def _rule(function: Callable[..., Any], tokens: _Tokens, *tensors: Tensor) -> torch.Tensor:

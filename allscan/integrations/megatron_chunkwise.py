@@ -6,7 +6,6 @@ state that they compose to, which is a summary, too: (state, zeros). For Gated D
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import importlib
 from collections.abc import Callable
@@ -18,11 +17,11 @@ from ..base.tiling import transition_tile
 from ..comm.communicator import Communicator, check_communicator
 from ..comm.tags import stamp
 from ..scan.agreement import ScanVariant, get_or_create_scan
+from .groups import Communicators
 
 _FORWARD, _BACKWARD = "chunkwise_cp_forward", "chunkwise_cp_backward"
 _PLACES = "megatron.core.ops.ssm", "megatron.core.ssm"  # where versions of Megatron-core have context_parallel
-_communicators: dict[Any, Communicator] = {}  # by process group
-_created: list[Communicator] = []  # those not passed to enable(), in order of creation
+_communicators = Communicators()
 _theirs: dict[str, Callable[..., Any]] = {}  # Megatron's functions, while they are replaced
 
 
@@ -80,10 +79,7 @@ def disable() -> None:
     for name, function in _theirs.items():
         setattr(_gdp_common(), name, function)
     _theirs.clear()
-    _communicators.clear()
-    with contextlib.ExitStack() as closing:  # also after an error: other ranks may already wait in the next close
-        while _created:
-            closing.callback(_created.pop().close)
+    _communicators.close()
 
 
 def _gdp_common() -> Any:
@@ -93,13 +89,6 @@ def _gdp_common() -> Any:
         except ModuleNotFoundError as error:
             missing = error
     raise ImportError(f"{__name__} needs Megatron-core's gdp_common, of versions later than 0.19") from missing
-
-
-def _communicator(group: Any) -> Communicator:
-    if group not in _communicators or _communicators[group].closed:
-        _communicators[group] = Communicator(group)
-        _created.append(_communicators[group])
-    return _communicators[group]
 
 
 class _Passing(NamedTuple):
@@ -127,7 +116,7 @@ class _Passing(NamedTuple):
 
 def _forward(backend: Any, inputs: Any, cp_group: Any, preceding_slice: slice) -> Any:
     """In place of Megatron's ``chunkwise_cp_forward``. The summary of this rank is that of its last sequence."""
-    comm, cuts = _communicator(cp_group), inputs.cu_seqlens
+    comm, cuts = _communicators.of(cp_group), inputs.cu_seqlens
     with comm.call(False, "Megatron's Gated DeltaProduct", (inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta)):
         summary, local = backend.cp_forward_prepare(inputs=inputs)
         alike = (*inputs.q.shape[:2], inputs.num_householder, inputs.scale)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +14,7 @@ from ..ops.delta import zeco_gated_delta_rule, zeco_kda
 from ..ops.ssd import zeco_ssd
 from ..tokens.packing import TokenRange, cut, flags_of
 from . import needing
+from .groups import Communicators
 from .recurrent import conv_with_halo, names_of
 from .softmax import joined, reject
 
@@ -23,8 +23,7 @@ with needing(__name__, "axolotl-ringmaster"):
     from ringmaster.runtime import maybe_runtime
 
 _theirs = recurrent.require_fla_cp, recurrent.require_kda_cp, mamba._bindings
-_communicators: dict[Any, Communicator] = {}  # by process group
-_created: list[Communicator] = []  # those that were not passed to enable()
+_communicators = Communicators()
 
 
 def enable(comm: Communicator | None = None) -> None:
@@ -66,23 +65,12 @@ def disable() -> None:
         >>> allscan.integrations.ringmaster.disable()
     """
     recurrent.require_fla_cp, recurrent.require_kda_cp, mamba._bindings = _theirs
-    _communicators.clear()
-    with contextlib.ExitStack() as stack:  # closes the others after an error, too
-        while _created:
-            stack.callback(_created.pop().close)
-
-
-def _communicator(group: Any) -> Communicator:
-    comm = _communicators.get(group)
-    if comm is None or comm.closed:
-        comm = _communicators[group] = Communicator(group)
-        _created.append(comm)
-    return comm
+    _communicators.close()
 
 
 def _calls(group: Any, batch: int, T: int) -> list[tuple[slice, list[TokenRange], dict[str, Any]]]:
     """(rows, this rank's pieces of them, layout arguments) of each call: one, or with documents one for each row."""
-    comm, varlen = _communicator(group), getattr(maybe_runtime(), "varlen", None)
+    comm, varlen = _communicators.of(group), getattr(maybe_runtime(), "varlen", None)
     if varlen is None:
         return [(slice(None), [TokenRange(0, T, flags=flags_of(comm.rank == 0))], dict(comm=comm))]
     lengths, first, total = varlen[0].tolist(), comm.rank * T, comm.size * T  # ringmaster cuts rows evenly
@@ -140,7 +128,7 @@ def _mamba2(raw: Any, group: Any) -> dict[str, Callable]:
 
     def scan(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk_size: int, **options: Any) -> torch.Tensor:
         if options.get("initial_states") is not None or options.get("return_final_states"):
-            reject(_communicator(group), "Mamba2 layers of ringmaster keep no states: pass use_cache=False")
+            reject(_communicators.of(group), "Mamba2 layers of ringmaster keep no states: pass use_cache=False")
         known: dict[str, Any] = {name: options[name] for name in names_of(zeco_ssd) & {*options}}
         calls = [(i, known | where) for i, _, where in _calls(group, *x.shape[:2])]
         found: Any = [zeco_ssd(x[i], dt[i], A, B[i], C[i], chunk_size, **rest) for i, rest in calls]

@@ -10,6 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from typing import NoReturn
 
 from .. import __version__
 from ..bindings import versions
@@ -69,44 +70,67 @@ def main() -> int:
 
 
 def size(text: str) -> int:
-    """A number with a suffix k, M, G (of 1,024)."""
-    power = "kmg".find(text[-1:].lower()) + 1
-    return int(float(text[:-1]) * 1024**power) if power else int(text)
+    """A number with a suffix k, M, G (of 1,024). Raises ValueError for other text."""
+    power = "kmg".find(text[-1:].lower()) + 1 if text else 0
+    found = float(text[:-1]) * 1024**power if power else int(text)
+    if found == float("inf"):
+        raise ValueError(text)
+    return int(found)
+
+
+def numbers(text: str) -> list[int]:
+    """Integers with commas between them. Raises ValueError for other text."""
+    return [int(x) for x in text.split(",")]
+
+
+class _Parser(argparse.ArgumentParser):
+    """Wrong arguments raise ValueError, in place of the usage and an end of the process."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message)
 
 
 def estimate(arguments: Sequence[str]) -> int:
     """``allscan estimate``: print the report; returns the exit status."""
     from ..base.tiling import H100_MULTIPROCESSORS
-    from .estimate import Cut, layers_of, report
+    from .estimate import Cut, check_cut, layers_of, report
 
-    parser = argparse.ArgumentParser(prog="allscan estimate", usage=USAGE_OF_ESTIMATE.removeprefix("usage: "))
+    parser = _Parser(prog="allscan estimate", usage=USAGE_OF_ESTIMATE.removeprefix("usage: "))
     parser.add_argument("config")
     parser.add_argument("--gpu", type=size)
     parser.add_argument("--loss-slice", type=size)
-    parser.add_argument("--shard", type=int, default=1)
+    parser.add_argument("--shard", type=int)
     parser.add_argument("--state-dtype", choices=["bfloat16", "float32"])
     parser.add_argument("--layout", choices=["contiguous", "zigzag"], default="contiguous")
     for name in ("--puts", "--step", "--checkpointing"):
         parser.add_argument(name, action="store_true")
     parser.add_argument("--tokens", type=size, required=True)
-    parser.add_argument("--ranks", type=lambda text: [int(x) for x in text.split(",")], required=True)
+    parser.add_argument("--ranks", type=numbers, required=True)
     for name, default in (("batch", 1), ("depth", 3)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--multiprocessors", type=int, default=H100_MULTIPROCESSORS)
-    options = parser.parse_args(arguments)
-    cut = Cut(options.tokens, 1, options.batch, options.layout == "zigzag", options.depth, options.puts)
-    cuts = [cut._replace(ranks=ranks, multiprocessors=options.multiprocessors) for ranks in options.ranks]
-    cut = cuts[0]
     try:
+        options = parser.parse_args(arguments)
+        zigzag = options.layout == "zigzag"
+        cut = Cut(options.tokens, 1, options.batch, zigzag, options.depth, options.puts, options.multiprocessors)
+        cuts = [cut._replace(ranks=ranks) for ranks in options.ranks]
+        for cut in cuts:
+            check_cut(cut)
         with open(options.config, encoding="utf-8") as file:
             config = json.load(file)
-        if options.gpu:
+        if options.gpu is not None:
             from .estimate_fit import Options, report_of_fit  # needs transformers
 
-            numbers = 4 if (options.state_dtype or ("bfloat16", "float32")[options.shard > 1]) == "float32" else 2
-            how = Options(options.checkpointing, options.shard, options.loss_slice, numbers)
+            if options.step:
+                raise ValueError("--step and --gpu are two reports: pass one of them")
+            shard = 1 if options.shard is None else options.shard
+            state_bytes = 4 if (options.state_dtype or ("bfloat16", "float32")[shard > 1]) == "float32" else 2
+            how = Options(options.checkpointing, shard, options.loss_slice, state_bytes)
             print(report_of_fit(config, cuts, how, options.gpu))
             return 0
+        of_gpu = options.shard, options.loss_slice, options.state_dtype
+        if options.checkpointing or any(x is not None for x in of_gpu):
+            raise ValueError("--checkpointing, --shard, --loss-slice and --state-dtype are for --gpu")
         if len(cuts) > 1:
             raise ValueError("several numbers of ranks are for --gpu")
         lines = [report(layers_of(config), cut)]

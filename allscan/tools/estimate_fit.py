@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from ..base.checks import integer
 from .estimate import Cut, check_cut, workspace
 from .estimate_step import Step, model_of, step_of
 
@@ -33,7 +34,7 @@ class Options(NamedTuple):
 
 class Fit(NamedTuple):
     """Bytes of one rank. share: of the speed of data parallelism with a sequence of as many tokens on each rank, that
-    softmax attention to the whole sequence leaves, by operations."""
+    softmax attention to the whole sequence leaves, by the operations of products on the rank with most of them."""
 
     ranks: int
     tokens: int  # of a rank
@@ -63,7 +64,9 @@ class Layers:
         if not isinstance(getattr(base, "layers", None), nn.ModuleList):
             raise ValueError(f"a {type(base).__name__} has no list of layers")
         self.model, self.base, self.whole, self.config = model, base, base.layers, model.config
-        self.kinds = [_kind(layer) for layer in self.whole]
+        sizes = [_numbers(layer) for layer in self.whole]
+        share = sum(sizes) > _numbers(self.whole)  # Zamba2's layers share blocks that know their places: take them all
+        self.kinds = [(i,) if share else _kind(layer) for i, layer in enumerate(self.whole)]
         self.counts = Counter(self.kinds)
         self.lists = {
             name: value
@@ -81,14 +84,20 @@ class Layers:
             setattr(self.config, name, [value[i] for i in taken])
 
 
+def _numbers(module: nn.Module) -> int:
+    """Number of parameters; those that layers share count once."""
+    return sum(p.numel() for p in module.parameters())
+
+
 def _kind(layer: nn.Module) -> tuple[Any, ...]:
     modules = tuple((name, type(x).__name__) for name, x in layer.named_modules())
     return modules, tuple((name, p.shape) for name, p in layer.named_parameters())
 
 
 def fit(config: dict[str, Any], cut: Cut, options: Options) -> Fit:
-    """Estimate a step. Raises ValueError as ``step_of`` does."""
+    """Estimate a step. Raises ValueError as ``step_of`` does, and for numbers of ``options`` below 1."""
     check_cut(cut)
+    check_options(options)
     model = model_of(config)
     state, active = _state(model, options), _active(model)
     if options.checkpointing:
@@ -114,8 +123,16 @@ def fit(config: dict[str, Any], cut: Cut, options: Options) -> Fit:
     passes = 3 + options.checkpointing  # in forwards; backward of a product takes two
     linear = 2 * active * passes
     softmax = 2 * width * (passes - 2 + BACKWARD) / 2  # times the tokens of the context; half of them on average
-    share = (linear + softmax * cut.own) / (linear + softmax * cut.tokens)
+    context = cut.tokens if cut.zigzag else 2 * cut.tokens - cut.own  # contiguous: the last rank has most of it
+    share = (linear + softmax * cut.own) / (linear + softmax * context)
     return Fit(cut.ranks, cut.own, state, kept, received, loss, work, _arena(one, cut), share, options.checkpointing)
+
+
+def check_options(options: Options) -> None:
+    """Raise ValueError for numbers below 1."""
+    for name in ("shard", "loss_slice", "state_bytes"):
+        if getattr(options, name) is not None:
+            integer(name, getattr(options, name), 1)
 
 
 def _softmax(step: Step, options: Options) -> tuple[int, int]:
@@ -132,27 +149,30 @@ def _arena(step: Step, cut: Cut) -> int:
 def _state(model: Any, options: Options) -> int:
     """Bytes of parameters, gradients and two moments; with FSDP2 also of what is gathered at once: what is outside of
     the layers, and two layers, in bfloat16, and as many gradients."""
-    numbers = sum(p.numel() for p in model.parameters())
+    numbers, layers = _numbers(model), model.base_model.layers
     whole = 4 * options.state_bytes * numbers
     if options.shard == 1:
         return whole
-    sizes = [sum(p.numel() for p in layer.parameters()) for layer in model.base_model.layers]
-    return whole // options.shard + 2 * 2 * (numbers - sum(sizes) + sum(sorted(sizes)[-2:]))
+    two = sum(sorted(map(_numbers, layers))[-2:])
+    return whole // options.shard + 2 * 2 * (numbers - _numbers(layers) + two)
 
 
 def _active(model: Any) -> int:
-    """Parameters that a token is multiplied by."""
+    """Parameters that a token is multiplied by, those that layers share once for each layer."""
     chosen = getattr(model.config, "num_experts_per_tok", None)
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-    return sum(
+    return head.numel() + sum(  # type: ignore[no-any-return]
         p.numel() * chosen // p.shape[0] if p.ndim == 3 and chosen and ".experts." in name else p.numel()
-        for name, p in model.named_parameters()
-        if p.ndim > 1 and (p is not embedding or p is head)
+        for name, p in model.named_parameters(remove_duplicate=False)
+        if p.ndim > 1 and p is not embedding and p is not head
     )
 
 
 def report_of_fit(config: dict[str, Any], cuts: Sequence[Cut], options: Options, gpu: float) -> str:
-    """The table over numbers of ranks, for GPUs of ``gpu`` bytes."""
+    """The table over numbers of ranks, for GPUs of ``gpu`` bytes. Raises ValueError before the first line it prints."""
+    check_options(options)
+    if gpu < 1:
+        raise ValueError(f"gpu must be at least 1 byte, got {gpu}")
     lines = ["ranks  tokens of each   state    kept    keys    loss    work   arena   total  of data parallel's speed"]
     for cut in cuts:
         print(f"allscan estimate: {cut.ranks} ranks", file=sys.stderr)

@@ -243,7 +243,7 @@ def _counted(model: Any, cut: Cut) -> Iterator[Seen]:
     ours |= {SCAN: functools.partial(_state_space, cut, seen), FUSED: lambda *_, **__: None}
     found = {name: vars(home)[name] for name in ours if name in vars(home)}
     if not found:
-        raise ValueError(f"--step does not support the recurrence of {type(model).__name__}")
+        raise ValueError(f"--step and --gpu do not support the recurrence of {type(model).__name__}")
     AttentionInterface.register(ATTENTION, functools.partial(_attention, cut, seen))
     for name in found:
         setattr(home, name, ours[name])
@@ -315,7 +315,7 @@ def step_of(model: Any, cut: Cut, slice_tokens: int | None = None) -> Step:
             loss.backward()
         except (NotImplementedError, RuntimeError) as error:
             raise ValueError(
-                f"--step cannot estimate {type(model).__name__}, whose memory depends on data: {error}"
+                f"--step and --gpu cannot estimate {type(model).__name__}, whose memory depends on data: {error}"
             ) from None
         finally:
             hook.remove()

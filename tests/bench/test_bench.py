@@ -241,6 +241,25 @@ def test_prompts_are_checked(run, name):
     assert max(run(2, prefill.check, name, 24)) < 1e-5
 
 
+def prefill_rows(group):
+    """Return what bench.prefill measures with a small model, without the GPU's counters."""
+    counters = dict(reset_peak_memory_stats=lambda: None, max_memory_allocated=lambda: 0)
+    with (
+        mock.patch.dict(prefill.SIZES, qwen3_next=prefill.SMALL),
+        mock.patch.multiple(torch.cuda, **counters),
+        mock.patch.object(prefill, "launched", lambda once: [once()][1:]),
+    ):
+        return prefill.measure(group, "qwen3_next", 48, [1, 2], 1)
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("size, method, scans", [(1, "one GPU", (0, 0)), (2, "split, zigzag", (9, 18))])
+def test_times_of_prompts(run, size, method, scans):
+    for rows in run(size, prefill_rows):
+        assert [(x["method"], x["ranks"], x["pieces"]) for x in rows] == [(method, size, n) for n in (1, 2)]
+        assert [int(x["proof"].split()[0]) for x in rows] == list(scans) and rows[0]["first_token_ms"] > 0
+
+
 @pytest.mark.cpu
 def test_the_scan_over_segments_without_gpus(capsys):
     segments.main([])

@@ -347,7 +347,7 @@ def wiring_case(group):
             assert bound.__module__.startswith("allscan" if ours else "ringmaster")
             with torch.no_grad():
                 model.backbone.layers[0].mixer(x)
-            created += ringmaster._created
+            created += ringmaster._communicators.created
             plugin.post_train_unload()
             ringmaster.disable()
             assert [getattr(module, name) for module, name in names] == theirs

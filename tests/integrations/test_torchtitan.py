@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -58,7 +59,14 @@ def layer_case(group, layout):
         (expected * factor).sum().backward()
         own = [x.detach()[mine].float().to(comm.device).requires_grad_() for x in whole]
         copies = [x.detach().float().to(comm.device).requires_grad_() for x in weights]
-        o = layer(*own, *copies, cu_seqlens=None)
+        one, two = torch.tensor([0, T]), torch.tensor([0, 24, T])  # documents
+        for names in (
+            dict(cu_seqlens=two),
+            dict(attention_metadata=SimpleNamespace(varlen=SimpleNamespace(cu_seq_q=two))),
+        ):
+            with pytest.raises(ValueError, match="several documents"):
+                layer(*own, *copies, **names)
+        o = layer(*own, *copies, cu_seqlens=one, attention_metadata=None)
         (o * factor[mine].to(comm.device)).sum().backward()
         errors = [relative(o, expected[mine])]
         errors += [relative(x.grad, y.grad[mine]) for x, y in zip(own, whole, strict=True)]

@@ -168,6 +168,46 @@ def test_whole_hybrids_fit_within_two_percent_of_what_was_measured():
 
 
 @pytest.mark.slow
+def test_measured_shares_of_speed_are_above_the_computed_ones():
+    pytest.importorskip("transformers")
+    from allscan.tools.estimate_fit import Options, fit
+    from bench.hybrid import VOCABULARY, Hybrid
+
+    rows = [row for (row,) in (row.values for row in measured_hybrids()) if row["method"].startswith("allscan")]
+    assert {(x["ranks"], x["method"]) for x in rows} == {(n, f"allscan{z}") for n in "24" for z in ("", ", zigzag")}
+    for row in rows:
+        family, _, mla = row["model"].partition(", MLA ")
+        config = Hybrid(family, int(mla or 0)).config(12, 2048, int(row["heads"]), 128, VOCABULARY).to_dict()
+        ranks, zigzag = int(row["ranks"]), "zigzag" in row["method"]
+        found = fit(config, Cut(int(row["T"]) * ranks, ranks, zigzag=zigzag), Options()).share
+        above = float(row["percent_of_data_parallel"]) / 100 - found
+        low, high = (0.035, 0.105) if zigzag else (0.085, 0.155)
+        assert low < above < high, (row["model"], row["method"], ranks, above)
+
+
+def test_layers_that_share_parameters():
+    """Zamba2: every block of attention counts in each layer that calls it, its parameters and moments once."""
+    pytest.importorskip("transformers")
+    from allscan.tools.estimate_fit import Layers, Options, _active, fit
+    from allscan.tools.estimate_step import model_of, step_of
+
+    sizes = dict(hidden_size=64, num_attention_heads=4, num_key_value_heads=4, mamba_d_state=16, n_mamba_heads=8)
+    more = dict(num_hidden_layers=8, num_mem_blocks=1, adapter_rank=8, vocab_size=97)
+    more["layers_block_type"] = ["mamba", "hybrid"] * 4
+    config = dict(model_type="zamba2", mamba_ngroups=1, pad_token_id=None, **sizes, **more)
+    model = model_of(config)
+    shared = sum(p.numel() for p in model.model.layers[1].shared_transformer.parameters() if p.ndim > 1)
+    once = sum(p.numel() for p in model.parameters() if p.ndim > 1)
+    assert len(Layers(model).counts) == 8 and _active(model) == once + 3 * shared
+    cut = Cut(4096, 2)
+    whole = step_of(model_of(config), cut)
+    found, sharded = (fit(config, cut, Options(shard=n)) for n in (1, 2))
+    assert found.state == 8 * sum(p.numel() for p in model.parameters()) < whole.parameters * 4  # which are rounded up
+    assert found.state / 2 < sharded.state < found.state and found.keys > 0
+    assert abs((found.total - found.arena) / whole.peak - 1) < 2e-2
+
+
+@pytest.mark.slow
 def test_the_table_in_the_documentation(tmp_path, capsys):
     pytest.importorskip("transformers")
     with open(os.path.join(ROOT, "docs", "estimate.md"), encoding="utf-8") as file:
@@ -394,6 +434,30 @@ def test_wrong_cuts(options, message, tmp_path, capsys):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(GLA))
     assert doctor.estimate([str(path), *options.split()]) == 2
+    found = capsys.readouterr()
+    assert not found.out and found.err.count("\n") == 1 and message in found.err
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ("--ranks 2,0 --gpu 1g", "ranks must be at least 1, got 0"),
+        ("--ranks 1,a --gpu 1g", "argument --ranks: invalid numbers value: '1,a'"),
+        ("--ranks 1 --gpu x", "argument --gpu: invalid size value: 'x'"),
+        ("--ranks 1 --gpu infg", "argument --gpu: invalid size value: 'infg'"),
+        ("--ranks 1 --gpu 0", "gpu must be at least 1 byte, got 0"),
+        ("--ranks 1 --gpu 1g --shard 0", "shard must be at least 1, got 0"),
+        ("--ranks 1 --gpu 1g --loss-slice 0", "loss_slice must be at least 1, got 0"),
+        ("--ranks 1 --gpu 1g --step", "--step and --gpu are two reports"),
+        ("--ranks 1 --shard 8", "--checkpointing, --shard, --loss-slice and --state-dtype are for --gpu"),
+        ("--ranks 1 --tokens 8k5", "argument --tokens: invalid size value: '8k5'"),
+    ],
+)
+def test_wrong_options_of_gpu(options, message, tmp_path, capsys):
+    pytest.importorskip("transformers")
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(small("qwen3_next")))
+    assert doctor.estimate([str(path), "--tokens", "4k", *options.split()]) == 2
     found = capsys.readouterr()
     assert not found.out and found.err.count("\n") == 1 and message in found.err
 
