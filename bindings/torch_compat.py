@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -96,11 +95,6 @@ def has_backward_hooks(module: torch.nn.Module) -> bool:
 
 
 coalesced = dist._coalescing_manager  # several collectives of a process group in one launch; no public function
-
-
-def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta = dist.distributed_c10d.default_pg_timeout) -> None:
-    """Set the time-out of a process group's collectives, by default torch's. No public function does."""
-    dist.distributed_c10d._set_pg_timeout(timeout, group)
 
 
 def default_store() -> dist.Store:

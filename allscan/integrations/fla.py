@@ -25,7 +25,7 @@ from ..ops.halo import halo_from_boundary_tokens
 from ..ops.ssd import zeco_simple_gla, zeco_ssd
 from ..tokens.packing import Tables, boundaries_on_host, document_places, without_empty
 from ..tokens.partition import cached_table, partition_start
-from . import fla_cp, fla_rwkv7, needing
+from . import needing
 from .attention import WHOLE, Attention, Blocks, attend, check_split, gather_keys, packed_of
 from .batches import DOCUMENTS, STAMP, misfit, read
 from .batches import cut_batch as cut_batch
@@ -40,6 +40,8 @@ with needing(__name__, "flash-linear-attention"):
     from fla.layers.utils import get_layer_cache, update_layer_cache
     from fla.models.rwkv7.modeling_rwkv7 import RWKV7FeedForward
     from fla.modules.convolution import causal_conv1d
+
+    from . import fla_cp, fla_rwkv7
 
 _prefilled: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # cache -> number of tokens of all ranks in it
 

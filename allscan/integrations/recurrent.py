@@ -217,8 +217,9 @@ def run_delta_rule(
         return delta_rule(function, tensors, pieces, comm=where["comm"], final=final, initial=initial)
     supported = names_of(operator) if supported is None else supported
     known = {name: x for name, x in options.items() if name in supported}
-    known |= dict(output_final_state="all" if final else False, initial_state=initial)
-    return operator(*tensors, **known | dict(where))
+    if initial is not None:
+        known["initial_state"] = initial
+    return operator(*tensors, output_final_state="all" if final else False, **known | dict(where))
 
 
 def delta_rule(

@@ -23,7 +23,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..bindings.torch_compat import set_group_timeout
 from ..comm.heap import init
 
 LOOPBACK = "127.0.0.1"
@@ -244,33 +243,8 @@ def on_first(count: int, function: Callable[..., Any], *arguments: Any) -> Any:
     init()  # collective over the job; only some ranks create a communicator
     if count not in _groups:
         whole = count == dist.get_world_size()
-        _groups[count] = dist.group.WORLD if whole else new_group(list(range(count)))
+        _groups[count] = dist.group.WORLD if whole else dist.new_group(list(range(count)))
     return function(_groups[count], *arguments) if dist.get_rank() < count else None
-
-
-def new_group(members: list[int]) -> Any:
-    """``torch.distributed.new_group(members)``, called by all ranks of the job. With gloo, a creation that fails on any
-    rank is repeated: on loaded machines two ranks sometimes wait for each other's connection for the whole time-out,
-    30 minutes by default, while the other ranks are connected (torch 2.13)."""
-    if dist.get_backend() != "gloo":
-        return dist.new_group(members)
-    for attempt in range(3):
-        group: Any = None
-        failure = None
-        try:
-            group = dist.new_group(members, timeout=datetime.timedelta(seconds=20))
-        except RuntimeError as error:
-            failure = error
-        failures = torch.tensor(int(failure is not None))
-        dist.all_reduce(failures)
-        if not failures:
-            if dist.get_rank() in members:
-                set_group_timeout(group)
-            return group
-        print(f"rank {dist.get_rank()}: new_group({members}), attempt {attempt}: {failure}", file=sys.stderr)
-        if failure is None and dist.get_rank() in members:
-            dist.destroy_process_group(group)
-    raise RuntimeError(f"new_group({members}) failed on {int(failures)} ranks in each of 3 attempts")
 
 
 def _serve(which: tuple[int, int, str, str, int], pipe: Any, path: list[str], environment: dict[str, str]) -> None:

@@ -281,7 +281,7 @@ def fsdp_case(group, inside):
         whole = copy.deepcopy(model)
         expected = F.cross_entropy(whole.head(x + whole.mlp(x)), labels)
         expected.backward()
-        mesh = DeviceMesh("cpu", [*range(comm.size)])
+        mesh = DeviceMesh.from_group(comm.group, "cpu")
         mlp_in_slices(model.mlp, 4)
         fully_shard(model.mlp, mesh=mesh)
         fully_shard(model, mesh=mesh)
@@ -437,7 +437,7 @@ def sharded_case(group, alone, compiled):
             for x in found:
                 dist.all_reduce(x, group=comm.group)
         else:
-            mesh = DeviceMesh("cpu", [*range(comm.size)])
+            mesh = DeviceMesh.from_group(comm.group, "cpu")
             for module in [*model.model.layers, *[model.lm_head] * alone, model]:
                 fully_shard(module, mesh=mesh)
             loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss

@@ -14,7 +14,6 @@ import torch.nn.functional as F
 
 import allscan
 from allscan.comm.heap import init
-from allscan.tools.ranks import new_group
 from support.megatron import (
     VOCABULARY,
     WIDTH,
@@ -183,7 +182,7 @@ def tensor_case(layout, sequence):
     tensor parallelism alone."""
     from allscan.integrations.megatron import sequence_parallel
 
-    groups = [new_group(ranks) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3])]
+    groups = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3])]
     tp, cp = (group for group in groups if isinstance(group, dist.ProcessGroup))
     init()
     with stand_ins():

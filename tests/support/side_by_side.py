@@ -9,7 +9,6 @@ from typing import Any
 import torch.distributed as dist
 
 from allscan.comm.heap import init
-from allscan.tools.ranks import new_group
 
 _groups: dict[range, Any] = {}  # process groups by their ranks
 
@@ -20,7 +19,7 @@ def on_ranks(cases):
     init()  # collective over the job
     for ranks, *_ in cases:
         if ranks not in _groups:
-            _groups[ranks] = new_group([*ranks])  # collective: all ranks call it in the same order
+            _groups[ranks] = dist.new_group([*ranks])  # collective: all ranks call it in the same order
     mine = [case for case in cases if dist.get_rank() in case[0]]
     return mine[0][1](_groups[mine[0][0]], **mine[0][2]) if mine else None
 

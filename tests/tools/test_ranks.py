@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from allscan.tools import ranks as on_ranks
 from allscan.tools.ranks import Ranks
 
 pytestmark = pytest.mark.cpu
@@ -57,39 +56,6 @@ def test_a_call_after_a_rank_has_died():
         for _ in range(2):
             with pytest.raises(RuntimeError, match=r"the process of rank 1 has ended \(exit code -9\)"):
                 ranks.run(die_case, 1)
-
-
-def group_case(failures):
-    """Create a group of ranks 0 and 1 whose creation fails on rank 1 this many times; return its size and time-out."""
-    from unittest import mock
-
-    import torch
-    import torch.distributed as dist
-
-    real, left = dist.new_group, [failures * (dist.get_rank() == 1)]
-
-    def new_group(members, **named):
-        group = real(members, **named)
-        if left[0]:
-            left[0] -= 1
-            dist.destroy_process_group(group)
-            raise RuntimeError("not connected")
-        return group
-
-    with mock.patch.object(dist, "new_group", new_group):
-        group = on_ranks.new_group([0, 1])
-    if dist.get_rank() > 1:
-        return None
-    total = torch.ones(1)
-    dist.all_reduce(total, group=group)
-    return total.item(), group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
-
-
-def test_a_group_that_was_not_connected_is_created_again():
-    with Ranks(3, "cpu") as ranks:
-        assert ranks.run(group_case, 1) == [(2.0, 1800.0), (2.0, 1800.0), None]
-        with pytest.raises(RuntimeError, match=r"new_group\(\[0, 1\]\) failed on 1 ranks in each of 3 attempts"):
-            ranks.run(group_case, 3)
 
 
 def runs(pid):
