@@ -16,6 +16,7 @@ import triton
 
 import allscan
 from allscan.base.provenance import source_hash
+from allscan.tools.ranks import Ranks
 from allscan.tools.timing import replay_us
 
 # Environment of processes that use NCCL's or PyTorch's symmetric memory
@@ -37,6 +38,16 @@ def environment(variables: dict[str, str]):
             os.environ.pop(name)
             if value is not None:
                 os.environ[name] = value
+
+
+def check_on_cpus(check, models) -> int:
+    """On a machine without two GPUs: print ``check(None, model, 24)``, an error, of each model on 2 CPU ranks. Returns
+    the exit status."""
+    print("No two GPUs here: a check of every model on 2 CPU ranks.")
+    with Ranks(2, "cpu") as ranks:
+        for model in models:
+            print(f"{model:12} error {ranks.run(check, None, model, 24)[0]:.1e}")
+    return 0
 
 
 def results(name: str) -> str:

@@ -38,7 +38,7 @@ from allscan.integrations.slices import linear_cross_entropy, mlp_in_slices
 from allscan.tools.ranks import Ranks, on_first
 from allscan.zigzag import zigzag_positions
 from bench import hybrid
-from bench.harness import Table, results
+from bench.harness import Table, check_on_cpus, results
 from bench.model import Model, text, training_rows
 from bench.proof import breakdown, launched
 
@@ -252,11 +252,7 @@ def main() -> int:
     parser.add_argument("--csv", default=results("long.csv"))
     arguments = parser.parse_args()
     if torch.cuda.device_count() < 2:
-        print("No two GPUs here: a check of every model on 2 CPU ranks.")
-        with Ranks(2, "cpu") as ranks:
-            for name in arguments.model:
-                print(f"{name:12} error {ranks.run(check, None, name, 24)[0]:.1e}")
-        return 0
+        return check_on_cpus(check, arguments.model)
     counts = arguments.ranks or [torch.cuda.device_count()]
     measured = {(name, str(count), str(T)) for name in arguments.model for count in counts for T in arguments.tokens}
     keep = lambda row: (row["model"], row["ranks"], row["T"]) not in measured  # noqa: E731

@@ -32,7 +32,7 @@ import torch
 from allscan.tools.ranks import Ranks, on_first
 from allscan.zigzag import zigzag_positions
 from bench import hybrid
-from bench.harness import Table, results
+from bench.harness import Table, check_on_cpus, results
 from bench.model import text
 from bench.proof import breakdown, launched
 
@@ -154,11 +154,7 @@ def main() -> int:
     arguments = parser.parse_args()
     count = arguments.ranks or torch.cuda.device_count()
     if torch.cuda.device_count() < 2:
-        print("No two GPUs here: a check of every model on 2 CPU ranks.")
-        with Ranks(2, "cpu") as ranks:
-            for name in arguments.model:
-                print(f"{name:12} error {ranks.run(check, None, name, 24)[0]:.1e}")
-        return 0
+        return check_on_cpus(check, arguments.model)
     if any(T % (2 * count * pieces) for T in arguments.tokens for pieces in arguments.pieces):
         parser.error(f"--tokens must be multiples of {2 * count}, twice the ranks, times --pieces")
     measured = {(name, str(count)) for name in arguments.model}
