@@ -203,8 +203,10 @@ class _Requests:
         self.lengths = boundaries_on_host(own_boundaries(query_start_loc))
         n = len(self.lengths) - 1
         slots = _one_of_each("slots", slots, n)
-        begun = torch.ones(n, dtype=torch.bool, device=comm.device) if begun is None else begun
-        begun = _one_of_each("has_initial_state", begun, n)
+        if begun is None:
+            begun = torch.ones(n, dtype=torch.int8, device=comm.device)
+        else:
+            begun = (_one_of_each("has_initial_state", begun, n) != 0).to(torch.int8)
         debug = comm.debug and not comm.streams.capturing()
         if slots.device.type == "cpu" or debug:
             used = [slot for slot in slots.tolist() if slot >= 0]
@@ -217,7 +219,7 @@ class _Requests:
             comm.order.agree((("has_initial_state, False without a slot", read),), None, "a batch, in debug mode")
         # a copy of slots on the CPU: the caller may write to pinned memory before the GPU has read it
         self.slots = (slots.contiguous() if slots.is_cuda else slots.clone()).to(comm.device, non_blocking=True)
-        self.begun = (begun != 0).to(comm.device, torch.int8, non_blocking=True)
+        self.begun = begun.to(comm.device, non_blocking=True)
 
     def read(self) -> Tensor:
         """The requests' states before this batch, [N, H, R, C] float32; zeros for those that begin."""
@@ -231,9 +233,8 @@ class _Requests:
 
     def _copy(self, states: Tensor, write: bool) -> None:
         N, H, R, C = states.shape
-        memory, sizes = self.comm.memory, (min(triton.next_power_of_2(x), most) for x, most in ((R, 32), (C, 64)))
-        BR, BC = sizes
-        blocks = dict(R=R, C=C, WRITE=write, BN=triton.next_power_of_2(N), BR=BR, BC=BC)
+        BN, BR, BC = map(triton.next_power_of_2, (N, min(R, 32), min(C, 64)))
+        blocks, memory = dict(R=R, C=C, WRITE=write, BN=BN, BR=BR, BC=BC), self.comm.memory
         numbers = len(self.pool), *self.pool.stride(), N, H
         tensors = self.pool, states, self.slots, self.begun, memory.fault, memory.record
         with torch.cuda.device_of(states):  # Triton launches on the current device

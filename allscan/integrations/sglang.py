@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -111,7 +111,8 @@ class PrefillKernel:
             ("num_state_checkpoints", num_state_checkpoints),
         ):
             if wanted:
-                _not_supported(self.comm, name)
+                with self.comm.call():  # the other ranks hear of it
+                    raise NotImplementedError(f"allscan's kernel for sglang does not support {name}")
         total = boundaries_on_host(boundaries(query_start_loc))[-1]
         size, rank = self.comm.size, self.comm.rank
         each = -(-total // size)  # tokens of a rank, rounded up
@@ -119,12 +120,12 @@ class PrefillKernel:
         tensors = [x.reshape(1, -1, *x.shape[2:]) for x in (q, k, v, g, beta)]
         if self.whole_rows:
             tensors = [x[:, first:end] for x in tensors]
-        options: dict[str, Any] = dict(use_qk_l2norm_in_kernel=True, first_token=first)
-        options |= dict(use_beta_sigmoid_in_kernel=beta_is_raw)
+        options: dict[str, Any] = dict(
+            use_qk_l2norm_in_kernel=True, use_beta_sigmoid_in_kernel=beta_is_raw, first_token=first
+        )
         if A_log is not None:
             bias = None if dt_bias is None else dt_bias.flatten()
-            gate = dict(A_log=A_log.flatten(), dt_bias=bias, lower_bound=lower_bound)
-            options |= dict(use_gate_in_kernel=True, **gate)
+            options |= dict(use_gate_in_kernel=True, A_log=A_log.flatten(), dt_bias=bias, lower_bound=lower_bound)
         options |= dict(pool=ssm_states, slots=cache_indices, query_start_loc=query_start_loc, state_v_first=True)
         o = prefill(RULES[self.rule], *tensors, comm=self.comm, **options)
         if self.whole_rows and size > 1:
@@ -136,8 +137,3 @@ class PrefillKernel:
         if self.whole_rows:
             o = F.pad(o, (0, 0, 0, 0, 0, v.shape[1] - total))  # sglang may pad a row
         return (o, None, None) if self.rule == "gdn" else o
-
-
-def _not_supported(comm: Communicator, name: str) -> NoReturn:
-    with comm.call():
-        raise NotImplementedError(f"allscan's kernel for sglang does not support {name}")
