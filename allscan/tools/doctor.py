@@ -124,8 +124,8 @@ def estimate(arguments: Sequence[str]) -> int:
             if options.step:
                 raise ValueError("--step and --gpu are two reports: pass one of them")
             shard = 1 if options.shard is None else options.shard
-            state_bytes = 4 if (options.state_dtype or ("bfloat16", "float32")[shard > 1]) == "float32" else 2
-            how = Options(options.checkpointing, shard, options.loss_slice, state_bytes)
+            dtype = options.state_dtype or ("float32" if shard > 1 else "bfloat16")
+            how = Options(options.checkpointing, shard, options.loss_slice, 4 if dtype == "float32" else 2)
             print(report_of_fit(config, cuts, how, options.gpu))
             return 0
         of_gpu = options.shard, options.loss_slice, options.state_dtype
@@ -133,11 +133,11 @@ def estimate(arguments: Sequence[str]) -> int:
             raise ValueError("--checkpointing, --shard, --loss-slice and --state-dtype are for --gpu")
         if len(cuts) > 1:
             raise ValueError("several numbers of ranks are for --gpu")
-        lines = [report(layers_of(config), cut)]
+        lines = [report(layers_of(config), cuts[0])]
         if options.step:
             from .estimate_step import report_of_step  # needs transformers
 
-            lines.append(report_of_step(config, cut))
+            lines.append(report_of_step(config, cuts[0]))
     except (ImportError, OSError, RecursionError, ValueError) as error:
         print("allscan estimate:", " ".join(str(error).split()), file=sys.stderr)
         return 2

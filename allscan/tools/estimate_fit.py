@@ -50,10 +50,8 @@ class Fit(NamedTuple):
     @property
     def total(self) -> int:
         """The peak."""
-        in_loss, in_backward = (
-            (self.loss, self.keys + self.work) if self.checkpointing else (self.keys + self.loss, self.keys + self.work)
-        )
-        return self.state + self.kept + max(in_loss, in_backward) + self.arena
+        in_loss = self.loss if self.checkpointing else self.keys + self.loss
+        return self.state + self.kept + max(in_loss, self.keys + self.work) + self.arena
 
 
 class Layers:
@@ -63,7 +61,7 @@ class Layers:
         base = model.base_model
         if not isinstance(getattr(base, "layers", None), nn.ModuleList):
             raise ValueError(f"a {type(base).__name__} has no list of layers")
-        self.model, self.base, self.whole, self.config = model, base, base.layers, model.config
+        self.base, self.whole, self.config = base, base.layers, model.config
         sizes = [_numbers(layer) for layer in self.whole]
         share = sum(sizes) > _numbers(self.whole)  # Zamba2's layers share blocks that know their places: take them all
         self.kinds = [(i,) if share else _kind(layer) for i, layer in enumerate(self.whole)]
