@@ -69,9 +69,10 @@ def both_passes(method, x, weight, labels, gradient=None):
     return [loss.detach(), x.grad, weight.grad]
 
 
-def check(tokens, words, width, device) -> dict:
-    """Return {(method, dtype of the weight): largest relative error of loss and gradients}; raise if one is wrong."""
-    found, gradient = {}, torch.tensor(0.3, device=device)
+def check(tokens, words, width, device, gradient=0.3) -> dict:
+    """Return {(method, dtype of the weight): largest relative error of loss and gradients}; raise if one is wrong.
+    gradient: the loss's."""
+    found, gradient = {}, torch.tensor(gradient, device=device)
     methods = available() | {"linear_cross_entropy": functools.partial(linear_cross_entropy, slice_tokens=tokens // 3)}
     for dtype in (torch.bfloat16, torch.float32):
         x, weight, labels = drawn(tokens, words, width, dtype, device)

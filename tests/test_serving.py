@@ -251,7 +251,11 @@ def test_convolutions_in_pieces(run, layout, pieces, size, dtype, transposed):
         assert torch.equal(pool, found[0][1])
 
 
-WRONG = {  # arguments, and the message
+def negated(x):
+    return torch.view_as_complex(x).conj().imag
+
+
+WRONG = {  # arguments, or their functions of the device, and the message
     "twice": (dict(slots=[1, 1]), "slots must be distinct"),
     "beyond": (dict(slots=[0, 3]), "slots must be below 3"),
     "few": (dict(slots=[0]), "slots must be 2 signed integers"),
@@ -262,8 +266,8 @@ WRONG = {  # arguments, and the message
     "final": (dict(output_final_state=True), "takes output_final_state from the pool"),
     "none": (dict(slots=None), "slots must be 2 signed integers"),
     "no memory": (dict(pool=torch.zeros(3, H, K, 0)), "pool must have 4 dimensions, none of them empty"),
-    "expanded": (dict(pool=torch.zeros(1, H, K, V).expand(3, -1, -1, -1)), "pool must be written to"),
-    "negated": (dict(pool=torch.zeros(3, H, K, V, dtype=torch.complex64).conj().imag), "pool must be written to"),
+    "expanded": (dict(pool=lambda where: torch.zeros(1, H, K, V, device=where).expand(3, -1, -1, -1)), "written to"),
+    "negated": (dict(pool=lambda where: negated(torch.zeros(3, H, K, V, 2, device=where))), "pool must be written to"),
     "shape": (dict(pool=torch.zeros(3, H, K, V + 1)), "initial_state must have shape"),
     "operator": (dict(operator=torch.add), "operator must be one of allscan.zeco_gla"),
 }
@@ -278,6 +282,8 @@ def rejected_case(group, name):
             comm=comm, pool=pool, slots=[2, 0], query_start_loc=[0, 3, 5 * comm.size], operator=allscan.zeco_kda
         )
         wrong = {k: x.to(comm.device) if torch.is_tensor(x) else x for k, x in WRONG[name][0].items()}
+        if callable(wrong.get("pool")):
+            wrong["pool"] = wrong["pool"](comm.device)
 
         def call(operator, **options):
             serving.prefill(operator, *tensors, **options)

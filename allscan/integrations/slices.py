@@ -57,11 +57,11 @@ def linear_cross_entropy(
 
     A slice's logits, losses and gradients are computed at once, in the forward pass; logits are in the dtype of the
     inputs, under autocast in autocast's, and losses in float32, as in transformers. The backward pass multiplies by the
-    incoming gradient. The gradients of ``weight`` and ``bias`` are summed over the slices in float32, since bfloat16
-    would round the sum at every slice: with a weight in bfloat16 this takes 4 V D bytes beside them, with one in
-    float32 none (under autocast 2 V D bytes, for the weight in autocast's dtype). So nothing is computed twice; do not
-    put the call into an activation checkpoint, which would. Without gradients, by ``torch.no_grad()`` or because
-    nothing requires them, only losses are computed.
+    incoming gradient, which rounds once more unless it is a power of two. The gradients of ``weight`` and ``bias`` are
+    summed over the slices in float32, since bfloat16 would round the sum at every slice: with a weight in bfloat16 this
+    takes 4 V D bytes beside them, with one in float32 none (under autocast 2 V D bytes, for the weight in autocast's
+    dtype). So nothing is computed twice; do not put the call into an activation checkpoint, which would. Without
+    gradients, by ``torch.no_grad()`` or because nothing requires them, only losses are computed.
 
     Args:
         x: [..., D], the hidden states of this rank's tokens, float32, bfloat16 or float16. None may be there.

@@ -3,6 +3,7 @@ shift of AllScan."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import Function
 
 from ..base.autograd import CustomOperator, Passes, check_saveable, inference_tensors, wants_gradient
 from ..base.checks import (
@@ -172,7 +174,62 @@ def halo_from_boundary_tokens(x: Xs, T: int, n: int, *, comm: Communicator, layo
     return found
 
 
-def _halo(xs: tuple[Tensor, ...], comm: Communicator, options: Options) -> tuple[Tensor, ...]:
+def rows_with_halo(x: Tensor, n: int, *, comm: Communicator, layout: str) -> torch.Tensor:
+    """Return this rank's pieces of x [B, T, C], each behind the n tokens before it: [B * pieces, n + T / pieces, C].
+    Pieces: one, in the zigzag layout two; none has fewer than n tokens. As ``halo`` and a concatenation, in three nodes
+    of autograd and the scans'. No other node may hold the result's gradient: it is changed in place."""
+    with comm.call(False, "halo()", x):
+        _checked((x,), comm, Options(n, layout=layout))
+        x, *edges = _Edges.apply(x, n, 1 + (layout == "zigzag"))
+        if len(edges) == 2:
+            found = scan_zigzag(comm, ScanInputs(tuple(edges), (0.0, 0.0)), part=OF_HALO, joined=True)
+        else:
+            found = (scan_once(comm, ScanInputs(edges[0], 0.0), False, part=OF_HALO),)
+        rows: torch.Tensor = _Rows.apply(x, n, *found)
+        return rows
+
+
+class _Edges(Function):
+    """x [B, T, C] -> x, and the last n tokens of each piece, float32 [B, n, C]."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, n: int, pieces: int) -> tuple[torch.Tensor, ...]:
+        ctx.n, ctx.pieces = n, pieces
+        edges = x.unflatten(1, (pieces, -1))[:, :, -n:].transpose(0, 1)
+        return x.detach(), *edges.to(torch.float32, copy=True, memory_format=torch.contiguous_format).unbind()
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor, *dedges: Tensor) -> tuple[torch.Tensor, None, None]:
+        dx = dx.clone() if torch.is_grad_enabled() else dx  # that of _Rows, which nothing else holds
+        for i, dedge in enumerate(dedges):
+            dx.unflatten(1, (ctx.pieces, -1))[:, i, -ctx.n :] += dedge
+        return dx, None, None
+
+
+class _Rows(Function):
+    """x [B, T, C], n, the tokens before each piece, float32 [B, n, C] -> [B * pieces, n + T / pieces, C]."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, n: int, *before: Tensor) -> torch.Tensor:
+        ctx.n, ctx.pieces = n, len(before)
+        (B, T, C), pieces = x.shape, len(before)
+        rows = x.new_empty(B, pieces, n + T // pieces, C)
+        for i, tokens in enumerate(before):
+            rows[:, i, :n] = tokens
+        rows[:, :, n:] = x.unflatten(1, (pieces, -1))
+        return rows.flatten(0, 1)
+
+    @staticmethod
+    def backward(ctx: Any, drows: Tensor) -> tuple[torch.Tensor | None, ...]:
+        drows = drows.unflatten(0, (-1, ctx.pieces))
+        dx = drows[:, :, ctx.n :].clone(memory_format=torch.contiguous_format).flatten(1, 2)
+        before = drows[:, :, : ctx.n].transpose(0, 1)
+        before = before.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+        return dx, None, *before.unbind()
+
+
+def _checked(xs: tuple[Tensor, ...], comm: Communicator, options: Options) -> Options:
+    """Check a call, unless an equal one was; return its options with converted values. Sets the call's stamp."""
     n, reverse, cu_seqlens, first_token, layout, per_document, T = options
     cached = cu_seqlens is None and type(n) is int and type(layout) is str
     cached = cached and not (comm.debug or (wants_gradient(xs) and inference_tensors(xs)))
@@ -184,6 +241,11 @@ def _halo(xs: tuple[Tensor, ...], comm: Communicator, options: Options) -> tuple
         if cached:
             comm.checked.remember(signature, stamp_of_call)
     comm.order.stamp = stamp_of_call
+    return options._replace(n=n, cu_seqlens=cu_seqlens, first_token=first_token)
+
+
+def _halo(xs: tuple[Tensor, ...], comm: Communicator, options: Options) -> tuple[Tensor, ...]:
+    n, reverse, cu_seqlens, first_token, layout, per_document, T = _checked(xs, comm, options)
     if per_document:
         return _of_documents(xs, n, comm, reverse, boundaries_on_host(cu_seqlens), first_token, T)
     zigzag, tokens = layout == "zigzag", xs[0].shape[1]
@@ -501,21 +563,16 @@ def _to_words(x: Tensor) -> Tensor:
     """Convert [..., elements] to float32 [..., words]; integers become whole numbers below 2 ** 16."""
     if x.dtype.is_floating_point:
         return x.float()
-    x = x.to(torch.int16) if x.dtype.itemsize == 1 else _bits(x, torch.int16)
-    return (x.int() & 0xFFFF).float()
+    count, x = _words(x.dtype), x.long()  # shifts: inductor of torch 2.11 fails to view integers as shorter ones
+    words = torch.stack([x >> 16 * i for i in range(count)], -1).flatten(-2) if count > 1 else x
+    return (words & 0xFFFF).float()
 
 
 def _from_words(words: Tensor, dtype: torch.dtype) -> Tensor:
     if dtype.is_floating_point:
         return words.to(dtype)
-    x = words.int().to(torch.int16)  # the low 16 bits
-    return x.to(dtype) if dtype.itemsize == 1 else _bits(x, dtype)
-
-
-def _bits(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Reinterpret the bits of [..., words] as words of another size."""
-    # contiguous() does not copy if sizes are 1, and may leave strides that view() rejects
-    return x.clone(memory_format=torch.contiguous_format).view(dtype)
+    parts = (words.int() & 0xFFFF).long().unflatten(-1, (-1, _words(dtype))).unbind(-1)  # NaN, of a time-out, becomes 0
+    return functools.reduce(torch.bitwise_or, [part << 16 * i for i, part in enumerate(parts)]).to(dtype)
 
 
 def _shapes(xs: Sequence[Tensor]) -> str:

@@ -340,8 +340,8 @@ def test_operators_that_one_rank_rejects(run, name, size=2):
 
 
 def kernel_case(group, name, cuts, layout):
-    """Return {tensor: (error with All-Scan, error of the unsplit operator)} against float64, for several inputs. On CPU
-    ranks Triton's interpreter runs fla's kernels."""
+    """Return {tensor: (error with All-Scan, of the unsplit operator, on GPUs of fla's own gather)} against float64, for
+    several inputs. On CPU ranks Triton's interpreter runs fla's kernels."""
     import_fla()
     from fla.ops.cp import build_cp_context, chunk_delta_h
     from fla.utils import TRITON_ABOVE_3_7_1
@@ -387,7 +387,7 @@ def kernel_case(group, name, cuts, layout):
     factors = (1.0, -2.0, 0.5) if on_gpu else (1.0, -2.0)  # of v: other states each time
     expected = [law(factor) for factor in factors]
     unsplit = [[own(x) for x in results(lambda x: x, factor, cu_seqlens=whole)] for factor in factors]
-    gathered = results(own, factors[0], cp_context=context, **kept) if on_gpu else None
+    gathered = [results(own, factor, cp_context=context, **kept) for factor in factors] if on_gpu else unsplit
     gather = chunk_delta_h.all_gather_into_tensor
     chunk_delta_h.all_gather_into_tensor = None  # a call would fail
     context_parallel(comm)
@@ -396,10 +396,10 @@ def kernel_case(group, name, cuts, layout):
     comm.close()
     if on_gpu:
         again = results(own, factors[0], cp_context=context, **kept)  # by fla itself, since the communicator is closed
-        assert all(torch.equal(a, b) for a, b in zip(again, gathered, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(again, gathered[0], strict=True))
     return [
-        {n: (relative(a, e), relative(b, e)) for n, a, b, e in zip(("o", *rule.names), *each, strict=False)}
-        for each in zip(scanned, unsplit, expected, strict=True)
+        {n: [relative(x, e) for x in found] for n, *found, e in zip(("o", *rule.names), *each, strict=False)}
+        for each in zip(scanned, unsplit, gathered, expected, strict=True)
     ]
 
 
@@ -422,7 +422,10 @@ CASES += [("contiguous", "packed", 2, name) for name in NAMES[3:]]
 @pytest.mark.parametrize("layout, cuts, size, name", CASES)
 def test_kernels(run, layout, cuts, size, name):
     """Where a rank begins inside of a sequence its chunks begin elsewhere than in the unsplit operator, and so do
-    roundings: of DPLR with decays in the inverse, and of two tokens for each, up to a third of the error."""
+    roundings: of DPLR with decays in the inverse, and of two tokens for each, up to a third of the error. fla's own
+    split has them, too."""
     most = 1.1 if name in ("KDA", "Gated DeltaNet", "Gated DeltaNet 2") else 1.5
     for errors in sum(run(size, kernel_case, name, cuts, layout), []):
-        assert all(ours <= most * theirs + 1e-5 and theirs < 2e-2 for ours, theirs in errors.values()), errors
+        limits = {n: max(most * unsplit, 1.1 * gathered) + 1e-5 for n, (_, unsplit, gathered) in errors.items()}
+        wrong = {n: x for n, x in errors.items() if not (x[0] <= limits[n] and x[1] < 2e-2)}
+        assert not wrong, wrong

@@ -34,12 +34,12 @@ FLA = {
 }
 # (package, layer): calls of forward and backward
 BOUNDS = {
-    ("transformers", "KDA"): 176,
-    ("transformers", "MLA"): 81,
-    ("transformers", "Gated DeltaNet"): 176,
-    ("transformers", "attention"): 77,
-    ("transformers", "Gated DeltaNet of Qwen3.5"): 176,
-    ("transformers", "Mamba2"): 155,
+    ("transformers", "KDA"): 150,
+    ("transformers", "MLA"): 79,
+    ("transformers", "Gated DeltaNet"): 150,
+    ("transformers", "attention"): 75,
+    ("transformers", "Gated DeltaNet of Qwen3.5"): 150,
+    ("transformers", "Mamba2"): 134,
     ("fla", "KDA"): 256,
     ("fla", "Gated DeltaNet"): 256,
     ("fla", "GLA"): 158,
