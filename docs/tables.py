@@ -237,6 +237,29 @@ def _hybrid(ranks: int) -> str:
     return _table(["", *(name for told in models for name in (told, "of data parallel"))], rows)
 
 
+def long() -> str:
+    """docs/long_sequences.md: training with each layer recomputed, MLP and loss in slices."""
+    rows = []
+    for row in _rows("long"):
+        split = row["method"] == "split"
+        told = f"one sequence of {_number(row['sequence'], 0)} tokens" if split else "a sequence a rank"
+        percent = f"{_number(row['percent_of_data_parallel'], 1)} %"
+        numbers = [_number(row[key], digits) for key, digits in (("step_s", 2), ("tokens_per_s_per_gpu", 0))]
+        numbers += [percent, _number(row["peak_gib"], 0), _number(row["mfu_percent"], 1)]
+        rows.append([row["model"], row["ranks"], _number(row["T"], 0), told, *numbers])
+    head = ["model", "GPUs", "tokens a rank", "", "s a step", "tokens/s/GPU", "of data parallel", "peak GiB", "MFU, %"]
+    return _table(head, rows)
+
+
+def loss() -> str:
+    """docs/long_sequences.md: a language model's head and loss."""
+    rows = []
+    for row in _rows("loss"):
+        numbers = [_number(row[key], digits) for key, digits in (("ms", 1), ("percent_of_whole", 0), ("extra_gib", 2))]
+        rows.append([row["method"], row["weight"], _number(row["tokens"], 0), *numbers])
+    return _table(["", "weight", "tokens", "ms", "of torch's whole loss, a token, %", "more memory, GiB"], rows)
+
+
 def megatron() -> str:
     """docs/integrations/megatron.md: Megatron's hybrids, measured by bench.megatron."""
     if not (ROOT / "bench" / "results" / "megatron.csv").exists():
