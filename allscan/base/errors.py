@@ -58,6 +58,7 @@ class AllScanTimeout(AllScanError):
         timeout: seconds.
         others: reports of other ranks on calls that they rejected, as sentences; "" if there are none.
         job_ranks: global ranks (of the job) of ``rank`` and ``neighbour``.
+        places: the last call and the step of both ranks' hosts, as sentences; a host may be ahead of its GPU.
     """
 
     def __init__(
@@ -74,14 +75,14 @@ class AllScanTimeout(AllScanError):
         super().__init__(rank, neighbour, tile, expected, seen, timeout, others, job_ranks)
         self.rank, self.neighbour, self.tile = rank, neighbour, tile
         self.expected, self.seen, self.timeout, self.others = expected, seen, timeout, others
-        self.job_ranks = job_ranks or (rank, neighbour)
+        self.job_ranks, self.places = job_ranks or (rank, neighbour), ""
 
     def __str__(self) -> str:
         own, other = names_of((self.rank, self.neighbour), self.job_ranks)
         return (
             f"{own} waited {self.timeout:g} s for {other}, tile {self.tile}: expected epoch {self.expected}, saw "
             f"{self.seen}. {other[0].upper()}{other[1:]} is late, has ended, or does not make the same calls in the "
-            f"same order. {self.others}{REMEDY}."
+            f"same order. {self.places}{self.others}{REMEDY}."
         )
 
 

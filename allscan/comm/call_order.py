@@ -39,6 +39,7 @@ from .tags import different_tags, hash_of
 E = TypeVar("E", bound=Exception)
 
 _SET = wait.RECORD_SET.value
+HEARD_S = 2.0  # after a time-out a rank waits so long for the other rank's last call
 
 
 class Order:
@@ -63,6 +64,8 @@ class Order:
         self.all_to_all_hash = 0  # of calls that move tokens by torch's all-to-all, whose messages have no tags
         self.steps = 0  # calls of Communicator.step(); replays of CUDA graphs are counted on the device only
         self.missed_steps = 0  # calls of step() that raised: the device has not counted them
+        self.what = "none"  # name of the last call that was entered
+        self._places = ""  # the last calls of this rank and of the one that it waited for, once a wait has timed out
         self.forwards = 0  # forward passes of split models begun, also those that raised before they made a call
         self.launches = 0  # counted in debug mode only
         # Debug mode: number of the last call in which this rank has launched a kernel. Without it no exchange follows a
@@ -91,9 +94,17 @@ class Order:
         job_ranks = self.store_exchange.ranks[rank], self.store_exchange.ranks[neighbour]
         if kind == wait.OUT_OF_STEP.value:
             return self.report_error(different_tags(rank, neighbour, tile, expected, seen, others, job_ranks))
-        return self.report_error(
+        error = self.report_error(
             AllScanTimeout(rank, neighbour, tile, expected, seen, self._timeout, others, job_ranks)
         )
+        if not self._places:
+            told = self.store_exchange.place(neighbour, HEARD_S) or f"has reported nothing for {HEARD_S:g} s"
+            self._places = f"Rank {rank} {self._place()}; rank {neighbour} {told}. "
+        error.places = self._places
+        return error
+
+    def _place(self) -> str:
+        return f"has made {self.describe_call_counts()} calls, the last is {self.what}, in step {self.steps}"
 
     def unreported_error(self) -> Exception | None:
         """The error for the fault record, if it is set and this rank has reported no error yet; else None."""
@@ -130,7 +141,7 @@ class Order:
         """Report to the other ranks why this rank makes no further calls. Only the first report is sent."""
         if not self._has_reported:
             self._has_reported = True
-            self.store_exchange.tell_fault(why)
+            self.store_exchange.tell_fault(why, self._place())
 
     def failed(self, reverse: bool, error: BaseException) -> None:
         """Handle the ``error`` that ended a call: remember it as a rejection if only this rank raises it."""

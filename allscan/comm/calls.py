@@ -83,7 +83,7 @@ class _Call(functools.partial):  # type: ignore[type-arg]
             raise order.interrupted()
         if order.rejected is not None:
             order.wait_for_rejections()
-        order.everywhere, order.reverse, order.stamp = False, reverse, 0
+        order.everywhere, order.reverse, order.stamp, order.what = False, reverse, 0, what
         try:
             order.inside, order.call_counts[reverse] = weakref.ref(self), order.call_counts[reverse] + 1
             if order.loop < 2 and (graph_task() != -1) != order.loop:  # without a function, for speed

@@ -319,7 +319,7 @@ class StoreExchange:
                     count = self._counts.get(self.name, 0)
                     keys += [f"{self._prefix}{n}/{key}" for n in (count, count + 1) for key in names]
                     keys += [f"{self._prefix}rejected/{key}" for key in (*range(self.size), "any")]
-                    keys.append(f"{self._prefix}fault")
+                    keys += [f"{self._prefix}{key}" for key in ("fault", *(f"place/{r}" for r in range(self.size)))]
                 for key in keys:
                     store.delete_key(key)
                 return
@@ -341,13 +341,22 @@ class StoreExchange:
         return {rank: _as_tuples(json.loads(text)) for rank, text in found.items() if text is not None}
 
     @_if_there
-    def tell_fault(self, why: str) -> None:
-        """Report a fault to all ranks. The first report stays until ``forget``; later ones are ignored."""
+    def tell_fault(self, why: str, place: str) -> None:
+        """Report a fault to all ranks. The first report stays until ``forget``; later ones are ignored. place: this
+        rank's last call."""
+        self.store.set(f"{self._prefix}place/{self.rank}", place)
         self.store.compare_set(f"{self._prefix}fault", "", f"rank {self.rank} {why}")
 
     def fault(self) -> str | None:
         """The reported fault, or None."""
         return self._posted("fault")
+
+    def place(self, rank: int, seconds: float) -> str | None:
+        """The last call of a rank that has reported a fault; None if it does not within ``seconds``."""
+        begun = time.monotonic()
+        while (found := self._posted(f"place/{rank}")) is None and time.monotonic() - begun < seconds:
+            time.sleep(2e-2)
+        return found
 
     @_if_there
     def _posted(self, key: str) -> str | None:
@@ -356,7 +365,7 @@ class StoreExchange:
     @_if_there
     def forget(self) -> None:
         """Delete the reported fault and this rank's posted rejections, when no rank needs them any more."""
-        for key in (f"rejected/{self.rank}", "rejected/any", "fault"):
+        for key in (f"rejected/{self.rank}", "rejected/any", "fault", f"place/{self.rank}"):
             self.store.delete_key(f"{self._prefix}{key}")
 
 

@@ -97,6 +97,37 @@ def test_zeco_gla_without_its_neighbour(fresh):
     assert fresh(2).run(zeco_timeout_case, 0) == [None, (1, 0)]
 
 
+def left_out_case(ended):
+    """Return the message of a time-out after rank 1 has left out the backward of step 2, or ``ended`` before step 2."""
+    comm = allscan.Communicator(timeout=TIMEOUT)
+    for step in (1, 2, 3):
+        comm.step()
+        x = torch.ones(1, 20, 1, 16, device=comm.device, requires_grad=True)
+        try:
+            o, _ = allscan.zeco_gla(x, x, x, -0.1 * x.detach(), comm=comm)
+            if (comm.rank, step) != (1, 2):
+                o.sum().backward()
+            if comm.device.type == "cuda":
+                torch.cuda.synchronize()
+            comm.check()
+        except allscan.AllScanTimeout as timeout:
+            return str(pickle.loads(pickle.dumps(timeout)))
+        if (comm.rank, ended) == (1, True):
+            time.sleep(3 * TIMEOUT)
+            return None
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_a_time_out_names_the_calls_of_both_ranks(fresh, ended):
+    first, second = fresh(2).run(left_out_case, ended)
+    mine = "Rank 0 has made 2 forward and 2 reverse calls, the last is the backward of zeco_gla, in step 2"
+    if ended:
+        assert f"{mine}; rank 1 has reported nothing for 2 s" in first and second is None, first
+    else:
+        other = "ank 1 has made 3 forward and 1 reverse calls, the last is zeco_gla, in step 3"
+        assert f"{mine}; r{other}" in first and f"R{other}; r{mine[1:]}" in second, (first, second)
+
+
 def scan_for_ever(folder):
     comm = allscan.Communicator(timeout=TIMEOUT)
     scan = allscan.AllScan(comm, (2, 4, 8))

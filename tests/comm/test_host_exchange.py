@@ -286,7 +286,7 @@ def test_the_last_exchange_after_one_that_failed(then):
     then it repeats or abandons it. Rank 1 comes later. The fault is reported until the exchange has succeeded."""
     store = Store()
     ranks, answers = [ThreadRank(rank, 2, store) for rank in range(2)], []
-    ranks[1].tell_fault("a fault")
+    ranks[1].tell_fault("a fault", "a place")
     other = threading.Thread(target=lambda: answers.append(raised(ranks[1].exchange, 1, "what", last=True)))
 
     def interrupt(*_):
