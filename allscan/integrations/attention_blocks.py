@@ -228,7 +228,7 @@ def _blocks_traced(
     o, lse = tokens_first(o.clone()), lse.clone()
     if q.shape[2]:
         kernel, _ = _saved[_key(q, k, v)]
-        _saved[*_key(q, k, v, key), *places] = _add(kernel, scale, _slices(places), (q, o, lse), (key, value))
+        _saved[(*_key(q, k, v, key), *places)] = _add(kernel, scale, _slices(places), (q, o, lse), (key, value))
     return o, lse
 
 
@@ -252,7 +252,7 @@ def _blocks_backward(
         return _blocks_fake_backward(do, q, k, v, o, lse, key, value)
     do = strided_like(do, o)
     kernel, more = _saved[_key(q, k, v)]
-    blocks = list(zip(_slices(places), _saved[*_key(q, k, v, key), *places], strict=True))
+    blocks = list(zip(_slices(places), _saved[(*_key(q, k, v, key), *places)], strict=True))
     parts, sums = _gradients(scale, blocks, do, (q, o, lse), (key, value))
     dq, dk, dv = kernel.backward(do, q, k, v, o, lse, more, True, scale)
     for rows, part in parts:
