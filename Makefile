@@ -50,9 +50,9 @@ venv: $(VENV)/ready
 # Of mamba_ssm, a test calls the Triton kernels: it is built without its CUDA extension, in seconds.
 # compileall writes bytecode on all cores, pip on one; the bytecode of transformers' many models is written on import
 PIP = $(VENV)/bin/python -m pip install -q --no-compile
-$(VENV)/ready: setup.py
+$(VENV)/ready: pyproject.toml
 	python3 -m venv $(VENV)
-	$(PIP) --upgrade 'setuptools>=64' wheel 'torch==2.13.0'
+	$(PIP) --upgrade 'setuptools>=77.0.3' wheel 'torch==2.13.0'
 	$(VENV)/bin/python -c 'import triton' 2>/dev/null || $(PIP) --no-deps 'triton==3.6.0'
 	$(PIP) --no-build-isolation -e '.[test,bench]'
 	$(PIP) --no-deps 'triton==3.6.0'
@@ -148,4 +148,4 @@ docs: $(READY)
 	$(PYTHON) docs/check_examples.py
 
 clean:
-	rm -rf $(VENV) build site *.egg-info demo.png demo.csv
+	rm -rf $(VENV) build dist site *.egg-info demo.png demo.csv

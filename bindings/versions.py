@@ -1,8 +1,8 @@
 """The table of tested versions of other packages; there is no second one.
 
 `allscan doctor` compares it with the installed versions. The first Communicator warns of newer versions and rejects
-older ones. docs/versions.md shows the table. Tests compare that page and setup.py with this table, and the table with
-the recorded test runs.
+older ones. docs/versions.md shows the table. Tests compare that page and pyproject.toml with this table, and the table
+with the recorded test runs.
 """
 
 from __future__ import annotations

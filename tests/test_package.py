@@ -523,7 +523,7 @@ def test_make_test_gpu_finds_its_python(tmp_path, has_all):
         check = f'case "$*" in "-c import pytest"*"assert torch.cuda"*) exit {int(not has_all)};; esac'
         path.write_text(f'#!/bin/sh\n{check}\necho "{name}: $*"\n')
         path.chmod(0o755)
-    (venv / "ready").touch()  # newer than setup.py
+    (venv / "ready").touch()  # newer than pyproject.toml
     of_make = "PYTHON", "MAKEFLAGS", "MAKEOVERRIDES", "MFLAGS"  # make may have started this test
     environment = {name: x for name, x in os.environ.items() if name not in of_make}
     environment["PATH"] = os.pathsep.join((str(tmp_path), environment["PATH"]))
@@ -570,6 +570,14 @@ def test_pytest_runs_in_an_unpacked_sdist(tmp_path):
         assert re.search(rf"tests/{name}.py::.* PASSED", done.stdout), (name, done.stdout)
 
 
+@pytest.mark.quick
+def test_the_changelog_begins_with_this_version():
+    """As .github/workflows/release.yml compares them with a tag, which also wants a date."""
+    with open(os.path.join(ROOT, "CHANGELOG.md"), encoding="utf-8") as file:
+        version, date = re.search(r"^## \[(.+)\] - (.+)$", file.read(), re.MULTILINE).groups()
+    assert version == allscan.__version__ and re.fullmatch(r"unreleased|\d{4}-\d\d-\d\d", date)
+
+
 @pytest.mark.parametrize("url", ["", "https://example.org/allscan"])
 def test_the_readme_on_the_package_index(url, monkeypatch):
     """The index renders it, without a link or a picture relative to a checkout."""
@@ -586,4 +594,4 @@ def test_the_readme_on_the_package_index(url, monkeypatch):
     assert any(place.startswith(url + "/blob/main/docs/") for place in places) == bool(url)
     assert any(place.startswith(url + "/raw/main/bench/") for place in places) == bool(url)
     assert "](" not in html
-    assert given["author"] and given["keywords"] and given["license"]
+    assert bool(given["project_urls"]) == bool(url) and all(x.startswith(url) for x in given["project_urls"].values())
