@@ -1,8 +1,8 @@
 """Draws plots of the committed results; needs no GPU.
 
-    python -m bench.plots               # draws scan.png, operator.png, delta.png and hybrid_*.png
+    python -m bench.plots               # draws scan.png, operator.png, delta.png, training.png and hybrid_*.png
 
-Each plot shows the file of the same name in bench/results, if it exists.
+Each plot shows the file of the same name in bench/results, if it exists; training.png shows model, long and hybrid.
 """
 
 from __future__ import annotations
@@ -164,6 +164,45 @@ def hybrid(found, path):
     figure.savefig(path, dpi=120)
 
 
+MODELS = {  # labels of models in hybrid.csv
+    "kimi_linear, MLA 128": "Kimi-Linear, heads of 128",
+    "kimi_linear, MLA 192": "Kimi-Linear, its own heads",
+    "qwen3_next": "Qwen3-Next",
+    "nemotron_h": "Nemotron-H",
+}
+
+
+def training(model, long, hybrid, path):
+    """Draw the tokens/s of split training, in percent of data parallel's: models of GLA, then hybrids."""
+    from matplotlib.figure import Figure
+
+    split = {"zeco": 0, "split": 0, "allscan, zigzag": 0, "all_to_all": 1, "heads": 1}
+    table = [row | dict(model="GLA") for row in model if row["T"] == "16384"]
+    table += [row | dict(model="GLA") for row in long] + sorted(hybrid, key=lambda row: int(row["ranks"]))
+    lines = {}
+    for row in table:
+        if row["method"] in split:
+            name = MODELS.get(row["model"], row["model"])
+            line = f"{name}, {int(row['T']):,} tokens a rank, {row['ranks']} ranks"
+            lines.setdefault(line, {})[split[row["method"]]] = float(row["percent_of_data_parallel"])
+    figure = Figure(figsize=(10, 1.2 + 0.42 * len(lines)), layout="constrained")
+    axes = figure.subplots()
+    for i, label in enumerate(("All-Scan", "heads by all-to-all")):
+        at = [n + 0.38 * i for n, values in enumerate(lines.values()) if i in values]
+        values = [values[i] for values in lines.values() if i in values]
+        bars = axes.barh(at, values, 0.36, color=("C0", "lightgray")[i], label=label)
+        axes.bar_label(bars, [f"{x:.1f} %" for x in values], padding=3, fontsize="small")
+    axes.set_yticks([n + 0.19 * (len(values) - 1) for n, values in enumerate(lines.values())], list(lines))
+    axes.axvline(100, color="black", linewidth=0.8, zorder=0)
+    axes.set(xlim=(0, 112), xlabel="tokens/s of a training step, % of data parallel with as many tokens a rank")
+    axes.invert_yaxis()
+    axes.grid(alpha=0.3, axis="x")
+    figure.legend(loc="outside lower center", ncols=2, fontsize="small")
+    gpus = ", ".join(sorted({row["gpu"].removeprefix("NVIDIA ") for row in table}))
+    figure.suptitle(f"one sequence over all ranks, {gpus}; more is better", fontsize="medium")
+    figure.savefig(path, dpi=120)
+
+
 def main() -> int:
     argparse.ArgumentParser(description=__doc__.split("\n")[0]).parse_args()
     for name, draw in (("scan", scan), ("operator", operator), ("delta", delta)):
@@ -171,6 +210,8 @@ def main() -> int:
             continue
         draw(rows(results(f"{name}.csv")), results(f"{name}.png"))
         print(f"wrote {results(name)}.png")
+    training(*(rows(results(f"{name}.csv")) for name in ("model", "long", "hybrid")), results("training.png"))
+    print(f"wrote {results('training')}.png")
     for path in glob.glob(results("hybrid_*.json")):
         with open(path) as file:
             hybrid(json.load(file), f"{path.removesuffix('.json')}.png")

@@ -63,8 +63,38 @@ def _scan(method: str, ranks: int, size: int = 2 << 20) -> dict[str, str]:
     return _find("scan", method=method, ranks=ranks, bytes=size)
 
 
+# ms of softmax kernels in a step that two ranks add to data parallel's own with any split: docs/results.md, timed alone
+_SOFTMAX = {"kimi_linear, MLA 192": 27.2, "qwen3_next": 51.0}
+
+
+def numbers() -> str:
+    """README.md: three measurements with their bounds."""
+    (long,) = _matching("long", method="split")
+    told = f"{_number(long['sequence'], 0)} tokens on {long['ranks']} GPUs"
+    rows = [
+        [
+            f"training GLA of {float(long['parameters']) / 1e9:.2f} billion parameters, one sequence of {told}",
+            f"**{_number(long['percent_of_data_parallel'], 1)} %** of data parallel's tokens/s",
+            "100 %",
+        ]
+    ]
+    measured, bounds = [], []
+    for model, name in (("kimi_linear, MLA 192", "Kimi-Linear"), ("qwen3_next", "Qwen3-Next")):
+        of = functools.partial(_find, "hybrid", model=model, ranks=2)
+        alone = float(of(method="data parallel")["step_ms"])
+        measured.append(f"{_number(of(method='allscan, zigzag')['percent_of_data_parallel'], 1)} % ({name})")
+        bounds.append(f"{100 * alone / (alone + _SOFTMAX[model]):.1f} %")
+    hybrids = "training 12 layers of a hybrid, one sequence of 32,768 tokens on 2 GPUs"
+    softmax = "computed: softmax over a sequence twice as long, with any split"
+    rows.append([hybrids, f"**{' and '.join(measured)}**", f"{' and '.join(bounds)}, {softmax}"])
+    scans = _scan("sentinel", 2), _scan("peer copy", 2)
+    copies = [_number(x["p50_us"], 1) for x in scans]
+    rows.append(["a scan of 2 MiB over 2 GPUs, latency", f"**{copies[0]} us**", f"{copies[1]} us, a bare copy"])
+    return _table(["", "measured", "bound"], rows)
+
+
 def headline() -> str:
-    """README.md: split models against one GPU, and against the strongest alternative measured."""
+    """docs/results.md: split models against one GPU, and against the strongest alternative measured."""
     step = functools.partial(_find, "operator", gates=0, T=16384)
     both = {"pass": "forward+backward"}
     gla = {ranks: step(method="zeco", ranks=ranks, **both) for ranks in (2, 4)}

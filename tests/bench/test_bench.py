@@ -300,6 +300,8 @@ def test_the_committed_results_can_be_drawn(tmp_path):
     for name, draw in (("scan", plots.scan), ("operator", plots.operator)):
         draw(plots.rows(results(f"{name}.csv")), tmp_path / f"{name}.png")
         assert (tmp_path / f"{name}.png").stat().st_size > 10_000
+    plots.training(*(plots.rows(results(f"{name}.csv")) for name in ("model", "long", "hybrid")), tmp_path / "all.png")
+    assert (tmp_path / "all.png").stat().st_size > 10_000
 
 
 @pytest.mark.cpu
