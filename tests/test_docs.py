@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import os
 import pathlib
@@ -9,6 +10,7 @@ import pkgutil
 import re
 import subprocess
 import sys
+import types
 
 import pytest
 
@@ -27,6 +29,23 @@ def test_it_builds(tmp_path):
     python("-m", "mkdocs", "build", "--strict", "-d", str(tmp_path))
     page = (tmp_path / "api" / "zeco_gla" / "index.html").read_text()
     assert "initial_state" in page and "arXiv 2507.01004" in page
+    for name, drawing in (("index.html", "chain"), ("ranks/index.html", "mesh"), ("training/index.html", "layouts")):
+        page = (tmp_path / name).read_text()
+        assert f'<marker id="{drawing}-end"' in page and "<style>svg" not in page, name  # docs/hooks.py puts it there
+    page = (tmp_path / "results" / "index.html").read_text()
+    found = [tmp_path / "results" / path for path in re.findall(r'<img [^>]*src="([^"]*)"', page)]
+    assert found and all(path.exists() for path in found), found
+
+
+@pytest.mark.parametrize("url", ["", "https://example.org/allscan"])
+def test_the_link_to_the_repository_is_that_of_setup(url, tmp_path, monkeypatch):
+    """Without an address there is none."""
+    monkeypatch.syspath_prepend(os.path.join(ROOT, "docs"))
+    hooks = importlib.import_module("hooks")
+    monkeypatch.setattr(hooks, "ROOT", tmp_path)
+    text = pathlib.Path(ROOT, "setup.py").read_text()
+    (tmp_path / "setup.py").write_text(re.sub(r'^URL = ".*"$', f'URL = "{url}"', text, flags=re.MULTILINE))
+    assert hooks.on_config(types.SimpleNamespace()).repo_url == url
 
 
 def documented():

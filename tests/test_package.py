@@ -586,7 +586,7 @@ def test_the_readme_on_the_package_index(url, monkeypatch):
     given = {}
     monkeypatch.setattr("setuptools.setup", given.update)
     with open("setup.py", encoding="utf-8") as file:
-        exec(file.read().replace('URL = ""', f"URL = {url!r}"), {})
+        exec(re.sub(r'^URL = ".*"$', f"URL = {url!r}", file.read(), flags=re.MULTILINE), {})
     html = markdown.render(given["long_description"])
     assert html is not None and "<h2" in html and "<table" in html
     places = re.findall(r'(?:href|src)="([^"]*)"', html)
