@@ -82,6 +82,9 @@ def zeco_kda(
             ``allscan.zeco_gla``; states are [B or N, HV, K, V] float32.
         chunk: implementation of the computation inside chunks of 64 tokens, equal on all ranks: "allscan", our own
             kernels; or "fla", flash-linear-attention, which must be installed (``pip install flash-linear-attention``).
+        recompute: whether backward recomputes w, u, kg and qg of the chunks. False, with chunk="allscan" only: forward
+            saves them, B * T * HV * (6 * K + 2 * V) bytes for 16-bit inputs and twice that for others, and backward
+            runs two kernels fewer. Without gradients nothing is saved in either case. Each rank may choose for itself.
         invariant: as in ``allscan.zeco_gla``, with chunk="allscan" only: bitwise equal results for every number of
             ranks. The first and the last rank must have tokens.
 
@@ -143,6 +146,8 @@ def zeco_gated_delta_rule(
     Args:
         g: [B, T, HV], natural logarithm of each head's decay.
         dt_bias: [HV], optional.
+        recompute: as in ``allscan.zeco_kda``, of each chunk's state and of v - w S: B * T * HV * (K * V / 32 + 2 * V)
+            bytes for bfloat16 inputs, twice that for others; backward runs one kernel fewer.
         q, k, v, beta, comm, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, use_gate_in_kernel,
             use_beta_sigmoid_in_kernel, allow_neg_eigval, A_log, state_v_first, cu_seqlens, first_token, layout,
             per_document, chunk, invariant: as in ``allscan.zeco_kda``.
