@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+from unittest import mock
 
 import pytest
 import torch
 import torch.utils.checkpoint
 
 import allscan
+from allscan.launch.compiled_kernel import Launch
 from allscan.ops.delta.gdn_plans import ScalarChunkPass
 from allscan.ops.delta.kda_plans import ChunkPass
 from allscan.shmem_kernels import gdn, kda_fwd
@@ -121,6 +123,40 @@ def test_what_backward_launches(saves, monkeypatch):
         with monkeypatch.context() as patch:
             launch_chunks(32, 32, BF16, scalar, patch, saves=saves)
             assert [x[0] for x in Launches.made].count(kernel) == times - saves
+
+
+def checkpoint_case(group):
+    """Return the launches of kernels that only recompute=True makes twice, by activation checkpointing (its form, or
+    None) and recompute=, from the call to the end of backward."""
+    found, before = {}, Launch.__call__
+    with allscan.Communicator(group) as comm:
+        whole = Whole(DeltaCase("kda", [140], gates="mild"), comm.device)
+        own = [x.clone().requires_grad_() for x in whole.tensors()]
+        for reentrant in (None, False, True):
+            for recompute in (True, False):
+                launched: list = []
+
+                def counting(launch, *tensors, launched=launched):
+                    launched.append(launch.kernel)
+                    return before(launch, *tensors)
+
+                def call(*x, recompute=recompute):
+                    return allscan.zeco_kda(*x, comm=comm, recompute=recompute)[0]
+
+                with mock.patch.object(Launch, "__call__", counting):
+                    if reentrant is None:
+                        call(*own).sum().backward()
+                    else:
+                        torch.utils.checkpoint.checkpoint(call, *own, use_reentrant=reentrant).sum().backward()
+                found[reentrant, recompute] = launched.count(kda_fwd.operands_kernel)
+    return found
+
+
+def test_activation_checkpointing(run):
+    """Forward runs twice, with two launches each, and the second keeps for backward, which else makes a fifth."""
+    [found] = run(1, checkpoint_case)
+    assert [found[None, x] for x in (True, False)] == [3, 2], found
+    assert all(found[reentrant, x] == 4 + x for reentrant in (False, True) for x in (True, False)), found
 
 
 def chunk_case(group):
