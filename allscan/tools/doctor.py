@@ -35,8 +35,8 @@ KDA, Gated DeltaNet). T: tokens of the whole sequence, a multiple of P (with zig
 float32. --step: also the memory of a training step of the whole model, one of transformers', which it needs.
 --gpu: a table over numbers of ranks, of such a step, Mamba2's models too: does it fit, and how much of data
 parallelism's speed can remain. --shard: GPUs over which FSDP2 shards; its parameters, gradients and moments are float32
-by default, as accelerate's, else bfloat16. --no-recompute: of operators that are called with recompute=False. 256k is
-262,144, 1M is 1,048,576, 80G is 80 GiB."""
+by default, as accelerate's, else bfloat16. --no-recompute: GLA and delta rules with
+recompute=False. 256k is 262,144, 1M is 1,048,576, 80G is 80 GiB."""
 
 
 def main() -> int:
@@ -120,8 +120,6 @@ def estimate(arguments: Sequence[str]) -> int:
             check_cut(cut)
         with open(options.config, encoding="utf-8") as file:
             config = json.load(file)
-        if options.no_recompute and (options.step or options.gpu is not None):
-            raise ValueError("--no-recompute is for the operators alone: models pass recompute=True")
         if options.gpu is not None:
             from .estimate_fit import Options, report_of_fit  # needs transformers
 

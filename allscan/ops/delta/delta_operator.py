@@ -45,7 +45,7 @@ def zeco_kda(
     layout: str = "contiguous",
     per_document: bool = False,
     chunk: str = "allscan",
-    recompute: bool = True,
+    recompute: bool | None = None,
     invariant: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Kimi delta attention over a sharded sequence; each rank holds consecutive tokens, in rank order.
@@ -85,6 +85,7 @@ def zeco_kda(
         recompute: whether backward recomputes w, u, kg and qg of the chunks. False, with chunk="allscan" only: forward
             saves them, B * T * HV * (6 * K + 2 * V) bytes for 16-bit inputs and twice that for others, and backward
             runs two kernels fewer. Without gradients nothing is saved in either case. Each rank may choose for itself.
+            Default: the communicator's value, without effect with chunk="fla".
         invariant: as in ``allscan.zeco_gla``, with chunk="allscan" only: bitwise equal results for every number of
             ranks. The first and the last rank must have tokens.
 
@@ -133,7 +134,7 @@ def zeco_gated_delta_rule(
     layout: str = "contiguous",
     per_document: bool = False,
     chunk: str = "allscan",
-    recompute: bool = True,
+    recompute: bool | None = None,
     invariant: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """The gated delta rule (Gated DeltaNet) over a sharded sequence; each rank holds consecutive tokens, in rank order.

@@ -123,8 +123,7 @@ def saved_words(x: Shapes, call: Call, chunks: int) -> int:
     """Return the words of the intermediates of so many chunks that forward saves."""
     if not call.saves:
         return 0
-    rule: Any = RULES[call.rule]
-    return sum(words_of(rule.intermediates((x.B, x.T, x.HV, x.V), x.K, chunks, x.dtype)))
+    return sum(words_of(RULES[call.rule].intermediates((x.B, x.T, x.HV, x.V), x.K, chunks, x.dtype)))
 
 
 def state_specs(

@@ -15,6 +15,7 @@ from allscan.ops.delta.gdn_plans import ScalarChunkPass
 from allscan.ops.delta.kda_plans import ChunkPass
 from allscan.shmem_kernels import gdn, kda_fwd
 from support.delta import NAMES, DeltaCase, Whole, of_rank
+from support.fla import import_fla
 from support.gla import BF16, F32
 from support.launches import Launches, launch_chunks
 from support.values import place, raised, relative_all
@@ -157,6 +158,37 @@ def test_activation_checkpointing(run):
     [found] = run(1, checkpoint_case)
     assert [found[None, x] for x in (True, False)] == [3, 2], found
     assert all(found[reentrant, x] == 4 + x for reentrant in (False, True) for x in (True, False)), found
+
+
+def default_case(group):
+    """Return the bytes that calls save with the communicator's default, and with the default overridden."""
+    found = {}
+    with allscan.Communicator(group, recompute=False) as comm:
+        whole = Whole(DeltaCase("kda", [70]), comm.device)
+        q, k, v, g, beta = (x.clone().requires_grad_() for x in whole.tensors())
+        calls = {
+            "gla": lambda **how: allscan.zeco_gla(q, k, v, g, comm=comm, **how),
+            "kda": lambda **how: allscan.zeco_kda(q, k, v, g, beta, comm=comm, **how),
+            "gdn": lambda **how: allscan.zeco_gated_delta_rule(q, k, v, g[..., 0], beta, comm=comm, **how),
+            "fla": lambda **how: allscan.zeco_kda(q, k, v, g, beta, comm=comm, chunk="fla", **how),
+        }
+        import_fla(models=False)
+        for name, call in calls.items():
+            for how in ({}, dict(recompute=True), dict(recompute=False)):
+                saved: list = []
+                if name == "fla" and how.get("recompute") is False:
+                    continue
+                with torch.autograd.graph.saved_tensors_hooks(lambda x, saved=saved: saved.append(x.nbytes), id):
+                    call(**how)
+                found[name, how.get("recompute")] = sum(saved)
+    return found
+
+
+def test_default_of_the_communicator(run):
+    [found] = run(1, default_case)
+    for name in ("gla", "kda", "gdn"):
+        assert found[name, None] == found[name, False] > found[name, True], found
+    assert found["fla", None] == found["fla", True], found
 
 
 def chunk_case(group):
