@@ -14,7 +14,7 @@ from allscan.launch.compiled_kernel import Launch
 from allscan.ops.delta.gdn_plans import ScalarChunkPass
 from allscan.ops.delta.kda_plans import ChunkPass
 from allscan.shmem_kernels import gdn, kda_fwd
-from support.delta import NAMES, DeltaCase, Whole, of_rank
+from support.delta import NAMES, DeltaCase, Whole, kept_case, of_rank
 from support.fla import import_fla
 from support.gla import BF16, F32
 from support.launches import Launches, launch_chunks
@@ -25,19 +25,6 @@ F16 = torch.float16
 LIMIT = {F32: 3e-6, BF16: 1e-2, F16: 1.5e-3}
 RULES = {"kda": allscan.zeco_kda, "gated_delta_rule": allscan.zeco_gated_delta_rule}
 PACKED = dict(tokens=[70, 130, 10, 90], K=24, gates="strong", lengths=[0, 13, 39, 39, 215, 216, 300])
-
-
-def kept_case(group, case, recompute, **options):
-    """Return errors with recompute=False on the ranks of which ``recompute`` says so, and the names of results whose
-    bits are not those of the default."""
-    with allscan.Communicator(group) as comm:
-        whole = Whole(case, comm.device)
-        wanted = of_rank(whole.reference(), comm, case.tokens, case.lengths, case.B, case.zigzag)
-        mine = place(comm, case.tokens, case.zigzag)
-        options |= dict(layout="zigzag" if case.zigzag else "contiguous")
-        usual, kept = (whole.ours(comm, mine, recompute=x, **options) for x in (True, recompute[comm.rank]))
-        differing = [name for name, a, b in zip(NAMES, usual, kept, strict=True) if not torch.equal(a, b)]
-        return relative_all(NAMES, kept, wanted), differing
 
 
 @pytest.mark.slow(but=("packed", "zigzag", "bfloat16"))
