@@ -68,7 +68,7 @@ class Asked(NamedTuple):
     layout: str = "contiguous"
     per_document: bool = False
     invariant: int | None = None
-    recompute: bool = True
+    recompute: bool | None = True
     more: Any = ()
 
 
@@ -339,7 +339,8 @@ class SequenceOperator:
         compare_values(comm, asked.cu_seqlens, cu_seqlens)
         scale = tensors[self.q_at].shape[-1] ** -0.5 if asked.scale is None else float(asked.scale)
         lower_bound, more = self.options(tensors, asked.more)
-        of_all, saves = isinstance(asked.output_final_state, str), not asked.recompute and wants_gradient(tensors)
+        recompute = comm.recompute if asked.recompute is None else asked.recompute
+        of_all, saves = isinstance(asked.output_final_state, str), not recompute and wants_gradient(tensors)
         return cu_seqlens, first_token, Call(rule, scale, lower_bound, zigzag, invariant, of_all, saves, more)
 
     def _prepare(

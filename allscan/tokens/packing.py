@@ -269,6 +269,12 @@ def most_segments(B: int, T: int, sequences: int, segment: int, zigzag: int = Fa
     return B * (T // segment) + sequences + (sequences if zigzag == PER_DOCUMENT else B * zigzag)
 
 
+def most_chunks(B: int, T: int, sequences: int, zigzag: int, aligned: bool) -> int:
+    """An upper bound of the number of chunks. aligned: as for a Layout; then a piece of a sequence may begin with a
+    segment that is not a whole number of chunks."""
+    return most_segments(B, T, sequences, CHUNK_TOKENS, zigzag) + (sequences + B * bool(zigzag) if aligned else 0)
+
+
 def batch_pieces(B: int, T: int, zigzag: int, begins: bool, ends: bool) -> list[TokenRange]:
     """The pieces of B sequences of which this rank has T tokens each. begins, ends: whether they begin and end on this
     rank; in the zigzag layout they begin with its first half and end with its second."""

@@ -592,6 +592,21 @@ def test_delta_chunk_kernels(scalar, K, V, dtype, monkeypatch):
     assert seen == set(ours)
 
 
+@pytest.mark.slow(but="128-128-dtype0")
+@pytest.mark.parametrize(
+    "K, V, dtype", [(128, 128, torch.bfloat16), (256, 64, torch.bfloat16), (128, 128, torch.float32)]
+)
+def test_states_beside_outputs(K, V, dtype, monkeypatch):
+    """With recompute=False forward of Gated DeltaNet stores outputs and states in one kernel."""
+
+    def launch(patch, capability):
+        launch_chunks(K, V, dtype, True, patch, capability, saves=True)
+        Launches.made = [launched for launched in Launches.made if launched[0] is gdn.scalar_states_kernel]
+
+    bound = 64 if dtype == torch.bfloat16 else most(320, v38=400, v39=400)
+    assert len(list(compiled_for_both(launch, monkeypatch, bound, more_on_sm_100=360))) == 1
+
+
 @pytest.mark.parametrize("link", [SENTINEL, SIGNAL, PUT])
 def test_scans_compile_for_an_a100(link):
     for adjoint in (False, True):

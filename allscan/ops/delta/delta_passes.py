@@ -107,7 +107,7 @@ class StatePass:
     """
 
     def __init__(self, comm: Communicator, layout: Layout, shape: DeltaShape) -> None:
-        B, H, HK, K, V, dtype, scalar, zigzag, in_order = shape
+        B, H, HK, K, V, dtype, scalar, zigzag, in_order, self.saves = shape
         self.comm, self.layout, self.B, self.H, self.K, self.V, self.dtype = comm, layout, B, H, K, V, dtype
         self.zigzag, self.num_states = zigzag, 2 * B if zigzag else B
         self.alone = comm.size == 1 and not zigzag  # nothing is sent
@@ -342,7 +342,7 @@ class StatePass:
     ) -> None:
         """Record both scans of ``_carry`` as one kernel. ``saved_states.incoming`` is then each segment's full incoming
         state, including the contribution of other ranks."""
-        transitions, incoming, fwd_epoch = saved_states
+        transitions, incoming, fwd_epoch, _ = saved_states
         tables = self._segments(plan), plan.constant(self.layout.segments_of_states)
         buffers = transitions, local, *tables, outside, incoming
         fixed = dict(H=self.H, K=self.K, V=self.V, STATES=self.B, REVERSE=reverse)

@@ -21,7 +21,7 @@ from ...shmem_kernels.gdn import (
 from ...tokens.packing import CHUNK_TOKENS, Layout
 from ..carrier import IncomingStates
 from .delta_passes import _words, planned
-from .kda_plans import ChunkPass
+from .kda_plans import ChunkPass, states_of
 from .records import BoundaryStates, DeltaShape, Inputs, LocalGrads, SavedStates
 
 
@@ -64,7 +64,7 @@ def scalar_blocks_of_cpus(BK: int, BV_max: int) -> dict[str, dict[str, int]]:
 class ScalarChunkPass(ChunkPass):
     """A ChunkPass of one gate a head: between the kernels there are Aqk, T - 1 and factors of tokens alone."""
 
-    scalar = True
+    scalar, intermediates = True, staticmethod(states_of)
 
     def __init__(self, comm: Communicator, layout: Layout, shape: DeltaShape) -> None:
         super().__init__(comm, layout, shape)
@@ -87,7 +87,8 @@ class ScalarChunkPass(ChunkPass):
             tensors = k, v, factors, solved, segments, saved_states.transitions, local
             self._summarize(plan, scalar_summary_kernel, *tensors)
         incoming = self._carry(plan, saved_states, local, ends.inputs)
-        tensors = q, k, v, factors, scores, solved, segments, *incoming, o, None, None, ends.outputs
+        states = self._intermediates(plan, v, saved_states) if self.saves else (None, None)
+        tensors = q, k, v, factors, scores, solved, segments, *incoming, o, *states, ends.outputs
         self._by_segments(plan, "scalar_output", scalar_states_kernel, *tensors, scale=scale)
         return o, None, scores, solved
 
@@ -105,10 +106,11 @@ class ScalarChunkPass(ChunkPass):
         tensors: tuple[Any, ...] = *inputs, *[None] * 6, local, ends.inputs
         self._by_segments(plan, "scalar_local", scalar_adjoint_kernel, *tensors, scale=scale)
         back = self._carry_back(plan, saved_states, local, ends.inputs)
-        h, dh, v_new, r = self._states_memory(plan, v)
-        incoming = IncomingStates(saved_states.incoming)
-        tensors = None, k, v, factors, None, solved, segments, *incoming, None, h, v_new, None
-        self._by_segments(plan, "scalar_states", scalar_states_kernel, *tensors, scale=scale)
+        (h, v_new), (dh, r) = self._intermediates(plan, v, saved_states), self._states_memory(plan, v)
+        if not self.saves:
+            incoming = IncomingStates(saved_states.incoming)
+            tensors = None, k, v, factors, None, solved, segments, *incoming, None, h, v_new, None
+            self._by_segments(plan, "scalar_states", scalar_states_kernel, *tensors, scale=scale)
         plan.join()
         tensors = *inputs, *back, dh, r, ends.outputs, None, None
         self._by_segments(plan, "scalar_adjoint", scalar_adjoint_kernel, *tensors, scale=scale)
