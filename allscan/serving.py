@@ -25,7 +25,7 @@ from .ops.gla import zeco_gla
 from .ops.halo import halo
 from .ops.ssd import zeco_simple_gla, zeco_ssd
 from .shmem_kernels.slots import copy_slots_kernel
-from .tokens.packing import CUTS, Tables, boundaries_on_host, own_boundaries
+from .tokens.packing import CUTS, DeviceBoundaries, Tables, boundaries_on_host, own_boundaries
 from .tokens.partition import cached_table, partition_start
 
 OPERATORS: dict[Any, tuple[str, str]] = {  # names of two arguments: the initial states, whether to return final ones
@@ -47,6 +47,8 @@ def prefill(
     query_start_loc: Tensor | Sequence[int],
     has_initial_state: Tensor | Sequence[bool] | None = None,
     state_v_first: bool = False,
+    on_device: bool = False,
+    cut: Tensor | None = None,
     **options: Any,
 ) -> Tensor:
     """Run an operator over a batch of requests whose tokens are sharded across the ranks. Initial states are read from
@@ -72,6 +74,14 @@ def prefill(
         has_initial_state: [N] booleans, equal on all ranks (compared in debug mode): whether the request continues. A
             request that begins reads zeros, whatever its slot holds. None: all slots are read.
         state_v_first: whether the pool is [num_slots, H, V, K]; not for zeco_ssd.
+        on_device: whether only kernels read query_start_loc, on the communicator's device, so that one CUDA graph
+            serves all lengths of N requests (empty ones among them) in T rows on each rank; with zeco_kda and
+            zeco_gated_delta_rule, contiguous, without first_token, invariant and chunk="fla". All ranks have the same
+            T. Rows behind a rank's tokens are padding: any numbers with gates of at most 0, and 0 in o. Lengths that
+            are wrong raise ValueError at ``comm.check()`` and in later calls; those that differ between ranks
+            AllScanOutOfStep.
+        cut: with on_device [P + 1] integers on the device, equal on all ranks: rank r has tokens cut[r] ..
+            cut[r + 1] - 1 in its first rows. None: tokens r T .. (r + 1) T - 1.
         options: those of the operator; ``first_token``, so that a new query_start_loc needs no exchange on the host,
             ``layout``, ``scale``, ``invariant`` and so on.
 
@@ -99,8 +109,13 @@ def prefill(
         if state_v_first and operator is zeco_ssd:
             raise ValueError("state_v_first is not for zeco_ssd: its pool is [num_slots, H, P, N]")
         _check_pool(comm, pool, 4)
-        requests = _Requests(comm, pool.mT if state_v_first else pool, slots, query_start_loc, has_initial_state)
-        taken = {initial: requests.read(), final: "all", "cu_seqlens": query_start_loc}
+        boundaries: Any = query_start_loc
+        if on_device:
+            boundaries = _on_device(operator, comm, query_start_loc, cut, options)
+        elif cut is not None:
+            raise ValueError("cut requires on_device=True")
+        requests = _Requests(comm, pool.mT if state_v_first else pool, slots, boundaries, has_initial_state)
+        taken = {initial: requests.read(), final: "all", "cu_seqlens": boundaries}
         o, finals = operator(*tensors, comm=comm, **taken, **options)
         requests.write(finals)
     return o
@@ -182,6 +197,23 @@ def _check_pool(comm: Communicator, pool: Any, dims: int) -> None:
         raise ValueError("pool must be written to: it must be neither expanded nor a negated view")
 
 
+def _on_device(
+    operator: Any, comm: Communicator, boundaries: Any, cut: Any, options: dict[str, Any]
+) -> DeviceBoundaries:
+    """query_start_loc and cut that only kernels read, after their checks."""
+    if operator not in (zeco_kda, zeco_gated_delta_rule) or comm.invariant:
+        raise ValueError("on_device=True is for zeco_kda and zeco_gated_delta_rule, without invariant")
+    if given := {"first_token", "layout", "invariant", "chunk"} & options.keys():
+        raise TypeError(f"prefill() with on_device=True does not take {', '.join(sorted(given))}")
+    for name, x, shape in ("query_start_loc", boundaries, None), ("cut", cut, (comm.size + 1,)):
+        if x is None and shape is not None:
+            continue
+        check_tensor(name, x, shape, comm.device, None)
+        if x.dtype not in (torch.int32, torch.int64) or x.ndim != 1 or len(x) < 2:
+            raise ValueError(f"{name} must be [.. + 1] int32 or int64, got {list(x.shape)} {x.dtype}")
+    return DeviceBoundaries(boundaries.contiguous(), None if cut is None else cut.contiguous())
+
+
 def _one_of_each(name: str, x: Any, n: int) -> Tensor:
     """slots or has_initial_state as a tensor, after its checks."""
     kind = f"{n} signed integers" if name == "slots" else f"{n} booleans"
@@ -200,8 +232,10 @@ class _Requests:
 
     def __init__(self, comm: Communicator, pool: Tensor, slots: Any, query_start_loc: Any, begun: Any) -> None:
         self.comm, self.pool = comm, pool
-        self.lengths = boundaries_on_host(own_boundaries(query_start_loc))
-        n = len(self.lengths) - 1
+        on_device = isinstance(query_start_loc, DeviceBoundaries)
+        if not on_device:
+            self.lengths = boundaries_on_host(own_boundaries(query_start_loc))
+        n = query_start_loc.shape[0] - 1 if on_device else len(self.lengths) - 1
         slots = _one_of_each("slots", slots, n)
         if begun is None:
             begun = torch.ones(n, dtype=torch.int8, device=comm.device)
@@ -216,7 +250,11 @@ class _Requests:
                 raise ValueError(f"slots must be below {len(pool)}, the number of slots of the pool, got {used}")
         if debug:
             read = tuple(bool(x) and slot >= 0 for x, slot in zip(begun.tolist(), slots.tolist(), strict=True))
-            comm.order.agree((("has_initial_state, False without a slot", read),), None, "a batch, in debug mode")
+            fields: list[tuple[str, object]] = [("has_initial_state, False without a slot", read)]
+            if on_device:
+                values = [None if x is None else tuple(x.tolist()) for x in query_start_loc]
+                fields += zip(("query_start_loc", "cut"), values, strict=True)
+            comm.order.agree((*fields,), None, "a batch, in debug mode")
         # a copy of slots on the CPU: the caller may write to pinned memory before the GPU has read it
         self.slots = (slots.contiguous() if slots.is_cuda else slots.clone()).to(comm.device, non_blocking=True)
         self.begun = begun.to(comm.device, non_blocking=True)
