@@ -47,7 +47,7 @@ class CarriedState(NamedTuple):
     transition: Any = None  # [1 or 2, B, H, K, K]
     passes: tuple[bool, bool] = (True, True)  # for each half: the incoming state contributes to the outgoing state
     stamp: Any = 0  # of the call, see tags.stamp; or a step word, see ChannelUse
-    flag: Any = None  # int32 [1], ``passes`` on the device: see transition_kernel
+    passes_on_device: Any = None  # int32 [1], in place of ``passes``: see transition_kernel
 
 
 class IncomingStates(NamedTuple):
@@ -164,9 +164,9 @@ class AllScanCarrier:
 
             factors = (carried.decay, carried.transition) if carried.passes[i] else ()
             fwd_epoch = plan.view(carried.fwd_epoch, 2 * i, 1)
-            flag = dict(passes=carried.flag) if carried.transition else {}
-            parts = (x and part(x) for x in factors)
-            return ScanBuffers(part(carried.state), part(carried.out), fwd_epoch, *parts, **flag)
+            decay, transition = (x and part(x) for x in factors or (None, None))
+            found = ScanBuffers(part(carried.state), part(carried.out), fwd_epoch, decay, transition)
+            return found._replace(passes=carried.passes_on_device) if transition else found
 
         if zigzag:
             first, second = (1, 0) if reverse else (0, 1)  # in backward the ascending scan is that of the second halves

@@ -243,7 +243,7 @@ class CapacityLayout(Layout):
         self.entered, self.left, self.passing = comm.rank > 0, comm.rank < comm.size - 1, {0}
 
 
-@functools.lru_cache
+@functools.cache
 def even_cut(size: int, T: int, device: torch.device) -> torch.Tensor:
     """The cut of T tokens for each of ``size`` ranks, on the device; never freed."""
     return to_device([torch.arange(size + 1, device="cpu") * T], device)[0]

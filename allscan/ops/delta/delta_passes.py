@@ -334,7 +334,7 @@ class StatePass:
             transition=transition,
             passes=passes,
             stamp=plan.named.get("step", self.layout.stamp),
-            flag=plan.named.get("flag"),
+            passes_on_device=plan.named.get("passes"),
         )
         self.carrier.record(plan, carried, reverse, self.zigzag)
         return IncomingStates(saved_states.incoming, through, prev)
@@ -423,8 +423,8 @@ class StatePass:
         chunks = plan.scratch(NC, 2, dtype=torch.int32)
         counts = plan.scratch(COUNT_WORDS, dtype=torch.int32)
         step = plan.scratch(1, dtype=torch.int64)
-        of_states, flag = plan.view(counts, SEGMENTS.value, 1, 2), plan.view(counts, PASSES.value, 1)
-        plan.named |= dict(segments=segments, chunks=chunks, segments_of_states=of_states, flag=flag, step=step)
+        of_states, passes = plan.view(counts, SEGMENTS.value, 1, 2), plan.view(counts, PASSES.value, 1)
+        plan.named |= dict(segments=segments, chunks=chunks, segments_of_states=of_states, passes=passes, step=step)
         inputs: Any = boundaries.boundaries, cut, plan.constant(memory.step_of(layout.stamp))
         faults = plan.constant(memory.fault), plan.constant(memory.record)
         BN = next_power_of_2(N)
