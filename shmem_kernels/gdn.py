@@ -47,7 +47,7 @@ from .delta_state import (
 )
 from .kda_bwd import of_values, same_of, times_values
 from .kda_fwd import chunk_of, inverse, state_tile, tile
-from .segment_table import ENTERED, FIRST, FLAGS, LAST, segment
+from .segment_table import ENTERED, FIRST, FLAGS, LAST, UNUSED, segment
 
 
 @triton.jit
@@ -122,6 +122,8 @@ def scalar_operands_kernel(
     i = tl.program_id(0)
     n, h = i // (2 * d.H), i // 2 % d.H  # heads of a token are adjacent in memory
     start, end, at_t, inside_t, b_beta = chunk_of(p_chunks, p_beta, n, h, d)
+    if start == end:  # unused
+        return
     b_sums, b_g = gate_sums_of(p_g, at_t, inside_t)
     place = h, start, end
     if i % 2 == 0:
@@ -219,6 +221,8 @@ def scalar_states_kernel(
     as by delta_states_kernel of delta_state.py."""
     i_v, s, h = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     p_segment, start, end, chunk, num_chunks = segment(p_segments, s, d.BT)
+    if (tl.load(p_segment + FLAGS) & UNUSED) != 0:
+        return
     b_state = load_incoming(p_incoming, p_through, p_prev, p_segment, s, h, i_v, d, ENTERED)
     for n in range(loop_bound(num_chunks)):
         first = start + n * d.BT

@@ -65,6 +65,7 @@ class Plan:
         self.buffers: list[Buffer] = []
         self.wholes: dict[int, Buffer] = {}  # by number of a view of scratch memory: the buffer that it is a view of
         self.tables: dict[int, Tensor] = {}  # constants by number of the buffer
+        self.named: dict[str, Buffer] = {}  # for functions that record parts of the plan
         self.bytes = 0  # of a run's scratch memory
         self.new_outputs: list[tuple[int | None, tuple[int, ...], torch.dtype]] = []  # like which input, shape, dtype
         self._ready = False

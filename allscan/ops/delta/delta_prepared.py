@@ -13,7 +13,14 @@ from ...bindings.torch_compat import unsafe_view
 from ...comm.communicator import Communicator
 from ...launch.plan import words_of
 from ...scan.fwd_epochs import FWD_EPOCHS
-from ...tokens.packing import CHUNK_TOKENS, Layout, carried_states, most_chunks, most_segments
+from ...tokens.packing import (
+    CHUNK_TOKENS,
+    DeviceBoundaries,
+    Layout,
+    carried_states,
+    most_chunks,
+    most_segments,
+)
 from ...tokens.partition import OwnTokens, find_layout
 from ..carrier import StateCarrier
 from ..operator import Call, PreparedCall
@@ -56,8 +63,9 @@ class PreparedDelta(PreparedCall):
 
     def forward(self, *inputs: Any) -> tuple[Any, ...]:
         """See PreparedCall; returns sums of gates, scores, solved and the fields of SavedStates behind the results."""
-        *tensors, initial_state, _, final = inputs
+        *tensors, initial_state, cu_seqlens, final = inputs
         x = Inputs(*tensors)
+        boundaries = (cu_seqlens,) if isinstance(cu_seqlens, DeviceBoundaries) else ()
         ends = BoundaryStates(initial_state, x.q.new_zeros(self.states, dtype=torch.float32) if final else None)
         saved_states = SavedStates(*(x.q.new_empty(shape, dtype=dtype) for dtype, shape in self._state_specs))
         self.layout.use(self.comm)
@@ -68,7 +76,7 @@ class PreparedDelta(PreparedCall):
         else:
             if self.in_one:
                 x = Inputs(*_in_one(*x))
-            o, *found = self.passes.whole_forward(x, ends, saved_states, self.call.scale)
+            o, *found = self.passes.whole_forward(x, ends, saved_states, self.call.scale, *boundaries)
             if self.in_one:
                 o = unsafe_view(o, v_shape)  # not a view for autograd: a caller may write to o in place
                 found = [y if y is None else y.view(*v_shape[:2], *y.shape[2:]) for y in found]

@@ -18,7 +18,7 @@ from ...shmem_kernels.gdn import (
     scalar_states_kernel,
     scalar_summary_kernel,
 )
-from ...tokens.packing import CHUNK_TOKENS, Layout
+from ...tokens.packing import CHUNK_TOKENS, DeviceBoundaries, Layout
 from ..carrier import IncomingStates
 from .delta_passes import _words, planned
 from .kda_plans import ChunkPass, states_of
@@ -73,12 +73,18 @@ class ScalarChunkPass(ChunkPass):
 
     @planned
     def whole_forward(
-        self, plan: Plan, x: Inputs, ends: BoundaryStates, saved_states: SavedStates, scale: float
+        self,
+        plan: Plan,
+        x: Inputs,
+        ends: BoundaryStates,
+        saved_states: SavedStates,
+        scale: float,
+        boundaries: DeviceBoundaries | None = None,
     ) -> tuple[Buffer | None, ...]:
         (q, k, v, g, beta), saved_states = x, _words(plan, saved_states)
-        o, segments = plan.output_like(v), self._segments(plan)
+        o, segments = self._output(plan, v, boundaries), self._segments(plan)
         scores, solved = (plan.output(*v.shape[:3], CHUNK_TOKENS, dtype=v.dtype) for _ in ("Aqk", "T - 1"))
-        factors, chunks = self._factors_memory(plan), plan.constant(self.layout.chunks)
+        factors, chunks = self._factors_memory(plan), self._table(plan, "chunks")
         fixed, grid = dict(scale=scale, PRECISION=self.precision), (self.layout.num_chunks * 2 * self.H,)
         tensors: tuple[Any, ...] = q, k, g, beta, chunks, scores, solved, factors
         self._launch(plan, "triangle", scalar_operands_kernel, grid, *tensors, **fixed)
@@ -99,7 +105,7 @@ class ScalarChunkPass(ChunkPass):
         (q, k, v, g, beta), (do, _, scores, solved) = x, d
         saved_states, segments = _words(plan, saved_states), self._segments(plan)
         dq, dk, dv, dg, dbeta = self._gradients_memory(plan, x)
-        factors, chunks = self._factors_memory(plan), plan.constant(self.layout.chunks)
+        factors, chunks = self._factors_memory(plan), self._table(plan, "chunks")
         programs = self.layout.num_chunks * self.H
         self._launch(plan, "factors", factors_kernel, (programs,), g, beta, chunks, factors)
         local, inputs = plan.scratch(*self.of_states), (q, k, factors, do, scores, solved, segments)

@@ -12,7 +12,7 @@ from ...comm.communicator import Communicator
 from ...launch.plan import Buffer, Plan, Stored
 from ...shmem_kernels.kda_bwd import gradient_kernel, pairs_kernel
 from ...shmem_kernels.kda_fwd import anchors_kernel, operands_kernel, output_kernel
-from ...tokens.packing import CHUNK_TOKENS, Layout, chunk_weights
+from ...tokens.packing import CHUNK_TOKENS, DeviceBoundaries, Layout, chunk_weights
 from ..carrier import IncomingStates
 from .delta_passes import StatePass, _words, planned
 from .records import BoundaryStates, ChunkOperands, DeltaShape, Inputs, LocalGrads, SavedStates
@@ -71,12 +71,18 @@ class ChunkPass(StatePass):
 
     @planned
     def whole_forward(
-        self, plan: Plan, x: Inputs, ends: BoundaryStates, saved_states: SavedStates, scale: float
+        self,
+        plan: Plan,
+        x: Inputs,
+        ends: BoundaryStates,
+        saved_states: SavedStates,
+        scale: float,
+        boundaries: DeviceBoundaries | None = None,
     ) -> tuple[Buffer | None, ...]:
         """Run the whole forward pass; return (o, None, Aqk, T - 1). Fills ``saved_states`` and ``ends`` like
-        ``forward``."""
+        ``forward``. boundaries: of a CapacityLayout."""
         v, saved_states = x.v, _words(plan, saved_states)
-        o = plan.output_like(v)
+        o = self._output(plan, v, boundaries)
         solved = tuple(plan.output(*v.shape[:3], CHUNK_TOKENS, dtype=v.dtype) for _ in ("Aqk", "T - 1"))
         qg, kg, w, u, sums, strong = operands = self._intermediates(plan, v, saved_states)
         self._operands(plan, "operands", x, solved, operands, scale)
@@ -155,11 +161,11 @@ class ChunkPass(StatePass):
 
     def _anchors(self, plan: Plan, g: Buffer, strong: Buffer, ALL: bool) -> None:
         """Record the kernel that overwrites the flags of strong chunks, or of all, by their anchors."""
-        grid, chunks = (self.layout.num_chunks * self.H,), plan.constant(self.layout.chunks)
+        grid, chunks = (self.layout.num_chunks * self.H,), self._table(plan, "chunks")
         self._launch(plan, "anchors", anchors_kernel, grid, g, chunks, strong, ALL=ALL)
 
     def _tables(self, plan: Plan, strong: Buffer) -> tuple:
-        return plan.constant(self.layout.chunks), strong, plan.constant(self.weights)
+        return self._table(plan, "chunks"), strong, plan.constant(self.weights)
 
     def _launch_chunks(self, plan: Plan, name: str, kernel: Any, *buffers: Buffer | None, **fixed: Any) -> None:
         """Record a launch of one program for each chunk and head."""
