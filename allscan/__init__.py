@@ -45,6 +45,8 @@ __all__ = [
     "Work",
     "allscan",
     "allscan_segments",
+    "check_batch",
+    "cut_batch",
     "device",
     "finalize",
     "halo",
@@ -69,6 +71,8 @@ def __getattr__(name: str) -> Any:
 
         found = globals()[name] = getattr(delta, name)  # cached: the next access does not call __getattr__
         return found
+    if name in ("check_batch", "cut_batch"):
+        return getattr(importlib.import_module(f"{__name__}.integrations.batches"), name)
     if name in _ON_DEMAND:
         return importlib.import_module(f"{__name__}.{name}")
     raise AttributeError(f"module 'allscan' has no attribute {name!r}")

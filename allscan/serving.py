@@ -19,13 +19,13 @@ from .base.checks import check_tensor, zigzag_of
 from .bindings.triton_compat import OPTIONS
 from .comm.communicator import Communicator, check_communicator
 from .launch.compiled_kernel import dynamo_disabled
-from .ops.allscan import final_of_all
+from .ops.allscan import allscan, final_of_all
 from .ops.delta import zeco_gated_delta_rule, zeco_kda
 from .ops.gla import zeco_gla
 from .ops.halo import halo
 from .ops.ssd import zeco_simple_gla, zeco_ssd
 from .shmem_kernels.slots import copy_slots_kernel
-from .tokens.packing import CUTS, Tables, boundaries_on_host, own_boundaries
+from .tokens.packing import CUTS, DeviceBoundaries, Tables, boundaries_on_host, even_cut, own_boundaries
 from .tokens.partition import cached_table, partition_start
 
 OPERATORS: dict[Any, tuple[str, str]] = {  # names of two arguments: the initial states, whether to return final ones
@@ -47,6 +47,8 @@ def prefill(
     query_start_loc: Tensor | Sequence[int],
     has_initial_state: Tensor | Sequence[bool] | None = None,
     state_v_first: bool = False,
+    on_device: bool = False,
+    cut: Tensor | None = None,
     **options: Any,
 ) -> Tensor:
     """Run an operator over a batch of requests whose tokens are sharded across the ranks. Initial states are read from
@@ -72,6 +74,14 @@ def prefill(
         has_initial_state: [N] booleans, equal on all ranks (compared in debug mode): whether the request continues. A
             request that begins reads zeros, whatever its slot holds. None: all slots are read.
         state_v_first: whether the pool is [num_slots, H, V, K]; not for zeco_ssd.
+        on_device: whether only kernels read query_start_loc, on the communicator's device, so that one CUDA graph
+            serves all lengths of N requests (empty ones among them) in T rows on each rank; with zeco_kda and
+            zeco_gated_delta_rule, contiguous, without first_token, invariant and chunk="fla". All ranks have the same
+            T. Rows behind a rank's tokens are padding: any numbers with gates of at most 0, and 0 in o. Lengths that
+            are wrong raise ValueError at ``comm.check()`` and in later calls; those that differ between ranks
+            AllScanOutOfStep.
+        cut: with on_device [P + 1] integers on the device, equal on all ranks: rank r has tokens cut[r] ..
+            cut[r + 1] - 1 in its first rows. None: tokens r T .. (r + 1) T - 1.
         options: those of the operator; ``first_token``, so that a new query_start_loc needs no exchange on the host,
             ``layout``, ``scale``, ``invariant`` and so on.
 
@@ -99,8 +109,12 @@ def prefill(
         if state_v_first and operator is zeco_ssd:
             raise ValueError("state_v_first is not for zeco_ssd: its pool is [num_slots, H, P, N]")
         _check_pool(comm, pool, 4)
-        requests = _Requests(comm, pool.mT if state_v_first else pool, slots, query_start_loc, has_initial_state)
-        taken = {initial: requests.read(), final: "all", "cu_seqlens": query_start_loc}
+        if on_device and (operator not in (zeco_kda, zeco_gated_delta_rule) or comm.invariant):
+            raise ValueError("on_device=True is for zeco_kda and zeco_gated_delta_rule, without invariant")
+        given = options.keys() & {"first_token", "layout", "invariant", "chunk"}
+        boundaries = _boundaries(comm, query_start_loc, on_device, cut, given)
+        requests = _Requests(comm, pool.mT if state_v_first else pool, slots, boundaries, has_initial_state)
+        taken = {initial: requests.read(), final: "all", "cu_seqlens": boundaries}
         o, finals = operator(*tensors, comm=comm, **taken, **options)
         requests.write(finals)
     return o
@@ -119,6 +133,8 @@ def convolve(
     has_initial_state: Tensor | Sequence[bool] | None = None,
     first_token: int | None = None,
     layout: str = "contiguous",
+    on_device: bool = False,
+    cut: Tensor | None = None,
 ) -> Tensor:
     """Run a short causal convolution over a batch of requests whose tokens are sharded across the ranks. The n tokens
     before a request are read from the slots of a pool, and its last n tokens are written there, on every rank.
@@ -131,6 +147,8 @@ def convolve(
         pool: [num_slots, C, n], with any strides but 0; n at least 1.
         slots, query_start_loc, has_initial_state: as in ``prefill``.
         first_token, layout: as in ``allscan.zeco_gla``.
+        on_device, cut: as in ``prefill``, for the contiguous layout without first_token. Lengths that are wrong or
+            differ between ranks are not found here, but in a layer's ``prefill``.
 
     Returns:
         [1, T, C'], the outputs of this rank's tokens.
@@ -149,7 +167,15 @@ def convolve(
         check_tensor("x", x, None, comm.device, None)
         if x.ndim != 3 or x.shape[::2] != (1, C):
             raise ValueError(f"x must be [1, T, {C}], as the pool is {list(pool.shape)}, got {list(x.shape)}")
-        requests = _Requests(comm, pool[:, None].mT, slots, query_start_loc, has_initial_state)
+        given = {
+            name for name, x in (("first_token", first_token), ("layout", layout)) if x not in (None, "contiguous")
+        }
+        boundaries = _boundaries(comm, query_start_loc, on_device, cut, given)
+        requests = _Requests(comm, pool[:, None].mT, slots, boundaries, has_initial_state)
+        if isinstance(boundaries, DeviceBoundaries):
+            y, states = _convolve_on_device(conv, x, requests.read(), comm, boundaries)
+            requests.write(states)
+            return y
         zigzag = zigzag_of(layout, False, query_start_loc)
         lengths, T = requests.lengths, x.shape[1]
         where: dict[str, Any] = dict(cu_seqlens=query_start_loc, first_token=first_token, layout=layout)
@@ -182,6 +208,66 @@ def _check_pool(comm: Communicator, pool: Any, dims: int) -> None:
         raise ValueError("pool must be written to: it must be neither expanded nor a negated view")
 
 
+def _boundaries(comm: Communicator, boundaries: Any, on_device: bool, cut: Any, given: Iterable[str]) -> Any:
+    """query_start_loc as operators take it, after the checks for ``on_device``. given: arguments that exclude it."""
+    if not on_device:
+        if cut is not None:
+            raise ValueError("cut requires on_device=True")
+        return boundaries
+    if names := ", ".join(sorted(given)):
+        raise TypeError(f"on_device=True does not support {names}")
+    for name, x, shape in ("query_start_loc", boundaries, None), ("cut", cut, (comm.size + 1,)):
+        if x is None and shape is not None:
+            continue
+        check_tensor(name, x, shape, comm.device, None)
+        if x.dtype not in (torch.int32, torch.int64) or x.ndim != 1 or len(x) < 2:
+            raise ValueError(f"{name} must be [.. + 1] int32 or int64, got {list(x.shape)} {x.dtype}")
+    return DeviceBoundaries(boundaries.contiguous(), None if cut is None else cut.contiguous())
+
+
+def _convolve_on_device(
+    conv: Callable[[Tensor], Tensor], x: Tensor, states: Tensor, comm: Communicator, boundaries: DeviceBoundaries
+) -> tuple[Tensor, Tensor]:
+    """``convolve`` without lengths on the host: (its outputs, the states behind it). states: [N, 1, n, C] float32.
+
+    The row has, for each request, the n tokens before those that this rank has of it, and these; then the padding."""
+    (T, C), (N, _, n, _) = x.shape[1:], states.shape
+    if not T:
+        raise ValueError("on_device=True requires rows on each rank, got T = 0")
+    starts = boundaries.boundaries.long()
+    cut = even_cut(comm.size, T, comm.device) if boundaries.cut is None else boundaries.cut.long()
+    cut = torch.minimum(cut.clamp(min=0), starts[-1])
+    begin, end = cut[comm.rank], cut[comm.rank + 1]
+    count = (end - begin).clamp(0, T)
+    i, k, r = (torch.arange(size, device=comm.device) for size in (T, n, N))
+
+    # the n tokens before this rank's, which several ranks may have
+    tails = torch.zeros(comm.size, n, C, device=comm.device)
+    tails[comm.rank] = x[0, (count - n + k).clamp(0, T - 1)].float()
+    tails = allscan(tails, comm=comm)
+    before = begin - n + k
+    owner = (torch.searchsorted(cut, before, right=True) - 1).clamp(0, comm.size - 1)
+    halo = tails[owner, (before - cut[owner + 1] + n).clamp(0, n - 1)]
+
+    passed = (begin - starts[:-1, None]).clamp(min=0)  # tokens of each request before this rank's
+    old = states[:, 0].gather(1, (k + passed).clamp(max=n - 1)[..., None].expand(-1, -1, C))
+    windows = torch.where((k >= n - passed)[..., None], halo, old)
+    heads, ends = (torch.minimum((y - begin).clamp(min=0), count)[:, None] for y in (starts[:-1], starts[1:]))
+    request = (torch.searchsorted(starts, begin + i, right=True) - 1).clamp(0, N - 1)
+    place = i + n * (torch.where(i < count, request, N - 1) + 1)
+    row = x.new_zeros(T + N * n, C)
+    row[place] = x[0]
+    row[heads + n * r[:, None] + k] = windows.to(x.dtype)
+    y = conv(row[None])[:, place]
+    y = torch.where((i < count)[:, None], y, 0)
+
+    empty = starts[1:] == starts[:-1]
+    ended = ~empty & (starts[1:] > begin) & (starts[1:] <= end)
+    finals = torch.where(ended[:, None, None], row[ends + n * r[:, None] + k].float(), 0)
+    y, finals = final_of_all(y, finals[:, None], comm, True, False)
+    return y, torch.where(empty[:, None, None, None], states, finals)
+
+
 def _one_of_each(name: str, x: Any, n: int) -> Tensor:
     """slots or has_initial_state as a tensor, after its checks."""
     kind = f"{n} signed integers" if name == "slots" else f"{n} booleans"
@@ -200,8 +286,10 @@ class _Requests:
 
     def __init__(self, comm: Communicator, pool: Tensor, slots: Any, query_start_loc: Any, begun: Any) -> None:
         self.comm, self.pool = comm, pool
-        self.lengths = boundaries_on_host(own_boundaries(query_start_loc))
-        n = len(self.lengths) - 1
+        on_device = isinstance(query_start_loc, DeviceBoundaries)
+        if not on_device:
+            self.lengths = boundaries_on_host(own_boundaries(query_start_loc))
+        n = query_start_loc.shape[0] - 1 if on_device else len(self.lengths) - 1
         slots = _one_of_each("slots", slots, n)
         if begun is None:
             begun = torch.ones(n, dtype=torch.int8, device=comm.device)
@@ -216,7 +304,11 @@ class _Requests:
                 raise ValueError(f"slots must be below {len(pool)}, the number of slots of the pool, got {used}")
         if debug:
             read = tuple(bool(x) and slot >= 0 for x, slot in zip(begun.tolist(), slots.tolist(), strict=True))
-            comm.order.agree((("has_initial_state, False without a slot", read),), None, "a batch, in debug mode")
+            fields: list[tuple[str, object]] = [("has_initial_state, False without a slot", read)]
+            if on_device:
+                values = [None if x is None else tuple(x.tolist()) for x in query_start_loc]
+                fields += zip(("query_start_loc", "cut"), values, strict=True)
+            comm.order.agree((*fields,), None, "a batch, in debug mode")
         # a copy of slots on the CPU: the caller may write to pinned memory before the GPU has read it
         self.slots = (slots.contiguous() if slots.is_cuda else slots.clone()).to(comm.device, non_blocking=True)
         self.begun = begun.to(comm.device, non_blocking=True)

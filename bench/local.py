@@ -175,13 +175,14 @@ def main_of_kda(options) -> int:
         print("No GPU here; tests/bench/test_chunks.py checks the method that needs none.")
         return 0
     names = [name for name in local_delta.installed() if not (options.no_fla and "fla" in name)]
+    shapes = [shape for shape in local_delta.SHAPES if not options.shapes or str(shape) in options.shapes]
     if options.backends:
         names = [name for name in names if name.startswith("fla ")]
     elif not options.no_fla:
         os.environ["FLA_DISABLE_BACKEND_DISPATCH"] = "1"
-        compile_ahead(list(dict.fromkeys(x.job for x in local_delta.SHAPES)))
+        compile_ahead(list(dict.fromkeys(x.job for x in shapes)))
     with allscan.Communicator() as comm, Table(options.csv, local_delta.COLUMNS) as table:
-        for row in local_delta.rows(comm, names, options.backends):
+        for row in local_delta.rows(comm, names, options.backends, shapes):
             table.write(row)
             print(
                 f"{row['shape']:26} {row['gates']:6} {row['method']:36} forward {row['forward_us']:8.1f} us  "
@@ -193,7 +194,7 @@ def main_of_kda(options) -> int:
 
 def main(arguments=None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--shapes", nargs="+", help="BxTxHxKxV")
+    parser.add_argument("--shapes", nargs="+", help="BxTxHxKxV; with --rule kda some of its own")
     parser.add_argument("--rule", choices=["gla", "kda"], default="gla", help="kda: see bench/local_delta.py")
     parser.add_argument("--no-fla", action="store_true", help="only allscan: fla's autotuning takes minutes")
     parser.add_argument("--backends", action="store_true", help="with kda: only fla, with its other backends")

@@ -48,8 +48,8 @@ class Method(NamedTuple):
         return not rejected or number(triton.__version__) >= (3, 7, 1)
 
 
-def _ours(operator, chunk: str) -> Callable:
-    return lambda comm, lengths: functools.partial(operator, comm=comm, cu_seqlens=lengths, chunk=chunk)
+def _ours(operator, chunk: str, **options) -> Callable:
+    return lambda comm, lengths: functools.partial(operator, comm=comm, cu_seqlens=lengths, chunk=chunk, **options)
 
 
 def _fla(module: str, name: str, **options) -> Callable:
@@ -77,6 +77,13 @@ METHODS = {
     "zeco_kda, chunk=allscan": Method(
         "kda", _ours(allscan.zeco_kda, "allscan"), ("operands_kernel", "output_kernel"), ("chunk_kda",)
     ),
+    "zeco_kda, recompute=False": Method(
+        "kda",
+        _ours(allscan.zeco_kda, "allscan", recompute=False),
+        ("operands_kernel", "output_kernel"),
+        ("chunk_kda",),
+        note="keeps w, u, kg, qg",
+    ),
     "zeco_kda, chunk=fla": Method(
         "kda", _ours(allscan.zeco_kda, "fla"), ("delta_states_kernel", "chunk_kda"), ("operands_kernel",), "fla"
     ),
@@ -100,6 +107,13 @@ METHODS = {
         _ours(allscan.zeco_gated_delta_rule, "allscan"),
         ("operands_kernel", "scalar_states_kernel"),
         ("chunk_fwd",),
+    ),
+    "zeco_gated_delta_rule, recompute=False": Method(
+        "gated_delta_rule",
+        _ours(allscan.zeco_gated_delta_rule, "allscan", recompute=False),
+        ("operands_kernel", "scalar_states_kernel"),
+        ("chunk_fwd",),
+        note="keeps the chunks' states, v_new",
     ),
     "zeco_gated_delta_rule, chunk=fla": Method(
         "gated_delta_rule",
@@ -212,12 +226,12 @@ def measure(name: str, comm, shape: Shape, backends: bool = False) -> dict:
     return row | both_passes(leaves, do, call, shape.packed, SAMPLES, both)
 
 
-def rows(comm, names, backends: bool = False):
+def rows(comm, names, backends: bool = False, shapes=SHAPES):
     """Yield the table row by row; print exceptions, and continue with other methods. backends: only fla's methods, with
     its dispatch to other packages."""
     if not backends:
         os.environ["FLA_DISABLE_BACKEND_DISPATCH"] = "1"  # before fla is imported
-    for shape in SHAPES:
+    for shape in shapes:
         for name in [name for name in installed(shape) if name in names]:
             try:
                 row = measure(name, comm, shape, backends)

@@ -76,7 +76,7 @@ class Chain:
         for rank in range(RANKS):
             fixed = dict(K=K, V=V, HAS_INITIAL=rank == 0)
             if dense:
-                fixed |= dict(stride_i=K, stride_j=1, **transition_blocks(self.ranks.spec.tile[0]))
+                fixed |= dict(p_passes=None, stride_i=K, stride_j=1, **transition_blocks(self.ranks.spec.tile[0]))
             else:
                 fixed |= dict(stride_g=K, stride_k=1, HAS_DECAY=True, NEIGHBOUR_SHIFT=False)
                 fixed |= dict(num_warps=scan_num_warps(self.ranks.spec.tile))

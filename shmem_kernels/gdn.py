@@ -8,7 +8,7 @@ behind = e^(G - G_t), factors of a token's row, and D = e^G:
 
 scalar_operands_kernel    Aqk, T - 1 and the factors of each chunk alone
 scalar_summary_kernel     as summary_kernel of delta_state.py
-scalar_states_kernel      from chunk to chunk: o; or, for backward, the states and v_new
+scalar_states_kernel      from chunk to chunk: o; or, for backward, the states and v_new; or both
 scalar_adjoint_kernel     from the last chunk to the first: the gradients of the states and r
 scalar_gradients_kernel   all gradients of each chunk alone, see kda_bwd.py
 factors_kernel, parts_kernel: the factors again for backward; sums of partial dg and dbeta
@@ -47,7 +47,7 @@ from .delta_state import (
 )
 from .kda_bwd import of_values, same_of, times_values
 from .kda_fwd import chunk_of, inverse, state_tile, tile
-from .segment_table import ENTERED, FIRST, FLAGS, LAST, segment
+from .segment_table import ENTERED, FIRST, FLAGS, LAST, UNUSED, segment
 
 
 @triton.jit
@@ -122,6 +122,8 @@ def scalar_operands_kernel(
     i = tl.program_id(0)
     n, h = i // (2 * d.H), i // 2 % d.H  # heads of a token are adjacent in memory
     start, end, at_t, inside_t, b_beta = chunk_of(p_chunks, p_beta, n, h, d)
+    if start == end:  # unused
+        return
     b_sums, b_g = gate_sums_of(p_g, at_t, inside_t)
     place = h, start, end
     if i % 2 == 0:
@@ -208,17 +210,19 @@ def scalar_states_kernel(
     p_through,  # float32 [NS, H, K, K]; None: nothing enters this rank
     p_prev,  # float32 [B, H, K, V]; None without p_through
     p_o,  # [tokens, H, V]; out; or None
-    p_states,  # [NC, H, K, V], each chunk's incoming state; out; None with p_o
-    p_v_new,  # [tokens, H, V]; out; None with p_o
+    p_states,  # [NC, H, K, V], each chunk's incoming state; out; or None
+    p_v_new,  # [tokens, H, V]; out; None without p_states
     p_final,  # float32 [N, H, K, V]; out; or None
     scale,  # float
     d: tl.constexpr,  # H HK K V BT BK BV BJ
     PRECISION: tl.constexpr,
 ):
-    """Through the chunks of one segment, from its incoming state: o, or what backward takes. The state is held as by
-    delta_states_kernel of delta_state.py."""
+    """Through the chunks of one segment, from its incoming state: o, or what backward takes, or both. The state is held
+    as by delta_states_kernel of delta_state.py."""
     i_v, s, h = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     p_segment, start, end, chunk, num_chunks = segment(p_segments, s, d.BT)
+    if (tl.load(p_segment + FLAGS) & UNUSED) != 0:
+        return
     b_state = load_incoming(p_incoming, p_through, p_prev, p_segment, s, h, i_v, d, ENTERED)
     for n in range(loop_bound(num_chunks)):
         first = start + n * d.BT
@@ -235,7 +239,7 @@ def scalar_states_kernel(
             b_o *= (b_before * scale)[None, :]
             b_o = product(b_v, tl.trans(load(p_scores, at_a, inside_a)), b_o, PRECISION)
             tl.store(p_o + at_v, tl.trans(cast(b_o, p_o.dtype.element_ty)), mask=inside_v)
-        else:
+        if p_states is not None:
             at_s, inside_s = state_at((chunk + n) * d.H + h, i_v, d.K, d.V, d.BK, d.BV)
             tl.store(p_states + at_s, tl.trans(cast(b_state, p_states.dtype.element_ty)), mask=inside_s)
             tl.store(p_v_new + at_v, tl.trans(cast(b_v, p_v_new.dtype.element_ty)), mask=inside_v)

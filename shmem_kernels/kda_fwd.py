@@ -55,7 +55,7 @@ from .blocks import (
     zeros,
 )
 from .delta_state import load_incoming, store_final
-from .segment_table import ENTERED, segment
+from .segment_table import ENTERED, FLAGS, UNUSED, segment
 
 # To base 2. Sums of the same gates, also of gates rounded to 16 bits for bfloat16 products, differ by less than 2^-7
 # by the order of additions: hence the margins
@@ -302,7 +302,7 @@ def operands_kernel(
                 b_least = tl.minimum(b_least, b_sum)
             strong = tl.min(b_least) < MILD
             tl.store(p_strong + n * d.H + h, strong.to(tl.int32))
-            if strong:
+            if strong | (start == end):  # the launch with STRONG computes it, or it is unused
                 return
     base_a, at_a, inside_a = tile(h, start, end, d.H, d.BT, d.BT, d.BT)
     b_aq = zeros(d.BT, d.BT)
@@ -396,6 +396,8 @@ def output_kernel(
     and writes p_final as delta_states_kernel. p_through and p_final may be None."""
     i_v, s, h = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     p_segment, start, end, chunk, num_chunks = segment(p_segments, s, d.BT)
+    if (tl.load(p_segment + FLAGS) & UNUSED) != 0:
+        return
     b_state = load_incoming(p_incoming, p_through, p_prev, p_segment, s, h, i_v, d, ENTERED)
     k = tl.arange(0, d.BK)
     for n in range(loop_bound(num_chunks)):

@@ -11,12 +11,13 @@ END = tl.constexpr(1)  # behind its last token
 FIRST_CHUNK = tl.constexpr(2)  # its first chunk
 STATE_INDEX = tl.constexpr(3)  # its incoming state's index among the states that are sent, first halves' states first
 SEQUENCE = tl.constexpr(4)  # row of initial_state and final_state
-FLAGS = tl.constexpr(5)  # FIRST, LAST, ENTERED, LEFT
+FLAGS = tl.constexpr(5)  # FIRST, LAST, ENTERED, LEFT, UNUSED
 SEGMENT_WORDS = tl.constexpr(6)
 FIRST = tl.constexpr(1)  # its sequence begins with this segment
 LAST = tl.constexpr(2)  # its sequence ends with this segment
 ENTERED = tl.constexpr(4)  # its sequence began on a rank before this one
 LEFT = tl.constexpr(8)  # its sequence continues on the next rank
+UNUSED = tl.constexpr(16)  # no segment; only in tables of device_tables.py, with LAST
 
 
 @triton.jit

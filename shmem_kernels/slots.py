@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from .blocks import cast
-from .wait import BAD_SLOT, RECORD_EXPECTED, RECORD_KIND, RECORD_SEEN, RECORD_SET, RECORD_TILE
+from .wait import BAD_SLOT, reject
 
 
 @triton.jit
@@ -42,13 +42,7 @@ def copy_slots_kernel(
             others = tl.load(p_slots + m, mask=m < n, other=-1)
             twice = tl.sum((others == slot).to(tl.int32)) > 0
             if (slot >= num_slots) | (inside & twice):
-                if tl.atomic_xchg(p_fault, 1, sem="relaxed", scope="sys") == 0:
-                    tl.store(p_record + RECORD_KIND, BAD_SLOT)
-                    tl.store(p_record + RECORD_TILE, n)
-                    tl.store(p_record + RECORD_EXPECTED, num_slots)
-                    tl.store(p_record + RECORD_SEEN, slot)
-                    tl.debug_barrier()
-                    tl.atomic_xchg(p_record + RECORD_SET, 1, sem="release", scope="sys")
+                reject(p_fault, p_record, BAD_SLOT, n, num_slots, slot)
         inside = inside & (tl.load(p_begun + n) != 0)
     p_pool += slot * stride_slot + h * stride_head
     p_states += tl.program_id(0).to(tl.int64) * R * C

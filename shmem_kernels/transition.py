@@ -17,6 +17,7 @@ def transition_kernel(
     p_transition,  # float32 [G, K, K], element (g, i, j) at g * K * K + i * stride_i + j * stride_j
     p_initial,  # float32 [G, K, V]; not read without HAS_INITIAL
     p_out,  # float32 [G, K, V]
+    p_passes,  # int32 [1], 0: the transition is 0, and R without effect on what is sent, even Inf or NaN; or None
     channel,
     stride_i,
     stride_j,
@@ -36,6 +37,9 @@ def transition_kernel(
     """
     PRODUCT: tl.constexpr = (channel.SEND != NONE) and ((channel.RECV != NONE) or HAS_INITIAL)
     HELD: tl.constexpr = PRODUCT and BJ >= channel.BK
+    passes = True
+    if PRODUCT and p_passes is not None:
+        passes = tl.load(p_passes) != 0
     count = (channel.num_tiles + tl.num_programs(0) - 1) // tl.num_programs(0)
     tile = tl.program_id(0) * count
     end = tl.minimum(tile + count, channel.num_tiles)
@@ -56,8 +60,8 @@ def transition_kernel(
         b_prev, ok = receive(channel, tile, epoch, word, begun_well, b_first)
         tl.store(p_out + state + offsets, b_prev, mask=inside)
         if HELD:
-            if K < channel.BK:  # rows beyond K are NaN after a product with Inf
-                b_prev = tl.where((i < K)[:, None], b_prev, 0.0)
+            if K < channel.BK or p_passes is not None:  # rows beyond K are NaN after a product with Inf
+                b_prev = tl.where((i < K)[:, None] & passes, b_prev, 0.0)
             b_state = tl.dot(b_transition, b_prev, b_state, input_precision="tf32x3")
         elif PRODUCT:
             tl.debug_barrier()  # all of R is in p_out
@@ -67,7 +71,8 @@ def transition_kernel(
                 at = i[:, None] * stride_i + j[None, :] * stride_j
                 b_columns = tl.load(dense + at, mask=(i < K)[:, None] & (j < K)[None, :], other=0.0)  # [BK, BJ]
                 at = j[:, None] * V + v[None, :]
-                b_rows = tl.load(p_out + state + at, mask=(j < K)[:, None] & (v < V)[None, :], other=0.0)  # [BJ, BV]
+                there = (j < K)[:, None] & (v < V)[None, :] & passes
+                b_rows = tl.load(p_out + state + at, mask=there, other=0.0)  # [BJ, BV]
                 b_sum = tl.dot(tl.trans(b_rows), tl.trans(b_columns), b_sum, input_precision="tf32x3")
             b_state = tl.trans(b_sum)
         if ok:

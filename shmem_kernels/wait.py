@@ -43,6 +43,7 @@ RECORD_WORDS = 7
 TIMED_OUT = tl.constexpr(0)
 OUT_OF_STEP = tl.constexpr(1)
 BAD_SLOT = tl.constexpr(2)  # slots.py. TILE: the request, EXPECTED: the number of slots, SEEN: the slot
+BAD_BOUNDARIES = tl.constexpr(3)  # device_tables.py. TILE: number of sequences, EXPECTED: end of the cut, SEEN: theirs
 
 
 @builtin
@@ -121,6 +122,19 @@ def fault(channel, KIND: tl.constexpr, NEIGHBOUR: tl.constexpr, tile, expected, 
         tl.store(p_record + RECORD_RANK, tl.load(channel.info + INFO_RANK))
         tl.store(p_record + RECORD_NEIGHBOUR, tl.load(channel.info + NEIGHBOUR))
         tl.store(p_record + RECORD_TILE, tile)
+        tl.store(p_record + RECORD_EXPECTED, expected)
+        tl.store(p_record + RECORD_SEEN, seen)
+        tl.debug_barrier()
+        # release: the record's words before the flag, for the host
+        tl.atomic_xchg(p_record + RECORD_SET, 1, sem="release", scope="sys")
+
+
+@triton.jit
+def reject(p_fault, p_record, KIND: tl.constexpr, place, expected, seen):
+    """``fault`` of a value in this rank's memory, without a channel."""
+    if tl.atomic_xchg(p_fault, 1, sem="relaxed", scope="sys") == 0:
+        tl.store(p_record + RECORD_KIND, KIND)
+        tl.store(p_record + RECORD_TILE, place)
         tl.store(p_record + RECORD_EXPECTED, expected)
         tl.store(p_record + RECORD_SEEN, seen)
         tl.debug_barrier()

@@ -62,7 +62,7 @@ class Communicator(Calls):
     Attributes: rank, size, group, device, transport; timeout, max_ctas, algorithm and nodes, which are fixed (nodes is
     None if the ranks of a node are not consecutive); mapped (whether all neighbours reach each other by loads and
     stores); broken (whether a kernel has recorded a fault: a time-out or different tags); closed;
-    debug and invariant, which must not be changed either.
+    debug, invariant and recompute, which must not be changed either.
 
     The constructor is collective over the group. The first constructor in a job also creates the arena (``init``) and
     is therefore collective over the job. **All ranks of the group make the same calls in the same order.** After
@@ -100,6 +100,9 @@ class Communicator(Calls):
         invariant: default segment length in tokens, a multiple of 64, for calls of operators (zeco_gla() and the
             others): their results then have the same bits for every number of ranks (docs/invariant.md). 0: no
             segments. The same on every rank.
+        recompute: default of zeco_gla(), zeco_kda() and zeco_gated_delta_rule(), also of a model's layers. False, with
+            their own kernels: forward keeps for backward what that would compute again. Each rank may choose for
+            itself.
 
     Raises:
         ValueError: for a wrong group, a mesh of several dimensions, or a rank outside the group; on every rank for
@@ -127,6 +130,7 @@ class Communicator(Calls):
         nodes: Sequence[int] | None = None,
         algorithm: str = "auto",
         invariant: int = 0,
+        recompute: bool = True,
     ) -> None:
         self._closed = True  # until construction has succeeded
         self.group = _process_group(group)
@@ -134,6 +138,7 @@ class Communicator(Calls):
         self.rank, self.size = store_exchange.rank, store_exchange.size
         # of a rank with a wrong argument, until the exchange below, after which all ranks raise
         self.transport, self._timeout, self.debug, self.invariant = "", TIMEOUT_S, bool(debug), 0
+        self.recompute = bool(recompute)
         node_sizes, most, wrong = None, None, list[Exception]()
         try:
             if self.size > 1:

@@ -110,6 +110,46 @@ def cut_batch(
     return found | {STAMP: json.dumps([B, tokens, layout, digests, others])}
 
 
+def check_batch(part: Mapping[str, Any], *, comm: Communicator) -> dict[str, Any]:
+    """Check on all ranks that their parts are those that ``cut_batch`` has cut from one batch, for your own model.
+    Models of ``sequence_parallel`` do this themselves.
+
+    Collective: a host exchange of all ranks, in the same step. A batch on a GPU has a checksum in debug mode only.
+
+    Args:
+        part: the result of ``cut_batch`` on this rank.
+        comm: the communicator of ``cut_batch``.
+
+    Returns:
+        a dict of ``part`` without the stamp.
+
+    Raises:
+        ValueError: on every rank, if the ranks have cut different batches, or if a part has no stamp, or other rows,
+            tokens or, in CPU memory, contents than the stamp's.
+        AllScanOutOfStep, AllScanHostTimeout: if the ranks are at different calls, or one does not come.
+
+    Example:
+        >>> part = allscan.check_batch(allscan.cut_batch(batch, comm=comm), comm=comm)
+        >>> loss = own_model(part["input_ids"], part["labels"])
+    """
+    check_communicator(comm)
+    stamp, x = part.get(STAMP), part.get("input_ids")
+    x = part.get("inputs_embeds") if x is None else x
+    rows, tokens = (None, None) if x is None else x.shape[:2]
+    seen = checksum(x) if x is not None and (x.device.type == "cpu" or comm.debug) else None
+    with comm.call(False, "check_batch()"):
+        all_rows, all_tokens, stamps, all_seen = zip(
+            *comm.order.exchange((rows, tokens, stamp, seen), "check_batch()"), strict=True
+        )
+        problem: str | None = "no rank has a batch of cut_batch"
+        if any(stamps):
+            layout = read(next(filter(None, stamps))).layout
+            problem = misfit(comm, all_rows, all_tokens, layout, stamps, all_seen)
+        if problem is not None:
+            raise comm.order.raised_everywhere(ValueError(problem))
+    return {name: value for name, value in part.items() if name != STAMP}
+
+
 def tokens_of_ranks(T: int, comm: Communicator) -> list[int]:
     """The number of tokens of each rank after cut_batch: with invariant=S multiples of S, but for the last rank."""
     unit = comm.invariant or 1

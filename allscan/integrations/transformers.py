@@ -25,6 +25,7 @@ from ..zigzag import zigzag_positions
 from . import needing
 from .attention import WHOLE, Attention, check_split
 from .batches import STAMP, looked_at
+from .batches import check_batch as check_batch
 from .batches import cut_batch as cut_batch
 from .recurrent import of_last_tokens
 from .slices import check_slice, linear_cross_entropy

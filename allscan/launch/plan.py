@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -16,6 +17,8 @@ from .compiled_kernel import Launch
 WORD = 4  # bytes of float32, the dtype of a run's scratch memory
 ALIGNMENT = 256  # bytes
 OWN, TABLE = -2, -1  # indices of a run's memories: scratch, constants; after inputs and outputs
+
+Stored = tuple[tuple[int, ...], torch.dtype]  # shape and dtype of a stored tensor
 
 
 class Buffer(NamedTuple):
@@ -33,6 +36,11 @@ def with_places(plan: Plan, buffers: Sequence[Buffer | None]) -> tuple[Plan, lis
     """(The plan, the place of each of the output ``buffers`` among the outputs of a run, None for None)."""
     places = sorted(x.number for x in buffers if x is not None)
     return plan, [x if x is None else places.index(x.number) for x in buffers]
+
+
+def words_of(stored: Sequence[Stored]) -> list[int]:
+    """Words of each of several tensors in one buffer, rounded up to ALIGNMENT."""
+    return [_round_up(math.prod(shape) * dtype.itemsize) // WORD for shape, dtype in stored]
 
 
 class Plan:
@@ -57,6 +65,7 @@ class Plan:
         self.buffers: list[Buffer] = []
         self.wholes: dict[int, Buffer] = {}  # by number of a view of scratch memory: the buffer that it is a view of
         self.tables: dict[int, Tensor] = {}  # constants by number of the buffer
+        self.named: dict[str, Buffer] = {}  # for functions that record parts of the plan
         self.bytes = 0  # of a run's scratch memory
         self.new_outputs: list[tuple[int | None, tuple[int, ...], torch.dtype]] = []  # like which input, shape, dtype
         self._ready = False
@@ -79,6 +88,11 @@ class Plan:
         if whole.memory == OWN:
             self.wholes[view.number] = whole
         return view
+
+    def views(self, whole: Buffer, stored: Sequence[Stored]) -> list[Buffer]:
+        """Views of tensors that lie one after the other in a buffer of words: see ``words_of``."""
+        places = itertools.accumulate(words_of(stored), initial=0)
+        return [self.view(whole, at, *shape, dtype=dtype) for at, (shape, dtype) in zip(places, stored)]
 
     def scratch(self, *shape: int, dtype: torch.dtype = torch.float32, before: Sequence[Buffer] = ()) -> Buffer:
         """An uninitialised buffer that lives until the end of a run. ``before``: outputs that are first written after

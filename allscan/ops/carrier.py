@@ -46,7 +46,8 @@ class CarriedState(NamedTuple):
     decay: Any = None  # [1 or 2, B, H, K]
     transition: Any = None  # [1 or 2, B, H, K, K]
     passes: tuple[bool, bool] = (True, True)  # for each half: the incoming state contributes to the outgoing state
-    stamp: int = 0  # of the call, see tags.stamp
+    stamp: Any = 0  # of the call, see tags.stamp; or a step word, see ChannelUse
+    passes_on_device: Any = None  # int32 [1], in place of ``passes``: see transition_kernel
 
 
 class IncomingStates(NamedTuple):
@@ -163,7 +164,9 @@ class AllScanCarrier:
 
             factors = (carried.decay, carried.transition) if carried.passes[i] else ()
             fwd_epoch = plan.view(carried.fwd_epoch, 2 * i, 1)
-            return ScanBuffers(part(carried.state), part(carried.out), fwd_epoch, *(x and part(x) for x in factors))
+            decay, transition = (x and part(x) for x in factors or (None, None))
+            found = ScanBuffers(part(carried.state), part(carried.out), fwd_epoch, decay, transition)
+            return found._replace(passes=carried.passes_on_device) if transition else found
 
         if zigzag:
             first, second = (1, 0) if reverse else (0, 1)  # in backward the ascending scan is that of the second halves

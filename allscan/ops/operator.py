@@ -15,7 +15,7 @@ import inspect
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -47,7 +47,7 @@ from ..base.tiling import cdiv
 from ..bindings.torch_compat import graph_task, in_backward, num_dispatch_modes, recorded
 from ..comm.backwards import saved_tensors
 from ..comm.communicator import Communicator, check_communicator
-from ..tokens.packing import CHUNK_TOKENS, GRID_LIMIT, Layout, carried_states, own_boundaries
+from ..tokens.packing import CHUNK_TOKENS, GRID_LIMIT, DeviceBoundaries, Layout, carried_states, own_boundaries
 from ..tokens.partition import OwnTokens, check_packed, compare_values, find_layout
 from .allscan import check_final, final_of_all
 from .carrier import AllScanCarrier, InOrderCarrier, StateCarrier, carrier_of, check_cut, check_invariant
@@ -68,7 +68,7 @@ class Asked(NamedTuple):
     layout: str = "contiguous"
     per_document: bool = False
     invariant: int | None = None
-    recompute: bool = True
+    recompute: bool | None = True
     more: Any = ()
 
 
@@ -326,7 +326,9 @@ class SequenceOperator:
             zigzag = zigzag_of(asked.layout, asked.per_document, asked.cu_seqlens)
             named = dict(zip((*self.inputs, self.initial), tensors))
             check_for_an_operator(named, (*self.optional, self.initial), self.inputs[self.q_at], asked.scale)
-            cu_seqlens = None if asked.cu_seqlens is None else own_boundaries(asked.cu_seqlens)
+            cu_seqlens = cast(Any, asked.cu_seqlens)
+            if cu_seqlens is not None and not isinstance(cu_seqlens, DeviceBoundaries):
+                cu_seqlens = own_boundaries(cu_seqlens)
             first_token = checked_first_token(asked.first_token, cu_seqlens)
             invariant = comm.invariant if asked.invariant is None else asked.invariant
             invariant = check_invariant(comm, invariant, zigzag)
@@ -336,10 +338,12 @@ class SequenceOperator:
             deferred = DeferredError(error)
         if deferred is not None:
             carrier.prepare(None, deferred=deferred)  # raises the error, at a first call on all ranks
-        compare_values(comm, asked.cu_seqlens, cu_seqlens)
+        if not isinstance(cu_seqlens, DeviceBoundaries):
+            compare_values(comm, asked.cu_seqlens, cu_seqlens)
         scale = tensors[self.q_at].shape[-1] ** -0.5 if asked.scale is None else float(asked.scale)
         lower_bound, more = self.options(tensors, asked.more)
-        of_all, saves = isinstance(asked.output_final_state, str), not asked.recompute and wants_gradient(tensors)
+        recompute = comm.recompute if asked.recompute is None else asked.recompute
+        of_all, saves = isinstance(asked.output_final_state, str), not recompute and wants_gradient(tensors)
         return cu_seqlens, first_token, Call(rule, scale, lower_bound, zigzag, invariant, of_all, saves, more)
 
     def _prepare(
@@ -409,7 +413,8 @@ class SequenceOperator:
         if initial_state is not None:
             check_tensor(self.initial, initial_state, self.state_shape(n, q, v), comm.device)
         check_cut(comm, T, call.invariant, call.zigzag)
-        check_packed(comm, cu_seqlens, T, first_token, call.zigzag)
+        if not isinstance(cu_seqlens, DeviceBoundaries):
+            check_packed(comm, cu_seqlens, T, first_token, call.zigzag)
         if cu_seqlens is None and H == HV:  # packed inputs that are head-first would not fit the tokens of all ranks
             look_for_head_first(comm, self.titles[call.rule], self.inputs[self.q_at], q)
 

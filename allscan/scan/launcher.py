@@ -48,18 +48,19 @@ class ChannelUse(NamedTuple):
 
     reverse: bool  # from the last rank to the first
     adjoint: bool  # the launch is the adjoint of the launch that wrote its forward epoch
-    stamp: int  # of the call, see tags.stamp
+    stamp: Any  # of the call, see tags.stamp; or the Buffer of a step word (channel.py), int64 [1]
 
 
 class ScanBuffers(NamedTuple):
     """The buffers of a scan in a plan: ``state`` [..., K, V] with a decay [..., K] or a transition [..., K, K]. With
-    neither, the decay is 0. fwd_epoch: see AllScan.channel."""
+    neither, the decay is 0. fwd_epoch: see AllScan.channel. passes: with a transition, see transition_kernel."""
 
     state: Buffer
     out: Buffer
     fwd_epoch: Buffer
     decay: Buffer | None = None
     transition: Buffer | None = None
+    passes: Buffer | None = None
 
 
 class Launcher:
@@ -229,9 +230,12 @@ class Launcher:
             self.after_launch(launch(*tensors[:-1], channel))
 
     def _with_channel(self, use: ChannelUse, addresses: list[int]) -> tuple[Any, ...]:
-        """The arguments of ``Launch.at``: ``addresses``, with a channel in place of the last, the forward epoch's."""
+        """The arguments of ``Launch.at``: ``addresses``, with a channel in place of the last, the forward epoch's, or
+        of the last two."""
         reverse, adjoint, stamp = use
         before, behind = self._addresses[adjoint][reverse]
+        if isinstance(stamp, Buffer):
+            return (*addresses[:-2], (*before, *addresses[-2:], *behind))
         return (*addresses[:-1], (*before, self._steps + 16 * stamp, addresses[-1], *behind))
 
     def record_scan(
@@ -241,20 +245,27 @@ class Launcher:
         first rank in the direction of the scan."""
         if self.rails is not None:
             raise ValueError('plans require algorithm="chain"')
-        state, out, fwd_epoch, decay, transition = buffers
+        state, out, fwd_epoch, decay, transition, passes = buffers
         factor = decay or transition or state
         strides = (0, 0) if factor is state else (self.K, 1)
         dense, has_decay, has_initial = (x is not None for x in (transition, decay, initial_state))
-        launch = self._make_launch(dense, has_decay, strides, factor is state, has_initial, use.reverse)
-        self.record_launch(plan, launch, (state, factor, initial_state or state, out, fwd_epoch), use)
+        launch = self._make_launch(dense, has_decay, strides, factor is state, has_initial, use.reverse, bool(passes))
+        more = () if passes is None else (passes,)
+        self.record_launch(plan, launch, (state, factor, initial_state or state, out, *more, fwd_epoch), use)
 
     def record_launch(self, plan: Plan, launch: Launch, buffers: Sequence[Buffer], use: ChannelUse) -> None:
         """Record a kernel's launch with ``buffers``. The last is a forward-epoch word, for which the kernel gets a
         channel with its address."""
         reverse, adjoint, stamp = use
+        if isinstance(stamp, Buffer):
+            buffers = *buffers[:-1], stamp, buffers[-1]
 
         def call(*tensors: Tensor) -> None:
-            self.after_launch(launch(*tensors[:-1], self.channel(reverse, tensors[-1], adjoint, stamp)))
+            if isinstance(stamp, Buffer):
+                tensors, channel = tensors[:-1], self.channel(reverse, tensors[-1], adjoint)._replace(step=tensors[-2])
+            else:
+                channel = self.channel(reverse, tensors[-1], adjoint, stamp)
+            self.after_launch(launch(*tensors[:-1], channel))
 
         check = partial(self.before_launch, launch.kernel, reverse)
         plan.launch_with(launch, buffers, call, partial(self._with_channel, use), check)
@@ -267,14 +278,16 @@ class Launcher:
         neighbour_shift: bool | Shift,
         has_initial: bool,
         reverse: bool,
+        has_passes: bool = False,
     ) -> Any:
         """The Launch of a scan's kernel, or a RailsLaunch. dense: with transitions; strides: of decays, or of the rows
-        and columns of transitions; neighbour_shift: True for a zero decay."""
+        and columns of transitions; neighbour_shift: True for a zero decay; has_passes: see transition_kernel."""
         fixed: dict[str, Any] = dict(K=self.K, V=self.V, HAS_INITIAL=has_initial)
         tiles = self.spec.num_tiles
         if dense:
             of_program = -(-tiles // self._max_ctas)
             fixed |= dict(zip(("stride_i", "stride_j"), strides)) | transition_blocks(self.spec.tile[0])
+            fixed |= {} if has_passes else dict(p_passes=None)
             return Launch(self.linked(transition_kernel), (-(-tiles // of_program),), **fixed)
         fixed |= dict(num_warps=self.num_warps)
         if isinstance(neighbour_shift, Shift):

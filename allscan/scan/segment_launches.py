@@ -98,7 +98,7 @@ class SegmentScans:
     def record(self, plan: Plan, segment: ScanBuffers, outgoing: Buffer, use: ChannelUse) -> None:
         """Record a scan over one segment in a plan, which also writes the outgoing state. Transitions are not
         transposed."""
-        state, out, fwd_epoch, decay, transition = segment
+        state, out, fwd_epoch, decay, transition, _ = segment
         factor = decay or transition
         assert factor is not None, "the outgoing state is the segment's"
         launch = self._make(1, Direction(use.reverse), len(self.shape), decay is not None, decay is None, NOTHING.value)

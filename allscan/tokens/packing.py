@@ -218,6 +218,37 @@ class Layout(Tables):
         return found
 
 
+class DeviceBoundaries(NamedTuple):
+    """cu_seqlens [N + 1] that only kernels read, on the device: see shmem_kernels/device_tables.py. Rank r has tokens
+    cut[r] .. cut[r + 1] - 1 of the row, at the beginning of its T tokens; cut [P + 1], None: r T .. (r + 1) T - 1."""
+
+    boundaries: Tensor
+    cut: Tensor | None
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.boundaries.shape
+
+
+class CapacityLayout(Layout):
+    """The most segments and chunks of N sequences in T tokens on each rank. Each call has tables of its own."""
+
+    def __init__(self, comm: Communicator, N: int, T: int, segment: int) -> None:
+        if not 0 < T <= (2**31 - 1) // comm.size or T // CHUNK_TOKENS + N > GRID_LIMIT:
+            most = f"T // {CHUNK_TOKENS} + N at most {GRID_LIMIT:,}"
+            raise ValueError(f"T must be at least 1, and {most}, got T = {T:,} and N = {N:,} with on_device=True")
+        super().__init__([], 1, segment, comm.device)
+        self.num_segments, self.num_chunks = most_segments(1, T, N, segment), T // CHUNK_TOKENS + min(N, T)
+        self.sequences, self.tokens, self.segment, self.alike = N, T, segment, ("capacity", N, T, segment)
+        self.entered, self.left, self.passing = comm.rank > 0, comm.rank < comm.size - 1, {0}
+
+
+@functools.cache
+def even_cut(size: int, T: int, device: torch.device) -> torch.Tensor:
+    """The cut of T tokens for each of ``size`` ranks, on the device; never freed."""
+    return to_device([torch.arange(size + 1, device="cpu") * T], device)[0]
+
+
 class AlignedLayout(Layout):
     """A Layout whose segments begin where pieces begin and at multiples of ``segment`` of this rank's tokens."""
 
@@ -267,6 +298,12 @@ def segment_length(B: int, T: int, H: int, K: int, V: int, packed: bool, num_sms
 def most_segments(B: int, T: int, sequences: int, segment: int, zigzag: int = False) -> int:
     """An upper bound of the number of segments, independent of the boundaries of packed sequences."""
     return B * (T // segment) + sequences + (sequences if zigzag == PER_DOCUMENT else B * zigzag)
+
+
+def most_chunks(B: int, T: int, sequences: int, zigzag: int, aligned: bool) -> int:
+    """An upper bound of the number of chunks. aligned: as for a Layout; then a piece of a sequence may begin with a
+    segment that is not a whole number of chunks."""
+    return most_segments(B, T, sequences, CHUNK_TOKENS, zigzag) + (sequences + B * bool(zigzag) if aligned else 0)
 
 
 def batch_pieces(B: int, T: int, zigzag: int, begins: bool, ends: bool) -> list[TokenRange]:

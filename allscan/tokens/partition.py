@@ -18,6 +18,8 @@ from .packing import (
     CUTS,
     GRID_LIMIT,
     AlignedLayout,
+    CapacityLayout,
+    DeviceBoundaries,
     Layout,
     Tables,
     TokenRange,
@@ -182,7 +184,7 @@ class OwnTokens(NamedTuple):
 
     B: int
     T: int
-    cu_seqlens: torch.Tensor | None = None
+    cu_seqlens: torch.Tensor | DeviceBoundaries | None = None
     first_token: int | None = None
     zigzag: int = 0
 
@@ -202,6 +204,9 @@ def find_layout(comm: Communicator, own: OwnTokens, segment: int, fla: bool = Fa
     first_token on every rank, with it on that rank only.
     """
     B, T, cu_seqlens, first_token, zigzag = own
+    if isinstance(cu_seqlens, DeviceBoundaries):
+        N = len(cu_seqlens.boundaries) - 1
+        return cached_table(comm, ("capacity", N, T, segment), lambda: CapacityLayout(comm, N, T, segment))
     lengths = None if cu_seqlens is None else boundaries_on_host(cu_seqlens)
     first = 0 if lengths is None else partition_start(comm, lengths, T, first_token, zigzag)
 

@@ -26,7 +26,7 @@ USAGE = """usage: allscan doctor       what this machine has, which transport wo
        allscan --help"""
 
 USAGE_OF_ESTIMATE = """usage: allscan estimate CONFIG --tokens T --ranks P [--step]
-                        [--batch B] [--layout zigzag] [--depth 3] [--puts]
+                        [--batch B] [--layout zigzag] [--depth 3] [--puts] [--no-recompute]
        allscan estimate CONFIG --tokens T --ranks P,P,... --gpu 80G [--batch B] [--layout zigzag]
                         [--checkpointing] [--loss-slice 4096] [--shard N] [--state-dtype bfloat16|float32]
 
@@ -35,7 +35,8 @@ KDA, Gated DeltaNet). T: tokens of the whole sequence, a multiple of P (with zig
 float32. --step: also the memory of a training step of the whole model, one of transformers', which it needs.
 --gpu: a table over numbers of ranks, of such a step, Mamba2's models too: does it fit, and how much of data
 parallelism's speed can remain. --shard: GPUs over which FSDP2 shards; its parameters, gradients and moments are float32
-by default, as accelerate's, else bfloat16. 256k is 262,144, 1M is 1,048,576, 80G is 80 GiB."""
+by default, as accelerate's, else bfloat16. --no-recompute: GLA and delta rules with
+recompute=False. 256k is 262,144, 1M is 1,048,576, 80G is 80 GiB."""
 
 
 def main() -> int:
@@ -102,7 +103,7 @@ def estimate(arguments: Sequence[str]) -> int:
     parser.add_argument("--shard", type=int)
     parser.add_argument("--state-dtype", choices=["bfloat16", "float32"])
     parser.add_argument("--layout", choices=["contiguous", "zigzag"], default="contiguous")
-    for name in ("--puts", "--step", "--checkpointing"):
+    for name in ("--puts", "--step", "--checkpointing", "--no-recompute"):
         parser.add_argument(name, action="store_true")
     parser.add_argument("--tokens", type=size, required=True)
     parser.add_argument("--ranks", type=numbers, required=True)
@@ -112,7 +113,8 @@ def estimate(arguments: Sequence[str]) -> int:
     try:
         options = parser.parse_args(arguments)
         zigzag = options.layout == "zigzag"
-        cut = Cut(options.tokens, 1, options.batch, zigzag, options.depth, options.puts, options.multiprocessors)
+        how = options.depth, options.puts, options.multiprocessors, not options.no_recompute
+        cut = Cut(options.tokens, 1, options.batch, zigzag, *how)
         cuts = [cut._replace(ranks=ranks) for ranks in options.ranks]
         for cut in cuts:
             check_cut(cut)
@@ -125,8 +127,8 @@ def estimate(arguments: Sequence[str]) -> int:
                 raise ValueError("--step and --gpu are two reports: pass one of them")
             shard = 1 if options.shard is None else options.shard
             dtype = options.state_dtype or ("float32" if shard > 1 else "bfloat16")
-            how = Options(options.checkpointing, shard, options.loss_slice, 4 if dtype == "float32" else 2)
-            print(report_of_fit(config, cuts, how, options.gpu))
+            of_fit = Options(options.checkpointing, shard, options.loss_slice, 4 if dtype == "float32" else 2)
+            print(report_of_fit(config, cuts, of_fit, options.gpu))
             return 0
         of_gpu = options.shard, options.loss_slice, options.state_dtype
         if options.checkpointing or any(x is not None for x in of_gpu):

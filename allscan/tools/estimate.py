@@ -16,7 +16,7 @@ import torch
 
 from ..base.checks import integer
 from ..base.tiling import H100_MULTIPROCESSORS, cdiv, scan_tile, transition_tile
-from ..launch.plan import Plan
+from ..launch.plan import Plan, words_of
 from ..ops.carrier import AllScanCarrier, CarriedState, record_call
 from ..ops.delta.delta_operator import DELTA
 from ..ops.delta.delta_passes import delta_segment_length
@@ -33,7 +33,7 @@ from ..ops.ssd.ssd_plans import shape_of as ssd_shape_of
 from ..ops.ssd.ssd_plans import strides_of
 from ..scan.fwd_epochs import FWD_EPOCHS
 from ..scan.workspace import Spec, workspace_layout
-from ..tokens.packing import CHUNK_TOKENS, GRID_LIMIT, Layout, batch_pieces, most_segments
+from ..tokens.packing import CHUNK_TOKENS, GRID_LIMIT, Layout, batch_pieces, most_chunks, most_segments
 
 OPERATORS = {"gla": "zeco_gla", "kda": "zeco_kda", "gated_delta_rule": "zeco_gated_delta_rule", "ssd": "zeco_ssd"}
 FLA = {"gla": "gla", "kda": "kda", "gated_deltanet": "gated_delta_rule"}
@@ -60,7 +60,7 @@ class Softmax(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """Distribution of the sequence over the ranks, in equal parts; see ``check_cut``."""
+    """Distribution of the sequence over the ranks, in equal parts, and options of the calls; see ``check_cut``."""
 
     tokens: int  # number of tokens of all ranks
     ranks: int
@@ -69,6 +69,7 @@ class Cut(NamedTuple):
     depth: int = 3
     puts: bool = False  # NVSHMEM's put in place of loads and stores
     multiprocessors: int = H100_MULTIPROCESSORS
+    recompute: bool = True  # of zeco_gla and the delta rules
 
     @property
     def own(self) -> int:
@@ -126,11 +127,11 @@ class _Apart:
         return 0.0
 
 
-def gla_peak(layer: Recurrent, cut: Cut, recompute: bool = True) -> Peak:
+def gla_peak(layer: Recurrent, cut: Cut) -> Peak:
     """Peak of zeco_gla."""
     B, T, H, K, V = cut.batch, cut.own, layer.heads, layer.K, layer.V
     of_gates, dtype = torch.float32, torch.bfloat16
-    how = int(cut.zigzag), cut.multiprocessors, not recompute
+    how = int(cut.zigzag), cut.multiprocessors, not cut.recompute
     shape = shape_of(B, T, H, K, V, B, dtype, of_gates, "cuda", *how)
     layout, apart = cut.layout(shape.segment), _Apart(cut.ranks)
     tensors = *_of_meta([B, T, H], [K, K, V]), _of_meta([B, T, H], [K], of_gates)[0]
@@ -148,18 +149,22 @@ def delta_peak(layer: Recurrent, cut: Cut) -> Peak:
     segment = delta_segment_length(B * T, H, cut.multiprocessors)
     segments = most_segments(B, T, B, segment, int(cut.zigzag))
     scalar, dtype = layer.rule == "gated_delta_rule", torch.bfloat16
-    shape = DeltaShape(B, H, H, K, V, dtype, scalar, cut.zigzag)
+    shape = DeltaShape(B, H, H, K, V, dtype, scalar, cut.zigzag, saves=not cut.recompute)
     states = (ScalarChunkPass if scalar else ChunkPass)(_Apart(cut.ranks).comm, cut.layout(segment), shape)
+    chunks, words = most_chunks(B, T, B, int(cut.zigzag), False), 0
+    if states.saves:
+        words = sum(words_of(states.intermediates((B, T, H, V), K, chunks, dtype)))
+    kept = torch.empty(words, dtype=torch.int32, device="meta")
     rows = [1, B * T, H] if cut.zigzag else [B, T, H]  # zigzag packs both halves
     q, v, scores = _of_meta(rows, [K, V, CHUNK_TOKENS])
     g, beta = (_of_meta(rows, [K], torch.float32)[0], torch.empty(rows, dtype=dtype, device="meta"))
     x = Inputs(q, q, v, g[..., 0] if scalar else g, beta)
     transitions, incoming = _of_meta([segments, H, K], [K, V], torch.float32)
-    saved_states = SavedStates(transitions, incoming, torch.empty(FWD_EPOCHS, dtype=torch.int64, device="meta"))
+    saved_states = SavedStates(transitions, incoming, torch.empty(FWD_EPOCHS, dtype=torch.int64, device="meta"), kept)
     d, ends = LocalGrads(v, None, scores, scores), BoundaryStates(None, None)
     forward, _ = states.recorded("whole_forward", x, ends, saved_states, 1.0)
     backward, _ = states.recorded("whole_backward", x, d, ends, saved_states, 1.0)
-    stays = sum(y.nbytes for y in (v, scores, scores, transitions, incoming))
+    stays = sum(y.nbytes for y in (v, scores, scores, transitions, incoming, kept))
     gradients = sum(y.numel() * y.element_size() for y in x)
     return Peak(stays + forward.bytes, stays + max(forward.bytes, gradients + backward.bytes), stays)
 

@@ -52,13 +52,18 @@ def local_case(group):
     with allscan.Communicator(group) as comm:
         kinds = itertools.product(("weak", "strong"), (False, True), ("kda", "gated_delta_rule"))
         shapes = [local_delta.Shape(70, 1, 16, *kind) for kind in kinds]
-        return [local_delta.check(f"zeco_{shape.rule}, chunk=allscan", comm, shape, 70) for shape in shapes]
+        return [
+            local_delta.check(f"zeco_{shape.rule}, {how}", comm, shape, 70)
+            for shape in shapes
+            for how in ("chunk=allscan", "recompute=False")
+        ]
 
 
 @pytest.mark.slow
 def test_bench_local_of_kda(run):
     [errors] = run(1, local_case)
     assert all(0 < error < 1e-2 for error in errors), errors
-    ours = {f"zeco_{rule}, chunk=allscan" for rule in ("kda", "gated_delta_rule")}
+    rules = "kda", "gated_delta_rule"
+    ours = {f"zeco_{rule}, {how}" for rule in rules for how in ("chunk=allscan", "recompute=False")}
     with mock.patch.object(local_delta.importlib.util, "find_spec", lambda name: name == "allscan" or None):
         assert {*local_delta.installed()} == ours  # other packages have no row unless installed

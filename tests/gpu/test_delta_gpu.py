@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import allscan
-from support.delta import NAMES, DeltaCase, Whole, of_rank, same_prefix
+from support.delta import NAMES, DeltaCase, Whole, kept_case, of_rank, same_prefix
 from support.fla import import_fla
 from support.gla import BF16, F32
 from support.values import late, place, relative_all
@@ -161,6 +161,19 @@ def test_own_chunks_of_the_gated_delta_rule(run, size, kind, dtype, cuts):
         size, gated_case, [(700, 1000)[rank] for rank in range(size)], kind, dtype, cuts, chunk="allscan"
     ):
         assert max(ours.values()) < (1.2e-2 if dtype == BF16 else 2e-3), ours
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "packed", "zigzag"])
+@pytest.mark.parametrize("rule, dtype", [("kda", BF16), ("kda", F32), ("gated_delta_rule", BF16)])
+@pytest.mark.kernels
+def test_what_is_kept(run, rule, dtype, layout, size=2):
+    """recompute=False: the bounds of recompute=True. Gated DeltaNet has its bits; KDA rounds w at other places."""
+    lengths = CUTS["packed"](1700) if layout == "packed" else None
+    tokens = [850, 850] if layout == "zigzag" else [700, 1000]
+    case = DeltaCase(rule, tokens, H=2, HV=4, K=128, V=128, dtype=dtype, lengths=lengths, zigzag=layout == "zigzag")
+    for errors, differing in run(size, kept_case, case, [False] * size):
+        assert max(errors.values()) < (1.2e-2 if dtype == BF16 else 2e-3), errors
+        assert not {*differing} & {*NAMES[: 2 if rule == "kda" else None]}, differing
 
 
 def graph_case(group, replays):

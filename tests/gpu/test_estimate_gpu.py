@@ -47,14 +47,15 @@ def passes(operator, given, do, options):
     return forward, both, chain
 
 
-def peaks_case(group, rule, layout, H, D):
+def peaks_case(group, rule, layout, H, D, recompute):
     """Return measured over estimated peaks of ``passes``, for two numbers of tokens."""
     ratios = []
     with allscan.Communicator(group) as comm:
-        options = dict(comm=comm, layout=layout) | ({} if rule == "gla" else dict(chunk="allscan"))
+        options = dict(comm=comm, layout=layout, recompute=recompute) | ({} if rule == "gla" else dict(chunk="allscan"))
         processors = torch.cuda.get_device_properties(comm.device).multi_processor_count
         for T in (4096, 16384):
-            cut = Cut(T * comm.size, comm.size, 1, layout == "zigzag", multiprocessors=processors)
+            how = dict(multiprocessors=processors, recompute=recompute)
+            cut = Cut(T * comm.size, comm.size, 1, layout == "zigzag", **how)
             found = estimate.peak(Recurrent(rule, 1, H, D, D), cut)
             expected = found.forward, found.both, (LAYERS - 1) * found.saved + found.both
             functions = passes(getattr(allscan, OPERATORS[rule]), *inputs(rule, T, H, D, comm.device), options)
@@ -66,9 +67,10 @@ def peaks_case(group, rule, layout, H, D):
 
 
 @pytest.mark.parametrize("size, layout", [(1, "contiguous"), (2, "contiguous"), (2, "zigzag")])
+@pytest.mark.parametrize("recompute", [True, False])
 @pytest.mark.parametrize("rule", OPERATORS)
-def test_peaks_are_those_estimated(run, size, layout, rule):
-    ratios = list(zip(*run(size, peaks_case, rule, layout, 16, 128), strict=True))  # by rank
+def test_peaks_are_those_estimated(run, size, layout, rule, recompute):
+    ratios = list(zip(*run(size, peaks_case, rule, layout, 16, 128, recompute), strict=True))  # by rank
     # a middle rank is estimated: the first one receives no state, the last one sends none
     assert len(ratios) == 6 and all(abs(max(of_ranks) - 1) < 0.1 for of_ranks in ratios), ratios
 

@@ -23,6 +23,7 @@ from allscan.ops.delta.records import BoundaryStates, ChunkOperands, DeltaShape,
 from allscan.shmem_kernels import (
     blocks,
     delta_state,
+    device_tables,
     gates,
     gdn,
     gla_bwd,
@@ -158,27 +159,34 @@ def test_shifted_rows(tile, num_warps, link):
     assert compiled.count(r"bar\.sync") > 0  # before rows written by other threads are read
 
 
-def compile_transitions(K, one):
+def compile_transitions(K, one, passes=False):
     BK, BV = transition_tile(K)
     channel, constants = channel_type(SENTINEL.value, SENTINEL.value, BK=BK, BV=BV)
     arguments = pointers("p_state p_transition p_initial p_out", "*fp32") | pointers("stride_i stride_j", "i32")
     del arguments[one]
     blocks = transition_blocks(K)
     values = {"channel": constants, "K": K, "V": 128, "HAS_INITIAL": True, one: 1}
-    values |= {name: blocks.pop(name) for name in ("BJ", "STAGES")}
+    values |= {name: blocks.pop(name) for name in ("BJ", "STAGES")} | ({} if passes else {"p_passes": None})
+    arguments |= pointers("p_passes", "*i32") if passes else {}
     return Compiled(transition_kernel, arguments | {"channel": channel}, values, **blocks)
 
 
 @pytest.mark.slow(but=("64-stride_i", "128", "256-stride_j", "512"))
 @pytest.mark.parametrize("one", ["stride_i", "stride_j"])  # the transition's columns or rows are contiguous
 @pytest.mark.parametrize("K", [16, 64, 128, 256, 512])
-def test_transitions(K, one):
-    compiled = compile_transitions(K, one)
+def test_transitions(K, one, passes=False):
+    compiled = compile_transitions(K, one, passes)
     # a transition fills the registers: for some K addresses are spilled, once a tile. 3.7 and 3.8 compute more of them
     # before they wait
     assert compiled.spilled_bytes <= {128: most(48, v37=136, v38=112, v39=0), 256: most(0, v39=16)}.get(K, 0)
     assert not compiled.spilled_beside_products()
     assert compiled.count(r"\bmma\.|wgmma\.mma") and not compiled.unset_registers()
+
+
+@pytest.mark.parametrize("K", [128, 256])
+def test_transitions_that_pass_or_not(K):
+    """With p_passes, of lengths on the device."""
+    test_transitions(K, "stride_j", passes=True)
 
 
 @pytest.mark.parametrize("K", [256, 512])
@@ -344,6 +352,24 @@ def test_slots(write, transposed):
     constants = dict(R=128, C=128, WRITE=write, BN=4, BR=32, BC=64)
     compiled = Compiled(copy_slots_kernel, arguments, constants | {one: 1}, num_warps=4)
     assert compiled.spilled_bytes == 0 and compiled.registers <= 128
+
+
+@pytest.mark.parametrize("kind", ["*i32", "*i64"])
+@pytest.mark.parametrize("N", [4, 256, 4096])
+def test_tables_from_lengths_on_the_device(N, kind):
+    """Few and many requests: a program has fewer rows of the tables then."""
+    arguments = pointers("p_boundaries p_cut", kind) | pointers("p_segments p_chunks p_counts", "*i32")
+    arguments |= pointers("p_step p_own_step p_fault p_record", "*i64") | pointers("rank P N T NS NC", "i32")
+    constants = dict(SEGMENT=4096, BT=64, BN=N, BP=4, BI=max(1, min(512, 4096 // N)))
+    compiled = Compiled(device_tables.tables_kernel, arguments, constants, num_warps=max(4, min(16, N // 256)))
+    assert compiled.spilled_bytes == 0
+
+
+@pytest.mark.parametrize("kind", ["*bf16", "*fp32"])
+def test_cleared_padding(kind):
+    arguments = pointers("p_x", kind) | pointers("p_counts", "*i32") | pointers("T", "i32")
+    compiled = Compiled(device_tables.clear_padding_kernel, arguments, dict(W=4096, BR=16, BW=512), num_warps=4)
+    assert compiled.spilled_bytes == 0 and compiled.registers <= 64 and compiled.count(r"st\.global\.v4") > 0
 
 
 def fields_read(function) -> set[str]:
@@ -590,6 +616,21 @@ def test_delta_chunk_kernels(scalar, K, V, dtype, monkeypatch):
             # with loops over blocks of values written out 1,288 in float32, whose products have three parts
             assert compiled.spilled_bytes <= (640 if dtype == torch.float32 else 256), compiled.spilled_bytes
     assert seen == set(ours)
+
+
+@pytest.mark.slow(but="128-128-dtype0")
+@pytest.mark.parametrize(
+    "K, V, dtype", [(128, 128, torch.bfloat16), (256, 64, torch.bfloat16), (128, 128, torch.float32)]
+)
+def test_states_beside_outputs(K, V, dtype, monkeypatch):
+    """With recompute=False forward of Gated DeltaNet stores outputs and states in one kernel."""
+
+    def launch(patch, capability):
+        launch_chunks(K, V, dtype, True, patch, capability, saves=True)
+        Launches.made = [launched for launched in Launches.made if launched[0] is gdn.scalar_states_kernel]
+
+    bound = 64 if dtype == torch.bfloat16 else most(320, v38=400, v39=400)
+    assert len(list(compiled_for_both(launch, monkeypatch, bound, more_on_sm_100=360))) == 1
 
 
 @pytest.mark.parametrize("link", [SENTINEL, SIGNAL, PUT])

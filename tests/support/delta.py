@@ -126,6 +126,19 @@ def own_case(group, case: DeltaCase, **options):
         return relative_all(NAMES, whole.ours(comm, place(comm, case.tokens, case.zigzag), **options), expected)
 
 
+def kept_case(group, case, recompute, **options):
+    """Return errors with recompute=False on the ranks of which ``recompute`` says so, and the names of results whose
+    bits are not those of the default."""
+    with allscan.Communicator(group) as comm:
+        whole = Whole(case, comm.device)
+        wanted = of_rank(whole.reference(), comm, case.tokens, case.lengths, case.B, case.zigzag)
+        mine = place(comm, case.tokens, case.zigzag)
+        options |= dict(layout="zigzag" if case.zigzag else "contiguous")
+        usual, kept = (whole.ours(comm, mine, recompute=x, **options) for x in (True, recompute[comm.rank]))
+        differing = [name for name, a, b in zip(NAMES, usual, kept, strict=True) if not torch.equal(a, b)]
+        return relative_all(NAMES, kept, wanted), differing
+
+
 def same_prefix(group, case: DeltaCase, cut, changes):
     """Return, by tensor, whether o and the gradients of the tokens before ``cut`` have the same bits with both changes
     of the sequence, functions of a Whole; the loss is of these tokens alone. With allscan's own chunk kernels."""

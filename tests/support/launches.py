@@ -11,6 +11,7 @@ import triton
 
 from allscan.base.tiling import H100_MULTIPROCESSORS
 from allscan.bindings.triton_compat import OPTIONS
+from allscan.launch.plan import words_of
 from allscan.launch.streams import Streams
 from allscan.ops import operator
 from allscan.ops.delta import delta_passes, gdn_plans, kda_plans
@@ -227,7 +228,7 @@ def with_gpu_blocks(monkeypatch, capability):
     monkeypatch.setattr(delta_passes.StatePass, "_fitted", on_gpu)
 
 
-def chunk_pass(layout, K, V, dtype, scalar, monkeypatch, capability=90):
+def chunk_pass(layout, K, V, dtype, scalar, monkeypatch, capability=90, saves=False):
     """Return a ChunkPass with a GPU's block sizes whose launches are all recorded."""
     for module in (delta_passes, kda_plans, gdn_plans):
         for name, kernel in list(vars(module).items()):
@@ -239,18 +240,21 @@ def chunk_pass(layout, K, V, dtype, scalar, monkeypatch, capability=90):
     device = torch.device("cpu")
     comm = types.SimpleNamespace(size=3, device=device, streams=Streams(device))
     cls = gdn_plans.ScalarChunkPass if scalar else kda_plans.ChunkPass
-    return cls(comm, layout, DeltaShape(1, 4, 4, K, V, dtype, scalar))
+    return cls(comm, layout, DeltaShape(1, 4, 4, K, V, dtype, scalar, saves=saves))
 
 
-def launch_chunks(K, V, dtype, scalar, monkeypatch, capability=90):
+def launch_chunks(K, V, dtype, scalar, monkeypatch, capability=90, saves=False):
     """Record in Launches the launches of both passes of a delta rule on a GPU, with allscan's own chunk kernels."""
     H, T = 4, 130
     layout = Layout([TokenRange(0, T)], 1, 64, "cpu")  # in the middle of a sequence
-    states = chunk_pass(layout, K, V, dtype, scalar, monkeypatch, capability)
+    states = chunk_pass(layout, K, V, dtype, scalar, monkeypatch, capability, saves)
     x, v = (torch.zeros(1, T, H, width, dtype=dtype) for width in (K, V))
     outside = torch.zeros(1, H, K, V)
     beta = torch.zeros(1, T, H)
     kept = saved_states_for(states)
+    if saves:
+        words = sum(words_of(states.intermediates(v.shape, K, layout.num_chunks, dtype)))
+        kept = kept._replace(intermediates=torch.empty(words, dtype=torch.int32))
     inputs = Inputs(x, x, v, beta if scalar else torch.zeros(1, T, H, K), beta)
     ends = BoundaryStates(outside, outside)
     _, _, *solved = states.whole_forward(inputs, ends, kept, 0.1)

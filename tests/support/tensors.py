@@ -148,6 +148,10 @@ def calls(fla=True):
             partial(delta, allscan.zeco_gated_delta_rule, **options),
             (*of_rule[:3], tokens[:3], *of_rule[4:]),
         )
+        if layout == "packed":
+            for name in ("zeco_kda", "zeco_gated_delta_rule"):
+                function, shapes = found[f"{name}, packed"]
+                found[f"{name}, packed, kept"] = partial(function, recompute=False), shapes
     if fla:
 
         def raw(operator, comm, *tensors, **options):

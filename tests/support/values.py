@@ -172,6 +172,17 @@ def place(comm, tokens, zigzag=False, documents=None):
     return torch.cat([torch.arange(*part) for part in own]) if zigzag else slice(*own[0])
 
 
+def random_requests(order, requests, size, T, uneven):
+    """Return (query_start_loc of ``requests`` requests, the cut of ranks with T rows each)."""
+    tokens = [order.choice([0, T, order.randint(0, T)]) if uneven else T for _ in range(size)]
+    row = [0, *itertools.accumulate(tokens)]
+    total = order.choice([row[-1], order.randint(0, row[-1])])
+    inner = [
+        order.choice([0, total, order.randint(0, total), *(x for x in row if x <= total)]) for _ in range(requests)
+    ]
+    return [0, *sorted(inner[1:]), total], row
+
+
 def pairs(*parameters):
     """Return rows for parametrize, with one value of each parameter, tuples spread: each two values of different
     parameters are together in at least one row, with fewer rows than the product has."""

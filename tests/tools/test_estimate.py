@@ -55,7 +55,8 @@ def test_gla_is_within_a_percent_of_what_was_measured():
         B, T, H, K, V = (int(n) for n in row["shape"].split("x"))
         if "zeco" in row["method"] and not row["sequences"] and K == V == 128:
             layer = Recurrent("gla", 1, H, K, V)
-            near(estimate.gla_peak(layer, Cut(T, 1, B), "=False" not in row["method"]).both, row["extra_mib"], 0.01)
+            cut = Cut(T, 1, B, recompute="=False" not in row["method"])
+            near(estimate.gla_peak(layer, cut).both, row["extra_mib"], 0.01)
             of_one += 1
     assert of_one >= 10
 
@@ -78,6 +79,18 @@ def test_delta_rules_hold_these_tensors(rule, of_gates, T, H):
     near(found.forward, (T * H * (saved + operands) + of_segments + of_rank) / MIB, 0.03)
     of_segments += segments * state  # incoming gradients
     near(found.both, (T * H * (saved + grads + operands + states + pairs) + of_segments + of_rank) / MIB, 0.03)
+
+
+@pytest.mark.parametrize("zigzag", [False, True])
+@pytest.mark.parametrize("rule, kept", [("kda", 4 * 256 + 8), ("gated_delta_rule", 256 + 512)])
+def test_what_delta_rules_keep(rule, kept, zigzag):
+    """With recompute=False, bytes a token and head: KDA's qg, kg, w, u and sums of gates; Gated DeltaNet's v_new and a
+    64th of the chunks' states. Backward's peak has them in either case, so it is the same but for a chunk's."""
+    layer, cut, T = Recurrent(rule, 1, 32, 128, 128), Cut(32768, 2, zigzag=zigzag), 16384
+    usual, found = (estimate.peak(layer, cut._replace(recompute=x)) for x in (True, False))
+    near(found.saved - usual.saved, kept * T * 32 / MIB, 0.02)
+    assert usual.both <= found.both < 1.01 * usual.both and usual.saved < found.saved < found.forward
+    assert found.forward == pytest.approx(usual.forward + (0 if rule == "kda" else kept * T * 32), rel=0.01)
 
 
 @pytest.mark.parametrize("rule", ["gla", "kda", "gated_delta_rule"])
@@ -369,6 +382,8 @@ def test_a_step_from_the_command_line(tmp_path, capsys):
     (status, one), (_, two), (_, half) = told(config, 1), told(config, 2), told(config, 1, "--batch", "2")
     assert status == 0 and one.out.count("a training step of the whole model") == 1
     assert kept(one.out) < kept(two.out) < kept(half.out)  # saved: another rank's keys; another row's everything
+    status, more = told(config, 1, "--no-recompute")
+    assert status == 0 and kept(one.out) < kept(more.out)
     experts = config | dict(mlp_only_layers=[], num_experts=4, moe_intermediate_size=64)
     few, more = (told(experts | dict(num_experts_per_tok=n), 1)[1].out for n in (1, 3))
     assert kept(few) < kept(more)
@@ -505,6 +520,11 @@ def test_from_the_command_line(tmp_path, capsys):
     assert "3 x zeco_kda, 16 heads of 128 x 128" in told and "1 x softmax" in told
     state, sent = (float(line.split()[-1]) for line in told.splitlines() if "sent" in line)
     assert state == 1.0 and sent == 2 * 3 * 1.0 + 2 * 16384 * 576 * 2 / MIB  # both passes
+    options = ["--tokens", "32768", "--ranks", "2", "--no-recompute"]
+    kept = [float(line.split()[-1]) for line in told.splitlines() if "kept, a layer" in line]
+    assert doctor.estimate([str(path), *options]) == 0
+    more = [float(x.split()[-1]) for x in capsys.readouterr().out.splitlines() if "kept, a layer" in x]
+    assert more[0] - kept[0] == pytest.approx(16384 * 16 * (4 * 256 + 8) / MIB, rel=0.02)
     assert doctor.estimate([str(path), "--tokens", "1", "--ranks", "2"]) == 2
     assert doctor.estimate([str(path), "--tokens", "32770", "--ranks", "2", "--layout", "zigzag"]) == 2
     assert "a multiple of 4, twice the ranks" in capsys.readouterr().err

@@ -41,7 +41,9 @@ class InputTransforms(NamedTuple):
     chunk: str
 
 
-def check_options(rule: str, tensors: Sequence[Any], raw: InputTransforms, invariant: int) -> None:
+def check_options(
+    rule: str, tensors: Sequence[Any], raw: InputTransforms, invariant: int, recompute: bool | None
+) -> None:
     """Raise TypeError, ValueError or ImportError for wrong options. tensors: q, k, v, g, beta, initial_state, A_log,
     dt_bias."""
     q, _, v, g, _, initial_state, A_log, dt_bias = tensors
@@ -61,6 +63,8 @@ def check_options(rule: str, tensors: Sequence[Any], raw: InputTransforms, invar
         return
     if invariant:
         raise ValueError(f'with invariant={invariant} chunk must be "allscan", got {raw.chunk!r}')
+    if recompute is not None and not recompute:
+        raise ValueError(f'with recompute=False chunk must be "allscan", got {raw.chunk!r}')
     if not torch.compiler.is_compiling():
         _import_fla()
 

@@ -45,6 +45,7 @@ def zeco_kda(
     layout: str = "contiguous",
     per_document: bool = False,
     chunk: str = "allscan",
+    recompute: bool | None = None,
     invariant: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Kimi delta attention over a sharded sequence; each rank holds consecutive tokens, in rank order.
@@ -81,6 +82,10 @@ def zeco_kda(
             ``allscan.zeco_gla``; states are [B or N, HV, K, V] float32.
         chunk: implementation of the computation inside chunks of 64 tokens, equal on all ranks: "allscan", our own
             kernels; or "fla", flash-linear-attention, which must be installed (``pip install flash-linear-attention``).
+        recompute: whether backward recomputes w, u, kg and qg of the chunks. False, with chunk="allscan" only: forward
+            saves them, B * T * HV * (6 * K + 2 * V) bytes for 16-bit inputs and twice that for others, and backward
+            runs two kernels fewer. Without gradients nothing is saved in either case. Each rank may choose for itself.
+            Default: the communicator's value, without effect with chunk="fla".
         invariant: as in ``allscan.zeco_gla``, with chunk="allscan" only: bitwise equal results for every number of
             ranks. The first and the last rank must have tokens.
 
@@ -101,7 +106,7 @@ def zeco_kda(
         lower_bound = None  # as in fla: it only restates the guarantee for gates that are not raw
     flags = use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval
     raw = InputTransforms(*flags, lower_bound, state_v_first, chunk)
-    asked = Asked(output_final_state, scale, cu_seqlens, first_token, layout, per_document, invariant, True, raw)
+    asked = Asked(output_final_state, scale, cu_seqlens, first_token, layout, per_document, invariant, recompute, raw)
     rule = "own_kda" if chunk == "allscan" else "safe_kda" if safe_gate else "kda"
     return _run(rule, (q, k, v, g, beta, initial_state, A_log, dt_bias), comm, asked)
 
@@ -129,6 +134,7 @@ def zeco_gated_delta_rule(
     layout: str = "contiguous",
     per_document: bool = False,
     chunk: str = "allscan",
+    recompute: bool | None = None,
     invariant: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """The gated delta rule (Gated DeltaNet) over a sharded sequence; each rank holds consecutive tokens, in rank order.
@@ -141,6 +147,8 @@ def zeco_gated_delta_rule(
     Args:
         g: [B, T, HV], natural logarithm of each head's decay.
         dt_bias: [HV], optional.
+        recompute: as in ``allscan.zeco_kda``, of each chunk's state and of v - w S: B * T * HV * (K * V / 32 + 2 * V)
+            bytes for bfloat16 inputs, twice that for others; backward runs one kernel fewer.
         q, k, v, beta, comm, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, use_gate_in_kernel,
             use_beta_sigmoid_in_kernel, allow_neg_eigval, A_log, state_v_first, cu_seqlens, first_token, layout,
             per_document, chunk, invariant: as in ``allscan.zeco_kda``.
@@ -160,7 +168,7 @@ def zeco_gated_delta_rule(
     """
     flags = use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval
     raw = InputTransforms(*flags, None, state_v_first, chunk)
-    asked = Asked(output_final_state, scale, cu_seqlens, first_token, layout, per_document, invariant, True, raw)
+    asked = Asked(output_final_state, scale, cu_seqlens, first_token, layout, per_document, invariant, recompute, raw)
     rule = "own_gated_delta_rule" if chunk == "allscan" else "gated_delta_rule"
     return _run(rule, (q, k, v, g, beta, initial_state, A_log, dt_bias), comm, asked)
 
@@ -177,14 +185,14 @@ class _Delta(SequenceOperator):
     name = "zeco_delta"
     titles = TITLES
     inputs = "q", "k", "v", "g", "beta"
-    outputs = "sums", "scores", "solved", "transitions", "incoming", "fwd_epoch"
+    outputs = "sums", "scores", "solved", "transitions", "incoming", "fwd_epoch", "intermediates"
     kept = "q", "k", "v", "beta", *outputs
     # sums: our own kernels save the gates in their place
-    kept_at = {rule: (0, 1, 2, 4, 3 if of.own else 5, *range(6, 11)) for rule, of in RULES.items()}
+    kept_at = {rule: (0, 1, 2, 4, 3 if of.own else 5, *range(6, 12)) for rule, of in RULES.items()}
     dense = True
 
     def check_options(self, rule: str, tensors: Sequence[Any], asked: Asked, invariant: int) -> None:
-        check_options(rule, tensors, asked.more, invariant)
+        check_options(rule, tensors, asked.more, invariant, asked.recompute)
 
     def options(self, tensors: Sequence[Any], raw: InputTransforms) -> tuple[float | None, str]:
         flags = dict(zip(InputTransforms._fields[:4], raw[:4])) | dict(state_v_first=raw.state_v_first)
@@ -232,19 +240,19 @@ class _Delta(SequenceOperator):
     def make_again(
         self, carrier: StateCarrier, rest: Sequence[Any], check: Callable[..., Any], dtypes: Sequence[torch.dtype]
     ) -> PreparedDelta:
-        (q, *_, incoming, _), do, cu_seqlens, first_token, call = rest
+        (q, *_, incoming, _, saved), do, cu_seqlens, first_token, call = rest
         gate_dtype, beta_dtype = dtypes
         shapes = shapes_of(q, do, cu_seqlens, call.invariant)
         of_saved = beta_dtype, gate_dtype if RULES[call.rule].own else torch.float32
-        specs = state_specs(shapes, call.zigzag)
-        packed = cu_seqlens is not None and incoming.shape != specs[1][1]  # saved by an eager call
-        segments = incoming.shape[0] if packed and incoming.ndim else None
-        check(saved_specs(shapes, of_saved, call.rule, call.zigzag, segments))
+        most = [shape for _, shape in state_specs(shapes, call)]
+        packed = cu_seqlens is not None and [incoming.shape, saved.shape] != most[1::2]  # saved by an eager call
+        sizes = (incoming.shape[0], saved.numel()) if packed and incoming.ndim else None
+        check(saved_specs(shapes, of_saved, call, sizes))
         return PreparedDelta(carrier, shapes, cu_seqlens, first_token, call, of_saved, not packed)
 
     def fake_outputs(self, inputs: Sequence[Tensor], cu_seqlens: Tensor | None, call: Call) -> Sequence[Tensor]:
         q, k, v, g, *_ = inputs
-        specs = state_specs(shapes_of(q, v, cu_seqlens, call.invariant), call.zigzag)
+        specs = state_specs(shapes_of(q, v, cu_seqlens, call.invariant), call)
         saved_states = (q.new_empty(shape, dtype=dtype) for dtype, shape in specs)
         return *sums_and_chunks(RULES[call.rule], k, v, g), *saved_states
 

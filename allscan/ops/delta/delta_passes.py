@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,8 +22,16 @@ from ...shmem_kernels.delta_state import (
     scalar_gradient_kernel,
     summary_kernel,
 )
+from ...shmem_kernels.device_tables import (
+    COUNT_WORDS,
+    PASSES,
+    SEGMENTS,
+    clear_padding_kernel,
+    tables_kernel,
+)
+from ...shmem_kernels.segment_table import SEGMENT_WORDS
 from ...shmem_kernels.segments import delta_segments_kernel
-from ...tokens.packing import CHUNK_TOKENS, Layout
+from ...tokens.packing import CHUNK_TOKENS, CapacityLayout, DeviceBoundaries, Layout, even_cut
 from ..carrier import AllScanCarrier, CarriedState, IncomingStates, InOrderCarrier
 from .records import BoundaryStates, ChunkOperands, DeltaShape, LocalGrads, SavedStates
 
@@ -107,7 +116,7 @@ class StatePass:
     """
 
     def __init__(self, comm: Communicator, layout: Layout, shape: DeltaShape) -> None:
-        B, H, HK, K, V, dtype, scalar, zigzag, in_order = shape
+        B, H, HK, K, V, dtype, scalar, zigzag, in_order, self.saves = shape
         self.comm, self.layout, self.B, self.H, self.K, self.V, self.dtype = comm, layout, B, H, K, V, dtype
         self.zigzag, self.num_states = zigzag, 2 * B if zigzag else B
         self.alone = comm.size == 1 and not zigzag  # nothing is sent
@@ -217,7 +226,7 @@ class StatePass:
         """Return (dq, dk, dw like w, dg like g) of a rule with one gate per head: see scalar_gradient_kernel. states:
         (h, dh). d: with dv'."""
         outputs = [plan.output_like(like) for like in (x.w, x.w, x.w, x.g)]
-        grid, table = (self.layout.num_chunks, self.H), plan.constant(self.layout.chunks)
+        grid, table = (self.layout.num_chunks, self.H), self._table(plan, "chunks")
         tensors = x.q, x.k, v_new, x.g, d.do, d.dv, *states, table, *outputs
         fixed = dict(scale=scale, PRECISION=self.precision)
         self._launch(plan, "gradients", scalar_gradient_kernel, grid, *tensors, **fixed)
@@ -291,7 +300,7 @@ class StatePass:
         if not self.alone and (self.layout.left if reverse else self.layout.entered):
             through, dense = segments(*self.of_transitions), rank(states, self.K, self.K)
             programs += cdiv(self.K, block)
-        tables = self._segments(plan), plan.constant(self.layout.segments_of_states)
+        tables = self._segments(plan), self._table(plan, "segments_of_states")
         tensors = saved_states.transitions, local, *tables, outside, saved_states.incoming, through, own, dense
         self._launch(plan, "carry", delta_carry_kernel, (programs, states), *tensors, REVERSE=reverse)
         return own, through, dense
@@ -319,7 +328,13 @@ class StatePass:
         lead = 1 + self.zigzag, self.B, self.H
         state, out, transition = (x if x is None else plan.view(x, 0, *lead, *x.shape[1:]) for x in (own, prev, dense))
         carried = CarriedState(
-            state, out, saved_states.fwd_epoch, transition=transition, passes=passes, stamp=self.layout.stamp
+            state,
+            out,
+            saved_states.fwd_epoch,
+            transition=transition,
+            passes=passes,
+            stamp=plan.named.get("step", self.layout.stamp),
+            passes_on_device=plan.named.get("passes"),
         )
         self.carrier.record(plan, carried, reverse, self.zigzag)
         return IncomingStates(saved_states.incoming, through, prev)
@@ -342,8 +357,8 @@ class StatePass:
     ) -> None:
         """Record both scans of ``_carry`` as one kernel. ``saved_states.incoming`` is then each segment's full incoming
         state, including the contribution of other ranks."""
-        transitions, incoming, fwd_epoch = saved_states
-        tables = self._segments(plan), plan.constant(self.layout.segments_of_states)
+        transitions, incoming, fwd_epoch, _ = saved_states
+        tables = self._segments(plan), self._table(plan, "segments_of_states")
         buffers = transitions, local, *tables, outside, incoming
         fixed = dict(H=self.H, K=self.K, V=self.V, STATES=self.B, REVERSE=reverse)
         assert isinstance(self.carrier, InOrderCarrier)
@@ -388,7 +403,40 @@ class StatePass:
         self._by_segments(plan, name, adjoint_kernel, *tensors, scale=scale)
 
     def _segments(self, plan: Plan) -> Any:
-        return plan.constant(self.layout.segments)
+        return self._table(plan, "segments")
+
+    def _table(self, plan: Plan, name: str) -> Buffer:
+        """A table of the layout; that of a CapacityLayout is the plan's own."""
+        return plan.named.get(name) or plan.constant(getattr(self.layout, name))
+
+    def _output(self, plan: Plan, v: Buffer, boundaries: DeviceBoundaries | None) -> Buffer:
+        """Allocate o. With ``boundaries`` record the kernels that write the plan's tables from them, and zeros to rows
+        of o that are no tokens of a sequence."""
+        o = plan.output_like(v)
+        if boundaries is None:
+            return o
+        layout, memory, (size, rank) = self.layout, self.comm.memory, (self.comm.size, self.comm.rank)
+        assert isinstance(layout, CapacityLayout)
+        N, T, NS, NC = layout.sequences, layout.tokens, layout.num_segments, layout.num_chunks
+        cut = boundaries.cut or plan.constant(even_cut(size, T, self.comm.device))
+        segments = plan.scratch(NS, SEGMENT_WORDS.value, dtype=torch.int32)
+        chunks = plan.scratch(NC, 2, dtype=torch.int32)
+        counts = plan.scratch(COUNT_WORDS, dtype=torch.int32)
+        step = plan.scratch(1, dtype=torch.int64)
+        of_states, passes = plan.view(counts, SEGMENTS.value, 1, 2), plan.view(counts, PASSES.value, 1)
+        plan.named |= dict(segments=segments, chunks=chunks, segments_of_states=of_states, passes=passes, step=step)
+        inputs: Any = boundaries.boundaries, cut, plan.constant(memory.step_of(layout.stamp))
+        faults = plan.constant(memory.fault), plan.constant(memory.record)
+        BN = next_power_of_2(N)
+        BI = min(max(1, 4096 // BN), next_power_of_2(max(NS, NC)))
+        numbers = dict(rank=rank, P=size, N=N, T=T, NS=NS, NC=NC, SEGMENT=layout.segment, BT=CHUNK_TOKENS)
+        numbers |= dict(BN=BN, BP=next_power_of_2(size), BI=BI, num_warps=max(4, min(16, BN // 256)))
+        plan.launch(
+            tables_kernel, (cdiv(max(NS, NC), BI),), *inputs, segments, chunks, counts, step, *faults, **numbers
+        )
+        W = math.prod(o.shape[2:])
+        plan.launch(clear_padding_kernel, (cdiv(T, 16),), o, counts, T=T, W=W, BR=16, BW=min(next_power_of_2(W), 512))
+        return o
 
     def _by_segments(self, plan: Plan, name: str, kernel: Any, *buffers: Buffer | None, **fixed: Any) -> None:
         """Record a launch of one program for each block of columns, segment and head."""

@@ -11,8 +11,16 @@ from torch import Tensor
 
 from ...bindings.torch_compat import unsafe_view
 from ...comm.communicator import Communicator
+from ...launch.plan import words_of
 from ...scan.fwd_epochs import FWD_EPOCHS
-from ...tokens.packing import CHUNK_TOKENS, Layout, carried_states, most_segments
+from ...tokens.packing import (
+    CHUNK_TOKENS,
+    DeviceBoundaries,
+    Layout,
+    carried_states,
+    most_chunks,
+    most_segments,
+)
 from ...tokens.partition import OwnTokens, find_layout
 from ..carrier import StateCarrier
 from ..operator import Call, PreparedCall
@@ -47,14 +55,17 @@ class PreparedDelta(PreparedCall):
         own = OwnTokens(x.B, x.T, cu_seqlens, first_token, zigzag)
         self.layout = find_layout(self.comm, own, x.segment_length(), of_fla, bool(x.invariant))
         self.passes: Any = state_pass(self.comm, self.layout, x, call)
-        segments = None if traced or cu_seqlens is None else max(1, self.layout.num_segments)
-        self._state_specs = state_specs(x, zigzag, segments)
-        self.saved_specs = saved_specs(x, dtypes, call.rule, zigzag, segments)
+        sizes = None
+        if not (traced or cu_seqlens is None):
+            sizes = max(1, self.layout.num_segments), saved_words(x, call, self.layout.num_chunks)
+        self._state_specs = state_specs(x, call, sizes)
+        self.saved_specs = saved_specs(x, dtypes, call, sizes)
 
     def forward(self, *inputs: Any) -> tuple[Any, ...]:
         """See PreparedCall; returns sums of gates, scores, solved and the fields of SavedStates behind the results."""
-        *tensors, initial_state, _, final = inputs
+        *tensors, initial_state, cu_seqlens, final = inputs
         x = Inputs(*tensors)
+        boundaries = (cu_seqlens,) if isinstance(cu_seqlens, DeviceBoundaries) else ()
         ends = BoundaryStates(initial_state, x.q.new_zeros(self.states, dtype=torch.float32) if final else None)
         saved_states = SavedStates(*(x.q.new_empty(shape, dtype=dtype) for dtype, shape in self._state_specs))
         self.layout.use(self.comm)
@@ -65,7 +76,7 @@ class PreparedDelta(PreparedCall):
         else:
             if self.in_one:
                 x = Inputs(*_in_one(*x))
-            o, *found = self.passes.whole_forward(x, ends, saved_states, self.call.scale)
+            o, *found = self.passes.whole_forward(x, ends, saved_states, self.call.scale, *boundaries)
             if self.in_one:
                 o = unsafe_view(o, v_shape)  # not a view for autograd: a caller may write to o in place
                 found = [y if y is None else y.view(*v_shape[:2], *y.shape[2:]) for y in found]
@@ -105,7 +116,8 @@ def state_pass(comm: Communicator, layout: Layout, x: Shapes, call: Call) -> Any
     rule, zigzag = RULES[call.rule], call.zigzag
     heads = x.H if rule.scalar or rule.own else x.HV
     B = carried_states(x.B, x.sequences, zigzag)
-    shape = DeltaShape(B, x.HV, heads, x.K, x.V, x.dtype, rule.scalar, bool(zigzag), bool(x.invariant))
+    how = rule.scalar, bool(zigzag), bool(x.invariant), call.saves
+    shape = DeltaShape(B, x.HV, heads, x.K, x.V, x.dtype, *how)
     alike = *call.agreed, x.B, x.H, str(x.dtype)
     return layout.derived((shape, alike), lambda: rule(comm, layout.for_calls(*alike), shape))
 
@@ -115,13 +127,25 @@ def _in_one(*tensors: Tensor | None) -> Iterator[Any]:
     return (x if x is None else x.flatten(0, 1)[None] for x in tensors)
 
 
-def state_specs(x: Shapes, zigzag: int, segments: int | None = None) -> tuple[tuple[torch.dtype, tuple[int, ...]], ...]:
-    """Return (dtype, shape) of each field of SavedStates. The first two are saved as integers: see WORDS. segments:
-    their number; None: an upper bound."""
-    if segments is None:
-        segments = most_segments(x.B, x.T, x.sequences, x.segment_length(), zigzag)
+def saved_words(x: Shapes, call: Call, chunks: int) -> int:
+    """Return the words of the intermediates of so many chunks that forward saves."""
+    if not call.saves:
+        return 0
+    return sum(words_of(RULES[call.rule].intermediates((x.B, x.T, x.HV, x.V), x.K, chunks, x.dtype)))
+
+
+def state_specs(
+    x: Shapes, call: Call, sizes: tuple[int, int] | None = None
+) -> tuple[tuple[torch.dtype, tuple[int, ...]], ...]:
+    """Return (dtype, shape) of each field of SavedStates. Except the epoch they are saved as integers: see WORDS.
+    sizes: the number of segments, and ``saved_words``; None: upper bounds."""
+    if sizes is None:
+        of_row = x.B, x.T, x.sequences
+        chunks = most_chunks(*of_row, call.zigzag, bool(x.invariant))
+        sizes = most_segments(*of_row, x.segment_length(), call.zigzag), saved_words(x, call, chunks)
+    segments, words = sizes
     states = ((torch.int32, (segments, x.HV, x.K, width)) for width in (x.K, x.V))
-    return *states, (torch.int64, (FWD_EPOCHS,))
+    return *states, (torch.int64, (FWD_EPOCHS,)), (torch.int32, (words,))
 
 
 def sums_and_chunks(rule: Pass, k: Tensor, v: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -133,15 +157,15 @@ def sums_and_chunks(rule: Pass, k: Tensor, v: Tensor, g: Tensor) -> tuple[Tensor
 
 @functools.lru_cache(1024)
 def saved_specs(
-    x: Shapes, dtypes: tuple[torch.dtype, torch.dtype], rule: str, zigzag: int, segments: int | None = None
+    x: Shapes, dtypes: tuple[torch.dtype, torch.dtype], call: Call, sizes: tuple[int, int] | None = None
 ) -> list[tuple]:
-    """Return (dtype, shape, device) of the tensors that autograd saves, except cu_seqlens, and of do. dtypes, segments:
+    """Return (dtype, shape, device) of the tensors that autograd saves, except cu_seqlens, and of do. dtypes, sizes:
     see PreparedDelta and state_specs."""
-    beta_dtype, gate_dtype = dtypes
-    keys, of_v, dtype, scalar = (x.B, x.T, x.H, x.K), (x.B, x.T, x.HV), x.dtype, RULES[rule].scalar
+    (beta_dtype, gate_dtype), rule = dtypes, RULES[call.rule]
+    keys, of_v, dtype, scalar = (x.B, x.T, x.H, x.K), (x.B, x.T, x.HV), x.dtype, rule.scalar
     values, chunk = (*of_v, x.V), (*of_v, CHUNK_TOKENS)
-    without = scalar and not RULES[rule].own
+    without = scalar and not rule.own
     specs = [(dtype, keys), (dtype, keys), (dtype, values), (beta_dtype, of_v)]
     specs += (gate_dtype, of_v if scalar else (*of_v, x.K)), (WORDS[dtype], (0,) if without else chunk)
-    specs += (dtype, chunk), *state_specs(x, zigzag, segments), (dtype, values)
+    specs += (dtype, chunk), *state_specs(x, call, sizes), (dtype, values)
     return [(of, torch.Size(shape), x.device) for of, shape in specs]

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from ...comm.communicator import Communicator
+from ...launch.plan import Stored
 from ...tokens.packing import CHUNK_TOKENS, Layout
 from ..carrier import IncomingStates
 from .delta_passes import StatePass
@@ -26,6 +27,11 @@ class FlaPass(StatePass):
     packed, options: arguments of fla's functions that describe the sequences."""
 
     own = False
+
+    @staticmethod
+    def intermediates(*_: Any) -> list[Stored]:
+        """None are saved: fla's backward computes them again."""
+        return []
 
     def __init__(self, comm: Communicator, layout: Layout, shape: DeltaShape) -> None:
         super().__init__(comm, layout, shape)

@@ -18,10 +18,10 @@ from ...shmem_kernels.gdn import (
     scalar_states_kernel,
     scalar_summary_kernel,
 )
-from ...tokens.packing import CHUNK_TOKENS, Layout
+from ...tokens.packing import CHUNK_TOKENS, DeviceBoundaries, Layout
 from ..carrier import IncomingStates
 from .delta_passes import _words, planned
-from .kda_plans import ChunkPass
+from .kda_plans import ChunkPass, states_of
 from .records import BoundaryStates, DeltaShape, Inputs, LocalGrads, SavedStates
 
 
@@ -64,7 +64,7 @@ def scalar_blocks_of_cpus(BK: int, BV_max: int) -> dict[str, dict[str, int]]:
 class ScalarChunkPass(ChunkPass):
     """A ChunkPass of one gate a head: between the kernels there are Aqk, T - 1 and factors of tokens alone."""
 
-    scalar = True
+    scalar, intermediates = True, staticmethod(states_of)
 
     def __init__(self, comm: Communicator, layout: Layout, shape: DeltaShape) -> None:
         super().__init__(comm, layout, shape)
@@ -73,12 +73,18 @@ class ScalarChunkPass(ChunkPass):
 
     @planned
     def whole_forward(
-        self, plan: Plan, x: Inputs, ends: BoundaryStates, saved_states: SavedStates, scale: float
+        self,
+        plan: Plan,
+        x: Inputs,
+        ends: BoundaryStates,
+        saved_states: SavedStates,
+        scale: float,
+        boundaries: DeviceBoundaries | None = None,
     ) -> tuple[Buffer | None, ...]:
         (q, k, v, g, beta), saved_states = x, _words(plan, saved_states)
-        o, segments = plan.output_like(v), self._segments(plan)
+        o, segments = self._output(plan, v, boundaries), self._segments(plan)
         scores, solved = (plan.output(*v.shape[:3], CHUNK_TOKENS, dtype=v.dtype) for _ in ("Aqk", "T - 1"))
-        factors, chunks = self._factors_memory(plan), plan.constant(self.layout.chunks)
+        factors, chunks = self._factors_memory(plan), self._table(plan, "chunks")
         fixed, grid = dict(scale=scale, PRECISION=self.precision), (self.layout.num_chunks * 2 * self.H,)
         tensors: tuple[Any, ...] = q, k, g, beta, chunks, scores, solved, factors
         self._launch(plan, "triangle", scalar_operands_kernel, grid, *tensors, **fixed)
@@ -87,7 +93,8 @@ class ScalarChunkPass(ChunkPass):
             tensors = k, v, factors, solved, segments, saved_states.transitions, local
             self._summarize(plan, scalar_summary_kernel, *tensors)
         incoming = self._carry(plan, saved_states, local, ends.inputs)
-        tensors = q, k, v, factors, scores, solved, segments, *incoming, o, None, None, ends.outputs
+        states = self._intermediates(plan, v, saved_states) if self.saves else (None, None)
+        tensors = q, k, v, factors, scores, solved, segments, *incoming, o, *states, ends.outputs
         self._by_segments(plan, "scalar_output", scalar_states_kernel, *tensors, scale=scale)
         return o, None, scores, solved
 
@@ -98,17 +105,18 @@ class ScalarChunkPass(ChunkPass):
         (q, k, v, g, beta), (do, _, scores, solved) = x, d
         saved_states, segments = _words(plan, saved_states), self._segments(plan)
         dq, dk, dv, dg, dbeta = self._gradients_memory(plan, x)
-        factors, chunks = self._factors_memory(plan), plan.constant(self.layout.chunks)
+        factors, chunks = self._factors_memory(plan), self._table(plan, "chunks")
         programs = self.layout.num_chunks * self.H
         self._launch(plan, "factors", factors_kernel, (programs,), g, beta, chunks, factors)
         local, inputs = plan.scratch(*self.of_states), (q, k, factors, do, scores, solved, segments)
         tensors: tuple[Any, ...] = *inputs, *[None] * 6, local, ends.inputs
         self._by_segments(plan, "scalar_local", scalar_adjoint_kernel, *tensors, scale=scale)
         back = self._carry_back(plan, saved_states, local, ends.inputs)
-        h, dh, v_new, r = self._states_memory(plan, v)
-        incoming = IncomingStates(saved_states.incoming)
-        tensors = None, k, v, factors, None, solved, segments, *incoming, None, h, v_new, None
-        self._by_segments(plan, "scalar_states", scalar_states_kernel, *tensors, scale=scale)
+        (h, v_new), (dh, r) = self._intermediates(plan, v, saved_states), self._states_memory(plan, v)
+        if not self.saves:
+            incoming = IncomingStates(saved_states.incoming)
+            tensors = None, k, v, factors, None, solved, segments, *incoming, None, h, v_new, None
+            self._by_segments(plan, "scalar_states", scalar_states_kernel, *tensors, scale=scale)
         plan.join()
         tensors = *inputs, *back, dh, r, ends.outputs, None, None
         self._by_segments(plan, "scalar_adjoint", scalar_adjoint_kernel, *tensors, scale=scale)

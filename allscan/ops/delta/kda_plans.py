@@ -3,15 +3,16 @@ gdn_plans.py."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from ...comm.communicator import Communicator
-from ...launch.plan import Buffer, Plan
+from ...launch.plan import Buffer, Plan, Stored
 from ...shmem_kernels.kda_bwd import gradient_kernel, pairs_kernel
 from ...shmem_kernels.kda_fwd import anchors_kernel, operands_kernel, output_kernel
-from ...tokens.packing import CHUNK_TOKENS, Layout, chunk_weights
+from ...tokens.packing import CHUNK_TOKENS, DeviceBoundaries, Layout, chunk_weights
 from ..carrier import IncomingStates
 from .delta_passes import StatePass, _words, planned
 from .records import BoundaryStates, ChunkOperands, DeltaShape, Inputs, LocalGrads, SavedStates
@@ -43,6 +44,12 @@ def chunk_blocks_of_cpus(BK: int, BV_max: int) -> dict[str, dict[str, int]]:
     return dict.fromkeys(names, dict(BJ=BK, BV=BV_max)) | dict(anchors={})
 
 
+def states_of(values: tuple[int, ...], K: int, chunks: int, dtype: torch.dtype) -> list[Stored]:
+    """Shapes of the chunks' incoming states and of v_new, for v's shape. Large states overflow float16."""
+    fine = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+    return [((chunks, values[2], K, values[3]), fine), (values, fine)]
+
+
 class ChunkPass(StatePass):
     """A StatePass that also computes inside the chunks: forward and backward are one plan each. KDA."""
 
@@ -54,22 +61,35 @@ class ChunkPass(StatePass):
         self.blocks |= self._fitted(chunk_blocks, chunk_blocks_of_cpus)
         self.HK = shape.HK
         self.weights = chunk_weights(CHUNK_TOKENS, layout.weights.device)
-        self.fine = torch.bfloat16 if self.dtype == torch.bfloat16 else torch.float32
+
+    @staticmethod
+    def intermediates(values: tuple[int, ...], K: int, chunks: int, dtype: torch.dtype) -> list[Stored]:
+        """Shapes of qg, kg, w, u, the sums of each chunk's gates (one row more: see chunk_decay of delta_state.py) and
+        the chunks' anchors, for v's shape."""
+        keys, H = ((*values[:3], K), dtype), values[2]
+        return [keys, keys, keys, (values, dtype), ((chunks + 1, H, K), torch.float32), ((chunks, H), torch.int32)]
 
     @planned
     def whole_forward(
-        self, plan: Plan, x: Inputs, ends: BoundaryStates, saved_states: SavedStates, scale: float
+        self,
+        plan: Plan,
+        x: Inputs,
+        ends: BoundaryStates,
+        saved_states: SavedStates,
+        scale: float,
+        boundaries: DeviceBoundaries | None = None,
     ) -> tuple[Buffer | None, ...]:
         """Run the whole forward pass; return (o, None, Aqk, T - 1). Fills ``saved_states`` and ``ends`` like
-        ``forward``."""
+        ``forward``. boundaries: of a CapacityLayout."""
         v, saved_states = x.v, _words(plan, saved_states)
-        o = plan.output_like(v)
+        o = self._output(plan, v, boundaries)
         solved = tuple(plan.output(*v.shape[:3], CHUNK_TOKENS, dtype=v.dtype) for _ in ("Aqk", "T - 1"))
-        strong = plan.scratch(self.layout.num_chunks, self.H, dtype=torch.int32)
-        qg, kg, w, u, sums = operands = self._operands_memory(plan, v)
-        self._operands(plan, "operands", x, strong, solved, operands, scale)
+        qg, kg, w, u, sums, strong = operands = self._intermediates(plan, v, saved_states)
+        self._operands(plan, "operands", x, solved, operands, scale)
         self._anchors(plan, x.g, strong, ALL=False)
-        self._operands(plan, "strong", x, strong, solved, operands, scale)
+        self._operands(plan, "strong", x, solved, operands, scale)
+        if self.saves:
+            self._anchors(plan, x.g, strong, ALL=True)
         local = plan.scratch(*self.of_states)
         if self.summarizes:
             self._summaries(plan, ChunkOperands(kg, w, u, sums), saved_states.transitions, local)
@@ -86,20 +106,21 @@ class ChunkPass(StatePass):
         Aqk and T - 1 in scores and solved."""
         q, k, v, g, beta = x
         saved_states, (dq, dk, dv, dg, dbeta) = _words(plan, saved_states), self._gradients_memory(plan, x)
-        strong = plan.scratch(self.layout.num_chunks, self.H, dtype=torch.int32)
-        qg, kg, w, u, sums = operands = self._operands_memory(plan, v)
-        self._operands(plan, "solved", x, strong, (d.scores, d.solved), operands, scale)
+        qg, kg, w, u, sums, strong = operands = self._intermediates(plan, v, saved_states)
+        if not self.saves:
+            self._operands(plan, "solved", x, (d.scores, d.solved), operands, scale)
         between = ChunkOperands(kg, w, u, sums, qg)
         local = self._local_gradients(plan, between, d, ends.inputs, scale)
         back = self._carry_back(plan, saved_states, local, ends.inputs)
-        h, dh, v_new, r = self._states_memory(plan, v)
+        (h, v_new), (dh, r) = self._states_memory(plan, v), self._states_memory(plan, v)
         self._states(plan, between, IncomingStates(saved_states.incoming), None, (h, v_new))
         plan.join()
         self._adjoint(plan, between, d, back, (dh, r, ends.outputs), scale)
-        self._anchors(plan, g, strong, ALL=True)
+        if not self.saves:
+            self._anchors(plan, g, strong, ALL=True)
         chunks, strong, weights = self._tables(plan, strong)
         programs = self.layout.num_chunks * self.H
-        pairs = plan.scratch(programs, 2, CHUNK_TOKENS, CHUNK_TOKENS, dtype=self.fine)
+        pairs = plan.scratch(programs, 2, CHUNK_TOKENS, CHUNK_TOKENS, dtype=h.dtype)
         parts = plan.scratch(programs, 3, CHUNK_TOKENS)
         inputs: tuple[Any, ...] = v, beta, chunks, v_new, d.do, r
         outputs: tuple[Buffer, ...] = dv, pairs, parts
@@ -111,9 +132,16 @@ class ChunkPass(StatePass):
         return dq, dk, dv, dg, dbeta
 
     def _states_memory(self, plan: Plan, v: Buffer) -> list[Buffer]:
-        """Allocate h, dh, v_new and r. Large states overflow float16."""
-        shapes = self.of_chunks, self.of_chunks, v.shape, v.shape
-        return [plan.scratch(*shape, dtype=self.fine) for shape in shapes]
+        """Allocate h and v_new, or dh and r."""
+        stored = states_of(v.shape, self.K, self.layout.num_chunks, v.dtype)
+        return [plan.scratch(*shape, dtype=dtype) for shape, dtype in stored]
+
+    def _intermediates(self, plan: Plan, v: Buffer, saved_states: SavedStates) -> list[Buffer]:
+        """Return ``intermediates``: in the buffer that forward saves, or scratch."""
+        stored = self.intermediates(v.shape, self.K, self.layout.num_chunks, v.dtype)
+        if self.saves:
+            return plan.views(saved_states.intermediates, stored)
+        return [plan.scratch(*shape, dtype=dtype) for shape, dtype in stored]
 
     def _gradients_memory(self, plan: Plan, x: Inputs) -> tuple[Buffer, ...]:
         """Allocate dq and dk for each head of v, dv, dg and dbeta."""
@@ -121,17 +149,11 @@ class ChunkPass(StatePass):
         dq, dk = (plan.output(*x.v.shape[:3], self.K, dtype=dtype) for _ in "qk")
         return dq, dk, *(plan.output_like(y) for y in (x.v, x.g, x.beta))
 
-    def _operands_memory(self, plan: Plan, v: Buffer) -> tuple:
-        """Allocate qg, kg, w, u and the sums of each chunk's gates, one row more: see chunk_decay of delta_state.py."""
-        qg, kg, w = (plan.scratch(*v.shape[:3], self.K, dtype=v.dtype) for _ in range(3))
-        sums = plan.scratch(self.layout.num_chunks + 1, self.H, self.K)
-        return qg, kg, w, plan.scratch(*v.shape, dtype=v.dtype), sums
-
     def _operands(
-        self, plan: Plan, name: str, x: Inputs, strong: Buffer, solved: tuple, operands: tuple, scale: float
+        self, plan: Plan, name: str, x: Inputs, solved: tuple, operands: Sequence[Buffer], scale: float
     ) -> None:
         """Record operands_kernel. name: "operands", "strong" for chunks of strong decay, or "solved" in backward."""
-        qg, kg, w, u, sums = operands
+        qg, kg, w, u, sums, strong = operands
         tensors, fixed = (*x, *self._tables(plan, strong), *solved, w, u, kg, qg, sums), dict(scale=scale)
         self._launch_chunks(
             plan, name, operands_kernel, *tensors, **fixed, SOLVED=name == "solved", STRONG=name == "strong"
@@ -139,11 +161,11 @@ class ChunkPass(StatePass):
 
     def _anchors(self, plan: Plan, g: Buffer, strong: Buffer, ALL: bool) -> None:
         """Record the kernel that overwrites the flags of strong chunks, or of all, by their anchors."""
-        grid, chunks = (self.layout.num_chunks * self.H,), plan.constant(self.layout.chunks)
+        grid, chunks = (self.layout.num_chunks * self.H,), self._table(plan, "chunks")
         self._launch(plan, "anchors", anchors_kernel, grid, g, chunks, strong, ALL=ALL)
 
     def _tables(self, plan: Plan, strong: Buffer) -> tuple:
-        return plan.constant(self.layout.chunks), strong, plan.constant(self.weights)
+        return self._table(plan, "chunks"), strong, plan.constant(self.weights)
 
     def _launch_chunks(self, plan: Plan, name: str, kernel: Any, *buffers: Buffer | None, **fixed: Any) -> None:
         """Record a launch of one program for each chunk and head."""

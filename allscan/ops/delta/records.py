@@ -23,6 +23,7 @@ class SavedStates(NamedTuple):
     transitions: Any  # [segments, H, K, K], float32 bits in any 4-byte dtype
     incoming: Any  # [segments, H, K, V], likewise: each segment's incoming state
     fwd_epoch: Any  # forward epoch of the call
+    intermediates: Any = None  # with recompute=False int32 words of ChunkPass.intermediates
 
 
 class ChunkOperands(NamedTuple):
@@ -67,3 +68,4 @@ class DeltaShape(NamedTuple):
     scalar: bool
     zigzag: bool = False
     in_order: bool = False  # scan all segments in sequence order: see docs/invariant.md
+    saves: bool = False  # forward saves the intermediates of the chunks for backward, which recomputes them otherwise

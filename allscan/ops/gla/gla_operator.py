@@ -33,7 +33,7 @@ def zeco_gla(
     first_token: int | None = None,
     layout: str = "contiguous",
     per_document: bool = False,
-    recompute: bool = True,
+    recompute: bool | None = None,
     invariant: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Gated linear attention over a sharded sequence; each rank holds consecutive tokens, in rank order.
@@ -88,7 +88,7 @@ def zeco_gla(
         recompute: whether backward recomputes the decayed queries and keys and the scores inside the chunks. False:
             forward saves them for backward, about B * T * H * (4 * K + 256) bytes for bfloat16 inputs, 8 * K + 256 in
             place of 4 * K + 256 for others, and backward runs two kernels fewer. Without gradients nothing is saved in
-            either case. Each rank may choose for itself.
+            either case. Each rank may choose for itself. Default: the communicator's value.
         invariant: tokens of a segment, a multiple of 64 such as 2,048; equal on all ranks. The results of the call and
             of its backward are then bitwise equal for every number of ranks, one included, and for every partition
             whose boundaries are multiples of it (docs/invariant.md). 0: no such guarantee; the segment length is

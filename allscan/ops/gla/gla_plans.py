@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -14,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...base.tiling import cdiv, default_tile, next_power_of_2
-from ...launch.plan import WORD, Buffer, Plan
+from ...launch.plan import Buffer, Plan, Stored, words_of
 from ...launch.streams import LONG
 from ...scan.fwd_epochs import FWD_EPOCHS
 from ...shmem_kernels.gla_blocks import GLASizes
@@ -29,7 +27,7 @@ from ...shmem_kernels.gla_fwd import (
 )
 from ...shmem_kernels.gla_strong import strong_decay_grad_kernel, strong_decay_kernel
 from ...shmem_kernels.segments import gated_segments_kernel
-from ...tokens.packing import CHUNK_TOKENS, Layout, carried_states, most_segments, segment_length
+from ...tokens.packing import CHUNK_TOKENS, Layout, carried_states, most_chunks, most_segments, segment_length
 from ..carrier import CarriedState, IncomingStates, InOrderCarrier, StateCarrier
 
 # Tokens of a sub-block (on a GPU its token pairs fill the registers) and of a step of keys_kernel. Larger on CPUs:
@@ -59,8 +57,6 @@ PRECISION = {torch.bfloat16: "bf16", torch.float16: "tf32x3", torch.float32: "tf
 # that of fla, which also stores A in float32.
 OPERANDS = {torch.bfloat16: torch.bfloat16, torch.float16: torch.float32, torch.float32: torch.float32}
 A_FOR_DV = OPERANDS | {torch.bfloat16: torch.float32}
-
-Stored = tuple[tuple[int, ...], torch.dtype]  # shape and dtype of a stored tensor
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -120,20 +116,15 @@ class Shape:
         return fwd_epochs + self.incoming(segments) + (self.intermediates(chunks, False) if self.saves else [])
 
     def saved_sizes(self, segments: int, chunks: int) -> list[int]:
-        """Words of each buffer of ``all_saved``, rounded up to 256 bytes."""
-        stored = self.all_saved(segments, chunks)
-        return [-(-math.prod(shape) * dtype.itemsize // 256) * (256 // WORD) for shape, dtype in stored]
+        """Words of each buffer of ``all_saved``."""
+        return words_of(self.all_saved(segments, chunks))
 
     @functools.cached_property
     def saved_words(self) -> int:
         """Sum of ``saved_sizes`` for the most segments and chunks that a rank may have."""
-        most = [
-            most_segments(self.B, self.T, self.sequences, tokens, self.zigzag)
-            for tokens in (self.segment, CHUNK_TOKENS)
-        ]
-        if self.invariant:  # a piece of a sequence may begin with a segment that is not a whole number of chunks
-            most[1] += self.sequences + self.B * bool(self.zigzag)
-        return sum(self.saved_sizes(*most))
+        segments = most_segments(self.B, self.T, self.sequences, self.segment, self.zigzag)
+        chunks = most_chunks(self.B, self.T, self.sequences, self.zigzag, bool(self.invariant))
+        return sum(self.saved_sizes(segments, chunks))
 
 
 shape_of = functools.lru_cache(4096)(Shape)  # one object per shape: Shape hashes by identity, so lookups are fast
@@ -183,9 +174,8 @@ class CarryPlan(Plan):
 
     def saved_parts(self, saved_buffer: Buffer) -> list[Any]:
         """Return [forward epoch, IncomingStates, further parts]: see Shape.all_saved."""
-        own = self.layout.num_segments, self.layout.num_chunks
-        stored, places = self.shape.all_saved(*own), itertools.accumulate(self.shape.saved_sizes(*own), initial=0)
-        parts = [self.view(saved_buffer, at, *shape, dtype=dtype) for at, (shape, dtype) in zip(places, stored)]
+        stored = self.shape.all_saved(self.layout.num_segments, self.layout.num_chunks)
+        parts: list[Any] = self.views(saved_buffer, stored)
         return [parts[0], IncomingStates(*parts[1:4]), *parts[4:]]
 
     def incoming_states(self) -> IncomingStates:

@@ -306,13 +306,13 @@ ERRORS_OF_FLA = {
 }
 
 
-def rounding_case(group, gates):
+def rounding_case(group, gates, recompute):
     """Return errors of zeco_kda in bfloat16, by tensor."""
     with allscan.Communicator(group) as comm:
         leaves, do = local_delta.drawn(local_delta.Shape(512, 4, gates=gates), 512, comm.device)
         exact = [x.detach().double().requires_grad_() for x in leaves]
         wanted = harness.step(exact, do.double(), lambda *x: delta_reference(*x)[0], True)
-        found = harness.step(leaves, do, lambda *x: allscan.zeco_kda(*x, comm=comm, chunk="allscan")[0], True)
+        found = harness.step(leaves, do, lambda *x: allscan.zeco_kda(*x, comm=comm, recompute=recompute)[0], True)
         return relative_all(ERRORS_OF_FLA[gates], found, wanted)
 
 
@@ -331,11 +331,12 @@ def test_pairs_terms_cancel_in_earlier_gates(run, gates):
     assert run(1, first_gate_case, gates)[0] < 1e-5
 
 
-@pytest.mark.slow(but="mild")
+@pytest.mark.slow(but="mild-True")
+@pytest.mark.parametrize("recompute", [True, False])
 @pytest.mark.parametrize("gates", ERRORS_OF_FLA)
-def test_errors_are_at_most_flas(run, gates):
+def test_errors_are_at_most_flas(run, gates, recompute):
     """The bound is 2 %: where both only round the result, the last digits are random."""
-    [errors] = run(1, rounding_case, gates)
+    [errors] = run(1, rounding_case, gates, recompute)
     assert all(errors[name] <= 1.02 * most for name, most in ERRORS_OF_FLA[gates].items()), errors
 
 
