@@ -134,8 +134,8 @@ def of_first(comm, call, fla, kind, model, whole, **options):
 
 
 def model_case(group, tokens, kind, choices, packed, layout, attention=()):
-    """Return errors of logits, loss and each gradient against the recurrence; on GPUs also against fla's kernels, and of
-    these against the recurrence, except where fla rejects their backward, see ON_HOPPER."""
+    """Return errors of logits, loss and each gradient against the recurrence; on GPUs also against fla's kernels, and
+    of these against the recurrence, except where fla rejects their backward, see ON_HOPPER."""
     fla = import_fla()
     from allscan.integrations.attention import Attention
     from allscan.integrations.fla import sequence_parallel
