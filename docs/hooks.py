@@ -1,6 +1,7 @@
-"""mkdocs' hooks: pictures of bench/results and docs/pictures in the pages, and the link to the repository.
+"""mkdocs' hooks: pictures of bench/results and docs/pictures in the pages, formulas, and the link to the repository.
 
-Pages name pictures by their paths in the repository, so that they are also seen there.
+Pages name pictures by their paths in the repository, and have formulas in TeX, in blocks ```math, so that they are also
+seen there.
 """
 
 from __future__ import annotations
@@ -8,10 +9,12 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from latex2mathml.converter import convert
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).resolve().parent.parent
 PICTURE = re.compile(r"^!\[([^]]*)\]\((?:\.\./)*(?:docs/)?pictures/(\w+\.svg)\)$", re.MULTILINE)
+FORMULA = re.compile(r"^```math\n(.*?)\n```$", re.MULTILINE | re.DOTALL)
 STYLE = re.compile(r"<style>.*?</style>\n?")
 
 
@@ -31,7 +34,8 @@ def on_files(files, config):
 
 
 def on_page_markdown(markdown, page, config, files):
-    """Link to the copied pictures; put drawings into the page, in the colors of its scheme, with their captions."""
+    """Link to the copied pictures; put drawings into the page, in the colors of its scheme, with their captions, and
+    formulas as MathML."""
     depth = page.file.src_uri.count("/")
     markdown = re.sub(r"\]\((?:\.\./)+bench/results/(\w+\.png)\)", rf"]({'../' * depth}results/\1)", markdown)
 
@@ -39,4 +43,7 @@ def on_page_markdown(markdown, page, config, files):
         text = (ROOT / "docs" / "pictures" / match[2]).read_text(encoding="utf-8")
         return f"<figure>\n{STYLE.sub('', text)}<figcaption>{match[1]}</figcaption>\n</figure>"
 
+    markdown = FORMULA.sub(
+        lambda match: f"<figure class='math'>{convert(match[1], display='block')}</figure>", markdown
+    )
     return PICTURE.sub(inline, markdown)
