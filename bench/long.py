@@ -1,7 +1,8 @@
 """Measures training on long sequences over several GPUs: each layer recomputed, MLPs and the loss in slices of tokens.
 
     python -m bench.long                                         # all GPUs; writes bench/results/long.csv
-    python -m bench.long --model kimi_linear qwen3_next --tokens 131072 524288 --steps 2
+    python -m bench.long --model kimi_linear qwen3_next --tokens 131072 262144 --steps 2
+    python -m bench.long --model kimi_linear --tokens 524288 --only split --steps 1 --warm 16384    # minutes a step
 
 Models: ``gla``, that of bench.model (1.24 billion parameters, vocabulary 32,000), and the hybrids of bench.hybrid, in
 zigzag; bfloat16, for gla autocast. T tokens a rank (--tokens). Methods, in turns:
@@ -11,11 +12,12 @@ zigzag; bfloat16, for gla autocast. T tokens a rank (--tokens). Methods, in turn
 * data parallel: a sequence of T tokens a rank, split over this rank alone, with the same slices: 100 %.
 
 Gradients are summed by DistributedDataParallel, and AdamW makes a step. A time is the median of --steps steps of the
-slowest rank, after one more. First the split is checked on a small model: loss and gradients against one rank with the
-whole sequence. ``proof``: All-Scan's scans of states in a step, which are counted on the GPU. ``mfu_percent``: 6 FLOPs
-a parameter and token, and those of softmax layers over the whole sequence, forward and backward without recomputation,
-in the time of a step, of 989 TFLOP/s. ``softmax_tflops``: FLOPs of the softmax kernels of one more step, recomputation
-counted, in their time by torch's profiler. Without two GPUs only the check runs, on 2 CPU ranks.
+slowest rank, after one more, with --warm tokens a rank. First the split is checked on a small model: loss and gradients
+against one rank with the whole sequence. ``proof``: All-Scan's scans of states in a step, which are counted on the GPU.
+``mfu_percent``: 6 FLOPs a parameter and token, and those of softmax layers over the whole sequence, forward and
+backward without recomputation, in the time of a step, of 989 TFLOP/s. ``softmax_tflops``: FLOPs of the softmax kernels
+of one more step, recomputation counted, in their time by torch's profiler. Without two GPUs only the check runs, on 2
+CPU ranks.
 """
 
 from __future__ import annotations
@@ -45,6 +47,7 @@ from bench.proof import breakdown, launched
 MODELS = "gla", *hybrid.FAMILIES
 TOKENS, STEPS, SLICE = 262144, 3, 4096  # tokens a rank; steps; tokens of an MLP's slice
 PEAK = 989e12  # FLOP/s of an H200, bfloat16, dense
+METHODS = {"split": True, "data parallel": False}
 COLUMNS = (
     *("model", "method", "ranks", "T", "sequence", "parameters", "step_s", "tokens_per_s_per_gpu"),
     *("percent_of_data_parallel", "peak_gib", "mfu_percent", "softmax_tflops", "loss", "max_error", "proof"),
@@ -170,7 +173,7 @@ def check(group, name: str, T: int) -> float:
         return error
 
 
-def measure(group, name: str, T: int, steps: int) -> dict:
+def measure(group, name: str, T: int, steps: int, only, warm: int | None) -> dict:
     """Return {method: (seconds of a step, peak GiB, parameters, proof, last loss, ms of softmax kernels, FLOPs of
     softmax layers in a forward pass)}."""
     with opened(group, name, False) as trained:
@@ -178,12 +181,12 @@ def measure(group, name: str, T: int, steps: int) -> dict:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
         wrapped = DistributedDataParallel(model, process_group=comm.group, gradient_as_bucket_view=True)
         data = text(T, trained.words, comm.device, comm.rank)
-        methods = {"split": True, "data parallel": False} if comm.size > 1 else {"data parallel": False}
+        methods = {name: split for name, split in METHODS.items() if name in only and (comm.size > 1 or not split)}
         times, kept = {method: [] for method in methods}, {}
 
-        def step(split: bool) -> float:
+        def step(split: bool, tokens: int = T) -> float:
             comm.step()
-            loss = trained.loss(wrapped, data, split)
+            loss = trained.loss(wrapped, data[:, : tokens + 1], split)
             (loss * comm.size if split else loss).backward()  # gradients are averaged
             optimizer.step()
             optimizer.zero_grad()
@@ -197,7 +200,7 @@ def measure(group, name: str, T: int, steps: int) -> dict:
                     torch.cuda.reset_peak_memory_stats()
                     comm.barrier()
                     start = time.perf_counter()
-                    loss = step(methods[method])
+                    loss = step(methods[method], T if turn else warm or T)
                     times[method].append(time.perf_counter() - start)
                     proof = prove(trained, methods[method], before)
                     kept[method] = torch.cuda.max_memory_allocated() / (1 << 30), proof, loss
@@ -249,6 +252,8 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, nargs="+", help="numbers of ranks; default all GPUs")
     parser.add_argument("--tokens", type=int, nargs="+", default=[TOKENS], help="tokens per rank")
     parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--only", nargs="+", choices=METHODS, default=list(METHODS))
+    parser.add_argument("--warm", type=int, help="tokens per rank of the step before; default --tokens")
     parser.add_argument("--csv", default=results("long.csv"))
     arguments = parser.parse_args()
     if torch.cuda.device_count() < 2:
@@ -261,7 +266,8 @@ def main() -> int:
             for count in counts:
                 error = ranks.run(on_first, count, check, name, 600)[0] if count > 1 else 0.0
                 for T in arguments.tokens:
-                    answers = ranks.run(on_first, count, measure, name, T, arguments.steps, timeout=1800)[:count]
+                    asked = name, T, arguments.steps, arguments.only, arguments.warm
+                    answers = ranks.run(on_first, count, measure, *asked, timeout=1800)[:count]
                     for row in rows_of(name, answers, T, error):
                         table.write(row)
                     ranks.run(hybrid.freed)

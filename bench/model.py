@@ -185,12 +185,13 @@ def training_rows(answers: list, T: int):
     seconds = {name: max(answer[name][0] for answer in answers) for name in answers[0]}
     for name, step in seconds.items():
         row = dict(method=name, ranks=len(answers), T=T, step_ms=1e3 * step, tokens_per_s_per_gpu=T / step)
-        row["percent_of_data_parallel"] = 100 * seconds["data parallel"] / step
+        percent = 100 * seconds["data parallel"] / step if "data parallel" in seconds else ""
+        row["percent_of_data_parallel"] = percent
         row["peak_gib"], row["parameters"] = max(a[name][1] for a in answers), answers[0][name][2]
         row["proof"] = answers[0][name][3]
         print(
             f"P={len(answers)} T={T} {name:22} {row['tokens_per_s_per_gpu']:8.0f} tokens/s/GPU  "
-            f"{row['percent_of_data_parallel']:5.1f} % of data parallel  {row['peak_gib']:.0f} GiB",
+            f"{percent and f'{percent:5.1f} % of data parallel'}  {row['peak_gib']:.0f} GiB",
             flush=True,
         )
         yield row

@@ -273,7 +273,7 @@ def long() -> str:
     for row in _rows("long"):
         split = row["method"] == "split"
         told = f"one sequence of {_number(row['sequence'], 0)} tokens" if split else "a sequence a rank"
-        percent = f"{_number(row['percent_of_data_parallel'], 1)} %"
+        percent = row["percent_of_data_parallel"] and f"{_number(row['percent_of_data_parallel'], 1)} %"
         numbers = [_number(row[key], digits) for key, digits in (("step_s", 2), ("tokens_per_s_per_gpu", 0))]
         numbers += [percent, _number(row["peak_gib"], 0), _number(row["mfu_percent"], 1)]
         rows.append([row["model"], row["ranks"], _number(row["T"], 0), told, *numbers])

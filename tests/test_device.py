@@ -232,7 +232,7 @@ def test_a_grid_that_leaves_tiles_out(run, ranks, debug):
     for rank, (found, good) in enumerate(run(2, left_out_case, ranks, debug)):
         assert good and found[-1] is not None
         if rank in ranks:
-            assert found[0][0] == "AllScanOutOfStep" and text in found[0][1] and "but tile 3 2" in found[0][1], found
+            assert found[0][0] == "AllScanOutOfStep" and text in found[0][1] and "but tile 3 has 2" in found[0][1], found
         else:  # the first rank waits in debug mode and in the barrier only
             heard = next(answer for answer in found if answer is not None)
             assert heard[0] in ("AllScanTimeout", "AllScanOutOfStep") and text in heard[1], found

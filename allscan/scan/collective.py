@@ -367,10 +367,11 @@ class AllScan:
             usual = max(earlier) + 1
             others = {tile: epoch for tile, epoch in enumerate(epochs) if epoch != usual}
             if others:
-                some = ", ".join(f"tile {tile} {epoch}" for tile, epoch in [*others.items()][:4])
+                some = ", ".join(f"tile {tile} has {epoch}" for tile, epoch in [*others.items()][:4])
+                some += " and so on" * (len(others) > 4)
                 raise self.comm.order.desynchronized(
                     f"rank {self.comm.rank}: {what} has not handled each of the {self.spec.num_tiles} tiles exactly "
-                    f"once. They have had {usual} launches so far, but {some}{', ...' * (len(others) > 4)}. {REMEDY}."
+                    f"once, or has received a tile and not sent it: after it each should have {usual}, but {some}. {REMEDY}."
                 )
             # the neighbour's word is readable on CPU ranks only: GPUs have its address, put links not even that
             mapped = isinstance(channel.prev_freed, Tensor) and channel.RECV in (SENTINEL, SIGNAL)
