@@ -371,7 +371,7 @@ class AllScan:
                 some += " and so on" * (len(others) > 4)
                 raise self.comm.order.desynchronized(
                     f"rank {self.comm.rank}: {what} has not handled each of the {self.spec.num_tiles} tiles exactly "
-                    f"once, or has received a tile and not sent it: after it each should have {usual}, but {some}. {REMEDY}."
+                    f"once, or has received one and not sent it: now each should have {usual}, but {some}. {REMEDY}."
                 )
             # the neighbour's word is readable on CPU ranks only: GPUs have its address, put links not even that
             mapped = isinstance(channel.prev_freed, Tensor) and channel.RECV in (SENTINEL, SIGNAL)
