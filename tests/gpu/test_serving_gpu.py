@@ -107,7 +107,8 @@ def test_one_graph_for_100_layouts(run, rule, size):
 
 
 def other_case(group):
-    """Return the exception after a replay in which rank 1 has another layout."""
+    """Return the exception after a replay in which rank 1 has another layout, at the latest in barrier(): rank 1 still
+    sends its final states, NaN, so that rank 0's replay may end."""
     with allscan.Communicator(group, timeout=5) as comm:
         static = Static(comm, "kda", 300, 3)
         static.fill(random.Random(3))
@@ -121,6 +122,7 @@ def other_case(group):
             graph.replay()
             torch.cuda.synchronize()
             comm.check()
+            comm.barrier()
 
         found = raised(replay)
         comm.resync()
