@@ -6,6 +6,10 @@ REMEDY = (
     "All ranks of this group, also those without an error: close() this communicator and make a new one, or call "
     "resync()"
 )
+NEW_ONE = (  # where ranks have counted different steps, which resync() rejects
+    "All ranks of this group, also those without an error: close() this communicator, make a new one and begin with "
+    "the same batch"
+)
 
 
 MOST = 4000  # characters of a text for other ranks: a store's request has a limit of bytes

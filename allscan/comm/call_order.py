@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from typing import Any, TypeVar
 
 from ..base.errors import (
+    NEW_ONE,
     REMEDY,
     AllScanOutOfStep,
     AllScanRejected,
@@ -289,7 +290,8 @@ class Order:
         model, differ."""
         if len(set(counts)) > 1:
             found = by_rank(f"{forwards} forward passes, {steps} calls of step()" for forwards, steps in counts)
-            why = f"One of the ranks skipped an iteration: so far the ranks have begun {found}. {REMEDY}."
+            remedy = NEW_ONE if len({steps for _, steps in counts}) > 1 else REMEDY
+            why = f"One of the ranks skipped an iteration: so far the ranks have begun {found}. {remedy}."
             raise self.raised_everywhere(self.desynchronized(why))
 
     def agree(

@@ -11,7 +11,7 @@ import functools
 import hashlib
 from typing import Any
 
-from ..base.errors import REMEDY, AllScanOutOfStep, names_of
+from ..base.errors import NEW_ONE, REMEDY, AllScanOutOfStep, names_of
 from ..shmem_kernels.channel import BACKWARDS, EPOCHS, STAMPS, STEPS_A_STAMP, TAG_BACKWARDS, TAG_STEP
 from ..shmem_kernels.links import EPOCH_BITS
 
@@ -46,7 +46,9 @@ def different_tags(
     own, other = names_of((rank, neighbour), job_ranks)
     most = STEPS_A_STAMP.value
     steps = [fields[0] % most for fields in (wanted, came)]
+    remedy = REMEDY
     if steps[0] != steps[1]:
+        remedy = NEW_ONE
         why = (
             f"here it is step {steps[0]}, there it was step {steps[1]} (Communicator.step(), modulo {most}): "
             "one of the two has skipped a call"
@@ -67,7 +69,7 @@ def different_tags(
         why = f"here it belongs to {_backward_of(wanted[2])}, there to {_backward_of(came[2])} (modulo {EPOCHS.value})"
     return AllScanOutOfStep(
         f"{own} and {other} are in different calls, found by {own} in scan {expected & EPOCH_BITS.value} of this shape "
-        f"and direction, tile {tile}: {why}. {others}{REMEDY}."
+        f"and direction, tile {tile}: {why}. {others}{remedy}."
     )
 
 

@@ -226,10 +226,12 @@ def misfit(
         return f"some ranks have a batch of cut_batch, others not: {by_rank(s is not None for s in stamps)}"
     if len(set(stamps)) > 1:
         how = [
-            f"{s.rows} rows, tokens {list(s.tokens)}, {s.layout}, checksums {s.digests and list(s.digests)}, {s.others}"
+            f"{s.rows} rows, tokens {list(s.tokens)}, {s.layout}, checksums of tokens {s.digests and list(s.digests)}, "
+            f"of the rest {s.others}"
             for s in map(read, stamps)
         ]
-        return f"the ranks have cut different batches (does a loader deal rows to them?): {by_rank(how)}"
+        same = "they must read the same rows: the same seed, and no DistributedSampler in the group"
+        return f"the ranks have cut different batches; {same}: {by_rank(how)}"
     stamp = read(stamps[0])
     if (stamp.rows, stamp.tokens, stamp.layout) != (rows[0], tuple(tokens), layout):
         cut = f"{stamp.rows} rows, tokens {list(stamp.tokens)}, {stamp.layout}"

@@ -71,7 +71,8 @@ def main() -> int:
 
 
 def size(text: str) -> int:
-    """A number with a suffix k, M, G (of 1,024). Raises ValueError for other text."""
+    """A number with a suffix k, M, G, also MB, GB (of 1,024). Raises ValueError for other text."""
+    text = text[:-1] if text[-2:].lower() in ("kb", "mb", "gb") else text
     power = "kmg".find(text[-1:].lower()) + 1 if text else 0
     found = float(text[:-1]) * 1024**power if power else int(text)
     if found == float("inf"):

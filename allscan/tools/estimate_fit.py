@@ -33,8 +33,9 @@ class Options(NamedTuple):
 
 
 class Fit(NamedTuple):
-    """Bytes of one rank. share: of the speed of data parallelism with a sequence of as many tokens on each rank, that
-    softmax attention to the whole sequence leaves, by the operations of products on the rank with most of them."""
+    """Bytes of one rank. parameters: their number in the whole model. share: of the speed of data parallelism with a
+    sequence of as many tokens on each rank, that softmax attention to the whole sequence leaves, by the operations of
+    products on the rank with most of them."""
 
     ranks: int
     tokens: int  # of a rank
@@ -46,6 +47,7 @@ class Fit(NamedTuple):
     arena: int  # symmetric memory
     share: float
     checkpointing: bool
+    parameters: int
 
     @property
     def total(self) -> int:
@@ -97,7 +99,7 @@ def fit(config: dict[str, Any], cut: Cut, options: Options) -> Fit:
     check_cut(cut)
     check_options(options)
     model = model_of(config)
-    state, active = _state(model, options), _active(model)
+    state, active, parameters = _state(model, options), _active(model), _numbers(model)
     if options.checkpointing:
         model.activation_checkpointing_enable(activation_checkpointing_kwargs=dict(use_reentrant=False))
     layers = Layers(model)
@@ -123,7 +125,8 @@ def fit(config: dict[str, Any], cut: Cut, options: Options) -> Fit:
     softmax = 2 * width * (passes - 2 + BACKWARD) / 2  # times the tokens of the context; half of them on average
     context = cut.tokens if cut.zigzag else 2 * cut.tokens - cut.own  # contiguous: the last rank has most of it
     share = (linear + softmax * cut.own) / (linear + softmax * context)
-    return Fit(cut.ranks, cut.own, state, kept, received, loss, work, _arena(one, cut), share, options.checkpointing)
+    memory = state, kept, received, loss, work, _arena(one, cut)
+    return Fit(cut.ranks, cut.own, *memory, share, options.checkpointing, parameters)
 
 
 def check_options(options: Options) -> None:
@@ -160,7 +163,7 @@ def _active(model: Any) -> int:
     chosen = getattr(model.config, "num_experts_per_tok", None)
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     return head.numel() + sum(  # type: ignore[no-any-return]
-        p.numel() * chosen // p.shape[0] if p.ndim == 3 and chosen and ".experts." in name else p.numel()
+        p.numel() * chosen // p.shape[0] if p.ndim == 3 and chosen and p.shape[0] and ".experts." in name else p.numel()
         for name, p in model.named_parameters(remove_duplicate=False)
         if p.ndim > 1 and p is not embedding and p is not head
     )
@@ -169,14 +172,24 @@ def _active(model: Any) -> int:
 def report_of_fit(config: dict[str, Any], cuts: Sequence[Cut], options: Options, gpu: float) -> str:
     """The table over numbers of ranks, for GPUs of ``gpu`` bytes. Raises ValueError before the first line it prints."""
     check_options(options)
-    if gpu < 1:
-        raise ValueError(f"gpu must be at least 1 byte, got {gpu}")
-    lines = ["ranks  tokens of each   state    kept    keys    loss    work   arena   total  of data parallel's speed"]
+    if gpu < 1 << 20:
+        raise ValueError(f"--gpu is a GPU's memory, such as 80G, got {gpu} bytes")
+    lines: list[str] = []
+    any_fits = False
     for cut in cuts:
         print(f"allscan estimate: {cut.ranks} ranks", file=sys.stderr)
         found = fit(config, cut, options)
+        if not lines:
+            titles = "ranks  tokens of each   state    kept    keys    loss    work   arena   total"
+            titles += "  of data parallel's speed with as many tokens a rank"
+            lines += [f"{found.parameters / 1e9:.2f} billion parameters", titles]
         columns = found.state, found.kept, found.keys, found.loss, found.work, found.arena, found.total
         numbers = " ".join(f"{x / GIB:7.1f}" for x in columns)
         fits = "fits" if found.total <= (1 - RESERVED) * gpu else "does not fit"
+        any_fits |= fits == "fits"
         lines.append(f"{found.ranks:5}  {found.tokens:14,} {numbers}  {found.share:6.1%} (computed)  {fits}")
+    if not any_fits:
+        lines.append(
+            "less memory: more --ranks, --checkpointing, --loss-slice 4k, --shard GPUS; more speed: --layout zigzag"
+        )
     return "\n".join(lines)

@@ -256,6 +256,8 @@ def test_shares_of_the_state():
     one, two, four = (fit(small("qwen3_next"), Cut(4096 * n, n), Options()) for n in (1, 2, 4))
     assert one.share == 1.0 and 1 / four.share - 1 == pytest.approx(3 * (1 / two.share - 1))
     assert one.keys == 0 and four.keys == 3 * two.keys
+    dense = fit(small("kimi_linear") | dict(num_experts=0), Cut(4096, 1), Options())
+    assert dense.parameters < fit(small("kimi_linear"), Cut(4096, 1), Options()).parameters
 
 
 def test_the_table_from_the_command_line(tmp_path, capsys):
@@ -269,7 +271,11 @@ def test_the_table_from_the_command_line(tmp_path, capsys):
     assert [row.split()[:2] for row in rows] == [["1", "16,384"], ["2", "8,192"], ["4", "4,096"]]
     assert all(row.endswith("fits") for row in rows) and found.err.count("ranks") == 3
     assert doctor.estimate([str(path), "--tokens", "16k", "--ranks", "4", "--gpu", "16m"]) == 0
-    assert capsys.readouterr().out.endswith("does not fit\n")
+    *_, row, hint = capsys.readouterr().out.splitlines()
+    assert row.endswith("does not fit") and "--checkpointing" in hint
+    assert doctor.estimate([str(path), "--tokens", "16k", "--ranks", "4", "--gpu", "80"]) == 2
+    assert "such as 80G, got 80 bytes" in capsys.readouterr().err
+    assert doctor.size("80GB") == doctor.size("80g") == 80 << 30
     assert doctor.estimate([str(path), "--tokens", "16k", "--ranks", "1,2"]) == 2
     assert "several numbers of ranks are for --gpu" in capsys.readouterr().err
 
