@@ -222,7 +222,9 @@ def other_case(group, kind, timeout=5):
         call(**right)
         wrong = dict(right, **OTHER[kind])
         wrong["cut"] = [*wrong["cut"], *[100] * (comm.size - 2)][: comm.size + 1]
-        found = [raised(call, **(wrong if comm.rank == 1 else right))]
+        mine = wrong if comm.rank == 1 else right
+        # on GPUs other ranks than 1 hear of it at their next call, in which it is missing
+        found = [raised(call, **mine) or raised(call, **mine)]
         comm.resync()
         return [*found, raised(call, **right)]
 
@@ -230,6 +232,7 @@ def other_case(group, kind, timeout=5):
 @pytest.mark.parametrize("kind", OTHER)
 def test_another_layout_of_a_rank(run, kind, size=2):
     found = run(size, other_case, kind)
+    assert all(first for first, _ in found), found
     assert found[1][0][0] == "AllScanOutOfStep" and "different cu_seqlens" in found[1][0][1], found
     assert found[0][0][0] in ("AllScanOutOfStep", "AllScanTimeout"), found
     assert all(after is None for _, after in found)

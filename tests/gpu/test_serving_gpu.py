@@ -107,7 +107,8 @@ def test_one_graph_for_100_layouts(run, rule, size):
 
 
 def other_case(group):
-    """Return the exception after a replay in which rank 1 has another layout."""
+    """Return the exception after a replay in which rank 1 has another layout, or else after the next one: no kernel of
+    a replay tells rank 0 what rank 1 has found, whose NaN it gets."""
     with allscan.Communicator(group, timeout=5) as comm:
         static = Static(comm, "kda", 300, 3)
         static.fill(random.Random(3))
@@ -122,11 +123,12 @@ def other_case(group):
             torch.cuda.synchronize()
             comm.check()
 
-        found = raised(replay)
+        found = raised(replay) or raised(replay)
         comm.resync()
         return found
 
 
 def test_another_layout_in_a_replay(run, size=2):
     first, second = run(size, other_case)
+    assert first and second, (first, second)
     assert second[0] == "AllScanOutOfStep" and first[0] in ("AllScanOutOfStep", "AllScanTimeout"), (first, second)
