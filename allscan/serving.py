@@ -222,7 +222,8 @@ def _boundaries(comm: Communicator, boundaries: Any, on_device: bool, cut: Any, 
         check_tensor(name, x, shape, comm.device, None)
         if x.dtype not in (torch.int32, torch.int64) or x.ndim != 1 or len(x) < 2:
             raise ValueError(f"{name} must be [.. + 1] int32 or int64, got {list(x.shape)} {x.dtype}")
-    return DeviceBoundaries(boundaries.contiguous(), None if cut is None else cut.contiguous())
+    step = torch.empty(1, dtype=torch.int64, device=comm.device)
+    return DeviceBoundaries(boundaries.contiguous(), None if cut is None else cut.contiguous(), step)
 
 
 def _convolve_on_device(
@@ -306,7 +307,7 @@ class _Requests:
             read = tuple(bool(x) and slot >= 0 for x, slot in zip(begun.tolist(), slots.tolist(), strict=True))
             fields: list[tuple[str, object]] = [("has_initial_state, False without a slot", read)]
             if on_device:
-                values = [None if x is None else tuple(x.tolist()) for x in query_start_loc]
+                values = [None if x is None else tuple(x.tolist()) for x in query_start_loc[:2]]
                 fields += zip(("query_start_loc", "cut"), values, strict=True)
             comm.order.agree((*fields,), None, "a batch, in debug mode")
         # a copy of slots on the CPU: the caller may write to pinned memory before the GPU has read it

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from unittest import mock
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from allscan import serving
 from allscan.base.tiling import next_power_of_2
 from allscan.launch.plan import Plan
 from allscan.reference import delta_reference
-from allscan.scan.launcher import ChannelUse
+from allscan.scan.launcher import ChannelUse, Launcher
 from allscan.shmem_kernels.channel import STEPS_A_STAMP, Channel
 from allscan.shmem_kernels.device_tables import COUNT_WORDS, PASSES, SEGMENTS, TOKENS, tables_kernel
 from allscan.shmem_kernels.segment_table import LAST, UNUSED
@@ -230,9 +231,45 @@ def other_case(group, kind, timeout=5):
 @pytest.mark.parametrize("kind", OTHER)
 def test_another_layout_of_a_rank(run, kind, size=2):
     found = run(size, other_case, kind)
+    assert all(first for first, _ in found), found
     assert found[1][0][0] == "AllScanOutOfStep" and "different cu_seqlens" in found[1][0][1], found
     assert found[0][0][0] in ("AllScanOutOfStep", "AllScanTimeout"), found
     assert all(after is None for _, after in found)
+
+
+def replay_case(group, rule):
+    """Return the exception of a call in which rank 1 has other lengths, and no rank looks at its fault record before
+    the end: as in the replay of a CUDA graph."""
+    with allscan.Communicator(group, timeout=5) as comm:
+        own = [x.to(comm.device) for x in inputs(rule, 60, torch.Generator().manual_seed(0))]
+        pool, boundaries = torch.zeros(3, H, K, V), torch.tensor([0, 30, 60 * comm.size - 20, 60 * comm.size])
+        where = dict(slots=[0, 1, 2], query_start_loc=boundaries, on_device=True)
+
+        def call():
+            serving.prefill(getattr(allscan, f"zeco_{rule}"), *own, comm=comm, pool=pool, **where)
+
+        call()
+        before = boundaries.clone()
+        boundaries[1] -= 10 * (comm.rank == 1)
+        with (
+            mock.patch.object(Launcher, "after_launch", lambda *_: None),
+            mock.patch.object(Launcher, "before_launch", lambda *_: None),
+            mock.patch.object(comm, "check", lambda: None),
+        ):
+            call()
+        found = raised(comm.check)
+        comm.resync()
+        boundaries.copy_(before)
+        pool.zero_()
+        return found, raised(call), bool(pool.isfinite().all())
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("rule, size", [("kda", 2), pytest.param("gated_delta_rule", 3, marks=pytest.mark.slow)])
+def test_every_rank_hears_of_another_layout_in_a_replay(run, rule, size):
+    found = run(size, replay_case, rule)
+    assert all(first and first[0] in ("AllScanOutOfStep", "AllScanTimeout") for first, *_ in found), found
+    assert found[1][0][0] == "AllScanOutOfStep" and all(rest == [None, True] for _, *rest in found), found
 
 
 WRONG = {  # query_start_loc and cut that are wrong on all ranks

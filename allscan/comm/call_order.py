@@ -78,6 +78,7 @@ class Order:
         # Stamp of the current call, for its launches outside of plans (a plan has its own). Launches add the call count
         # of the other direction: otherwise no tile shows that a rank made such a call in place of another one
         self.stamp = 0
+        self.step_word: Any = None  # int64 [1] on the device, in place of the step word of that stamp, see channel.py
         self.rejected: tuple[int, str] | None = None  # (number, reason) of the last call that raised on this rank alone
         # the last two rejections: a rank that has settled one may reject the next before others have settled the first
         self._rejections: list[tuple[int, str]] = []

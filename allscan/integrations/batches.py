@@ -133,11 +133,13 @@ def check_batch(part: Mapping[str, Any], *, comm: Communicator) -> dict[str, Any
         >>> loss = own_model(part["input_ids"], part["labels"])
     """
     check_communicator(comm)
-    stamp, x = part.get(STAMP), part.get("input_ids")
-    x = part.get("inputs_embeds") if x is None else x
-    rows, tokens = (None, None) if x is None else x.shape[:2]
-    seen = checksum(x) if x is not None and (x.device.type == "cpu" or comm.debug) else None
-    with comm.call(False, "check_batch()"):
+    with comm.call(False, "check_batch()"):  # whatever raises on this rank, the other ranks hear of it
+        stamp, x = part.get(STAMP), part.get("input_ids")
+        x = part.get("inputs_embeds") if x is None else x
+        if x is not None and (not isinstance(x, torch.Tensor) or x.ndim < 2):
+            raise ValueError("a part has input_ids [B, T] or inputs_embeds [B, T, H]")
+        rows, tokens = (None, None) if x is None else x.shape[:2]
+        seen = checksum(x) if x is not None and (x.device.type == "cpu" or comm.debug) else None
         all_rows, all_tokens, stamps, all_seen = zip(
             *comm.order.exchange((rows, tokens, stamp, seen), "check_batch()"), strict=True
         )

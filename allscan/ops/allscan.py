@@ -509,9 +509,13 @@ def check_final(word: str, comm: Communicator, name: str = "output_final_state")
 FINAL_STATES = 8  # that a scan sends at a time: each shape of a scan has memory of its own in the arena
 
 
-def final_of_all(o: Tensor, final: Any, comm: Communicator, packed: bool, zigzag: bool) -> tuple[Tensor, Tensor]:
+def final_of_all(
+    o: Tensor, final: Any, comm: Communicator, packed: bool, zigzag: bool, step: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Send final states, which are non-zero on one rank, to all ranks; return (o, final states). Without ``packed``
-    that rank is the last, in the zigzag layout the first. A rank's backward runs if the rank uses either result."""
+    that rank is the last, in the zigzag layout the first. A rank's backward runs if the rank uses either result. step:
+    a step word that the tiles carry; then a rank that only sends in the operator's scan also finds another one there.
+    """
     if comm.size == 1:
         return o, final
     found, parts = final, [final]
@@ -521,10 +525,14 @@ def final_of_all(o: Tensor, final: Any, comm: Communicator, packed: bool, zigzag
         if missing := -count % size:
             final = F.pad(final, (0, 0, 0, 0, 0, 0, 0, missing))
         parts = final.split(size)
-    for reverse in (True, False):
-        if packed or reverse != zigzag:
-            others = [allscan(part, comm=comm, reverse=reverse) for part in parts]
-            found = found + (others[0] if len(others) == 1 else torch.cat(others))[: len(found)]
+    comm.order.step_word = step
+    try:
+        for reverse in (True, False):
+            if packed or reverse != zigzag:
+                others = [allscan(part, comm=comm, reverse=reverse) for part in parts]
+                found = found + (others[0] if len(others) == 1 else torch.cat(others))[: len(found)]
+    finally:
+        comm.order.step_word = None
     if found.requires_grad:
         o, found = tie_backward(comm, o, found), found.clone()  # tie_backward saves the first; users may write to it
     return o, found

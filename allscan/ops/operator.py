@@ -315,7 +315,8 @@ class SequenceOperator:
         if not of_all:
             return found
         packed = asked.cu_seqlens is not None and not asked.per_document
-        return final_of_all(*found, comm, packed, asked.layout == "zigzag")
+        step = asked.cu_seqlens.step if isinstance(asked.cu_seqlens, DeviceBoundaries) else None
+        return final_of_all(*found, comm, packed, asked.layout == "zigzag", step)
 
     def _checked(
         self, carrier: StateCarrier, rule: str, tensors: Sequence[Any], asked: Asked

@@ -224,9 +224,12 @@ class Launcher:
         if self.rails is None and launch.ready and launchable(addresses):  # inlined _with_channel, for speed
             before, behind = self._addresses[adjoint][reverse]
             fwd_epoch = addresses.pop()
-            launch.at((*addresses, (*before, self._steps + 16 * stamp, fwd_epoch, *behind)))
+            step = self._steps + 16 * stamp if order.step_word is None else order.step_word.data_ptr()
+            launch.at((*addresses, (*before, step, fwd_epoch, *behind)))
         else:
             channel = self.channel(reverse, tensors[-1], adjoint, stamp)
+            if order.step_word is not None and self.rails is None:
+                channel = channel._replace(step=order.step_word)
             self.after_launch(launch(*tensors[:-1], channel))
 
     def _with_channel(self, use: ChannelUse, addresses: list[int]) -> tuple[Any, ...]:

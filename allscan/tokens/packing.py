@@ -220,10 +220,12 @@ class Layout(Tables):
 
 class DeviceBoundaries(NamedTuple):
     """cu_seqlens [N + 1] that only kernels read, on the device: see shmem_kernels/device_tables.py. Rank r has tokens
-    cut[r] .. cut[r + 1] - 1 of the row, at the beginning of its T tokens; cut [P + 1], None: r T .. (r + 1) T - 1."""
+    cut[r] .. cut[r + 1] - 1 of the row, at the beginning of its T tokens; cut [P + 1], None: r T .. (r + 1) T - 1.
+    step, int64 [1]: a kernel writes the step word (channel.py) of a call with these boundaries there."""
 
     boundaries: Tensor
     cut: Tensor | None
+    step: Tensor
 
     @property
     def shape(self) -> torch.Size:

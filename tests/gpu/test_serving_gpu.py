@@ -131,4 +131,5 @@ def other_case(group):
 
 def test_another_layout_in_a_replay(run, size=2):
     first, second = run(size, other_case)
+    assert first and second, (first, second)
     assert second[0] == "AllScanOutOfStep" and first[0] in ("AllScanOutOfStep", "AllScanTimeout"), (first, second)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 
@@ -47,6 +49,23 @@ def test_a_part_is_checked_on_every_rank(run, name, layout, size=2):
     for first, right, after in run(size, batch_case, name, layout):
         assert after is None and right
         assert first is None if text is None else first[0] == "ValueError" and text in first[1], first
+
+
+def unlike_case(group, wrong):
+    """Return the exceptions of a check in which rank 1 has no tensor of two dimensions, and of the next check."""
+    with allscan.Communicator(group, timeout=60) as comm:
+        part = allscan.cut_batch(dict(input_ids=torch.arange(8 * comm.size)[None]), comm=comm)
+        given = part | dict(input_ids=wrong) if comm.rank == 1 else part
+        begun = time.monotonic()
+        found = [raised(allscan.check_batch, x, comm=comm) for x in (given, part)]
+        return found, time.monotonic() - begun
+
+
+@pytest.mark.parametrize("wrong", [torch.arange(8), [[1, 2]]], ids=["one dimension", "a list"])
+def test_other_ranks_hear_of_a_part_that_is_none(run, wrong, size=2):
+    (first, seconds), (own, _) = run(size, unlike_case, wrong)
+    assert own[0][0] == "ValueError" and "a part has input_ids" in own[0][1] and own[1] is None, own
+    assert first[0][0] == "AllScanRejected" and first[1] is None and seconds < 30, (first, seconds)
 
 
 def test_no_rank_has_a_stamp(run, size=2):

@@ -422,7 +422,7 @@ class StatePass:
         segments = plan.scratch(NS, SEGMENT_WORDS.value, dtype=torch.int32)
         chunks = plan.scratch(NC, 2, dtype=torch.int32)
         counts = plan.scratch(COUNT_WORDS, dtype=torch.int32)
-        step = plan.scratch(1, dtype=torch.int64)
+        step: Any = boundaries.step
         of_states, passes = plan.view(counts, SEGMENTS.value, 1, 2), plan.view(counts, PASSES.value, 1)
         plan.named |= dict(segments=segments, chunks=chunks, segments_of_states=of_states, passes=passes, step=step)
         inputs: Any = boundaries.boundaries, cut, plan.constant(memory.step_of(layout.stamp))
