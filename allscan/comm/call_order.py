@@ -110,7 +110,8 @@ class Order:
         return error
 
     def _place(self) -> str:
-        return f"has made {self.describe_call_counts()} calls, the last is {self.what}, in step {self.steps}"
+        step = f"in step {self.steps}" if self.steps else "and has never called step()"
+        return f"has made {self.describe_call_counts()} calls, the last is {self.what}, {step}"
 
     def unreported_error(self) -> Exception | None:
         """The error for the fault record, if it is set and this rank has reported no error yet; else None."""
