@@ -50,7 +50,7 @@ def gpu_kind(device: torch.device) -> str:
     """The kind of this GPU. HOPPER for CPUs, and without a GPU, as in tracing."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return HOPPER
-    found = torch.cuda.get_device_properties(device)
+    found: Any = torch.cuda.get_device_properties(device)  # torch has no type of this field of it
     return kind_of(found.major, found.shared_memory_per_block_optin)
 
 
