@@ -61,13 +61,6 @@ def multiprocessors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-@functools.cache
-def is_hopper(device: torch.device) -> bool:
-    """Whether this GPU is a Hopper (compute capability 9), on which block sizes were measured. True without a GPU, as
-    in tracing."""
-    return not torch.cuda.is_available() or torch.cuda.get_device_capability(device)[0] == 9
-
-
 def power_of_2_below(n: int) -> int:
     """The greatest power of two that is not above ``n``."""
     return 1 << n.bit_length() - 1

@@ -25,6 +25,7 @@ from ..ops.delta.kda_plans import ChunkPass
 from ..ops.delta.records import BoundaryStates, DeltaShape, Inputs, LocalGrads, SavedStates
 from ..ops.gla.gla_operator import GLA
 from ..ops.gla.gla_plans import backward_plan, forward_plan, shape_of
+from ..ops.gpu_blocks import HOPPER
 from ..ops.operator import Call
 from ..ops.ssd.ssd_plans import Options as SSDOptions
 from ..ops.ssd.ssd_plans import backward_plan as ssd_backward_plan
@@ -175,7 +176,7 @@ def ssd_peak(tensors: Sequence[torch.Tensor | None], cut: Cut) -> Peak:
     assert x is not None and B is not None
     (batch, T, H, P), (G, N) = x.shape, B.shape[2:]
     bf16 = x.dtype == B.dtype == torch.bfloat16
-    how = "cuda", int(cut.zigzag), cut.multiprocessors, False, 0, G, bf16
+    how = "cuda", int(cut.zigzag), cut.multiprocessors, False, 0, HOPPER, G, bf16
     shape = ssd_shape_of(batch, T, H, N, P, batch, x.dtype, torch.float32, *how)
     layout, apart = cut.layout(shape.segment), _Apart(cut.ranks)
     taken, strides = strides_of(tensors)

@@ -12,8 +12,10 @@ import pytest
 import torch
 
 import allscan
+from allscan.ops.gpu_blocks import HOPPER
 from allscan.ops.ssd.ssd_plans import BackwardPlan, Inputs, shape_of, strides_of
 from allscan.reference import ssd_reference
+from support.launches import with_ssd_blocks
 from support.operators import Operator, Split, compared, random_split
 from support.values import error, place, raised
 
@@ -160,10 +162,10 @@ def test_random_options(run, seed):
         assert max(errors.values()) < 2e-5, errors
 
 
-def half_case(group, dtype, gates):
+def half_case(group, dtype, gates, sizes=(4, 2, 32, 32)):
     with allscan.Communicator(group) as comm:
         tokens = [100, 100][: comm.size]
-        given, grads = drawn(3, sum(tokens), 1, 1, (4, 2, 32, 32), gates, z=False)
+        given, grads = drawn(3, sum(tokens), 1, 1, sizes, gates, z=False)
         given = {name: x.to(dtype) if name in OF_TOKENS else x for name, x in given.items()}
         return compared(SSD, comm, Split(tokens), given, grads, CHUNK, dt_softplus=True)
 
@@ -174,6 +176,21 @@ def half_case(group, dtype, gates):
 def test_half_precision(run, dtype, gates, size=2):
     for errors in run(size, half_case, dtype, gates):
         assert max(errors.values()) < (2**-7 if dtype == torch.bfloat16 else 2**-10), errors
+
+
+def of_gpu_case(group, capability):
+    with pytest.MonkeyPatch.context() as patch:
+        if capability:
+            with_ssd_blocks(patch, capability)
+        return half_case(group, torch.bfloat16, "weak", (4, 2, 128, 128))
+
+
+@pytest.mark.slow(but=("None", "80"))
+@pytest.mark.parametrize("capability", [None, 80, 100, 120])
+def test_block_sizes_of_gpus(run, capability):
+    """Errors are those with Hopper's block sizes, on which GPU tests bound them."""
+    for errors, of_hopper in zip(run(2, of_gpu_case, capability), run(2, of_gpu_case, 90)):
+        assert all(errors[name] <= 1.05 * of_hopper[name] < 0.02 for name in of_hopper), (errors, of_hopper)
 
 
 def views_case(group):
@@ -286,7 +303,7 @@ def test_all_ranks_hear_of_what_is_wrong(run, size=2):
 )
 def test_parts_of_backward(chunks, expected):
     """Segments with these numbers of chunks are cut into parts with ``expected``, on 132 multiprocessors."""
-    sizes = 1, 16384, 128, 128, 64, 1, torch.bfloat16, torch.bfloat16, "cuda", 0, 132, False, 0, 8, True
+    sizes = 1, 16384, 128, 128, 64, 1, torch.bfloat16, torch.bfloat16, "cuda", 0, 132, False, 0, HOPPER, 8, True
     plan = types.SimpleNamespace(cuda=True, shape=shape_of(*sizes))
     assert plan.shape.segment == 4096
     parts = BackwardPlan._cut(plan, [*itertools.accumulate(chunks, initial=0)])

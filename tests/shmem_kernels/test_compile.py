@@ -639,14 +639,53 @@ def test_scans_compile_for_an_a100(link):
         assert compile_scan(link, link, (32, 128), adjoint=adjoint, num_warps=4, capability=80).spilled_bytes == 0
 
 
-@pytest.mark.slow(but="KDA")
-@pytest.mark.parametrize("rule", ["GLA", "KDA", "Gated DeltaNet"])
-def test_kernels_fit_an_a100(rule, monkeypatch):
+RULES = ["GLA", "KDA", "Gated DeltaNet", "SSD", "simple GLA"]
+
+
+def launch_rule(rule, K, V, dtype, capability, monkeypatch, saves=False):
+    """Record in Launches the launches of both passes of a rule on a GPU of this compute capability."""
     if rule == "GLA":
-        launch_gla(128, 128, torch.bfloat16, False, monkeypatch)
+        launch_gla(K, V, dtype, saves, monkeypatch, capability=capability)
+    elif rule in ("SSD", "simple GLA"):
+        G = 8 if rule == "SSD" else 64  # groups of heads with the same B and C; none
+        launch_ssd(64, G, V, K, dtype, monkeypatch, capability=capability)
     else:
-        launch_chunks(128, 128, torch.bfloat16, rule == "Gated DeltaNet", monkeypatch, 80)
-    assert sum(compiled.count(r"\bmma\.sync") > 0 for _, compiled in compiled_launches(capability=80)) >= 6
+        launch_chunks(K, V, dtype, rule == "Gated DeltaNet", monkeypatch, capability, saves)
+
+
+def products_fit(capability, bound, strong=400):
+    """Compile the recorded launches; each fits the GPU's shared memory and spills at most ``bound`` bytes a thread, the
+    kernel of KDA's chunks of strong decay ``strong``."""
+    products = 0
+    for kernel, compiled in compiled_launches(strong, capability=capability):
+        products += compiled.count(r"\bmma\.sync") > 0
+        assert compiled.options.get("STRONG") or compiled.spilled_bytes <= bound, (kernel, compiled.spilled_bytes)
+    assert products >= 5
+
+
+@pytest.mark.slow(but="KDA-False")
+@pytest.mark.parametrize("saves", [False, True])
+@pytest.mark.parametrize("rule", RULES)
+def test_kernels_fit_an_a100(rule, saves, monkeypatch):
+    launch_rule(rule, 128, 128, torch.bfloat16, 80, monkeypatch, saves)
+    products_fit(80, 152)
+
+
+@pytest.mark.slow(but="120-Gated DeltaNet")
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("capability", [89, 120])
+def test_kernels_fit_99_kib(rule, capability, monkeypatch):
+    """Of GPUs of consumers, as their drivers report it."""
+    launch_rule(rule, 128, 128, torch.bfloat16, capability, monkeypatch)
+    products_fit(capability, 152)
+
+
+@pytest.mark.slow(but="64-Gated DeltaNet")
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("K, V", [(16, 16), (64, 64), (128, 32), (32, 128)])
+def test_smaller_states_fit_99_kib(rule, K, V, monkeypatch):
+    launch_rule(rule, K, V, torch.bfloat16, 120, monkeypatch)
+    products_fit(120, 400, strong=408)  # with K = 32, V = 128
 
 
 def test_products_that_ptxas_gets_wrong_are_found():

@@ -17,6 +17,7 @@ from allscan.ops import operator
 from allscan.ops.delta import delta_passes, gdn_plans, kda_plans
 from allscan.ops.delta.records import BoundaryStates, DeltaShape, Inputs, LocalGrads
 from allscan.ops.gla import GLA, gla_operator, gla_plans
+from allscan.ops.gpu_blocks import A100, BLACKWELL, HOPPER, SHARED_MEMORY, SMALL
 from allscan.ops.operator import Call
 from allscan.ops.ssd import ssd_plans
 from allscan.ops.ssd.ssd_operator import SSD
@@ -28,6 +29,8 @@ from allscan.tokens.packing import Layout, TokenRange, flags_of
 from .delta import saved_states_for
 from .sm90 import Compiled
 
+# by compute capability
+KINDS = {80: A100, 86: SMALL, 89: SMALL, 90: HOPPER, 100: BLACKWELL, 120: SMALL}
 VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
 
 
@@ -122,7 +125,7 @@ def compiled_launches(most_spilled=None, more_on_sm_100=None, seen=None, look=Tr
         seen.append((kernel, options, arguments))
         compiled = Compiled(kernel, arguments, options, **launch, capability=capability)
         compiled.options = options | launch
-        assert compiled.shared <= (163 if capability == 80 else 227) << 10, (kernel, options, compiled.shared)
+        assert compiled.shared <= SHARED_MEMORY[KINDS[capability]], (kernel, options, compiled.shared)
         assert compiled.tensor_memory <= 512, (kernel, options, compiled.tensor_memory)
         assert not look or capability != 90 or not compiled.unset_registers(), (kernel, options)
         assert most_spilled is None or compiled.spilled_bytes <= most_spilled, (kernel, options, compiled.spilled_bytes)
@@ -153,16 +156,13 @@ def compiled_for_both(launch, monkeypatch, most_spilled=None, more_on_sm_100=0):
         assert kernel is other and on_sm_100.spilled_bytes <= most_there + more_on_sm_100, (kernel, most_there)
 
 
-def launch_gla(K, V, dtype, kept, monkeypatch, H=4, T=130):
+def launch_gla(K, V, dtype, kept, monkeypatch, H=4, T=130, capability=90):
     """Record in Launches the launches of both passes of zeco_gla on a GPU."""
     for name, kernel in list(vars(gla_plans).items()):
         if name.endswith("_kernel") and not isinstance(kernel, Launches):
             monkeypatch.setattr(gla_plans, name, Launches(kernel))
-    for sizes in ("SUB_BLOCK", "STEP", "LOOK", "CARRY_WORDS"):
-        if (of := getattr(gla_plans, sizes)).keys() > {"cpu"}:
-            monkeypatch.setattr(gla_plans, sizes, {"cpu": of["cuda"]})
     layout = Layout([TokenRange(0, T, flags=flags_of(True, True))], 1, 1024, "cpu")
-    monkeypatch.setattr(gla_operator, "multiprocessors", lambda device: H100_MULTIPROCESSORS)
+    with_gla_blocks(monkeypatch, capability)
     monkeypatch.setattr(operator, "carrier_of", lambda *_: NoCarrier())
     monkeypatch.setattr(operator, "check_first", lambda *_: None)
     monkeypatch.setattr(operator, "find_layout", lambda *_, **__: layout)
@@ -175,7 +175,7 @@ def launch_gla(K, V, dtype, kept, monkeypatch, H=4, T=130):
         GLA._backward(None, do, final, q, k, v, g, *made, None, True, g.dtype, g.dtype, *fixed)
 
 
-def launch_ssd(H, G, P, N, dtype, monkeypatch, z=False, channels=False, num_sms=H100_MULTIPROCESSORS):
+def launch_ssd(H, G, P, N, dtype, monkeypatch, z=False, channels=False, num_sms=H100_MULTIPROCESSORS, capability=90):
     """Record in Launches the launches of both passes of zeco_ssd on a GPU, with x, B and C as columns of one tensor."""
     T = 130
     for module in (gla_plans, ssd_plans):
@@ -183,12 +183,7 @@ def launch_ssd(H, G, P, N, dtype, monkeypatch, z=False, channels=False, num_sms=
             if name.endswith("_kernel") and not isinstance(kernel, Launches):
                 monkeypatch.setattr(module, name, Launches(kernel))
     layout = Layout([TokenRange(0, T, flags=flags_of(True, True))], 1, 1024, "cpu")
-    find = SSD.shape
-
-    def on_gpu(*arguments):
-        return dataclasses.replace(find(*arguments), device="cuda", num_sms=num_sms)
-
-    monkeypatch.setattr(SSD, "shape", on_gpu)
+    with_ssd_blocks(monkeypatch, capability, num_sms)
     monkeypatch.setattr(operator, "carrier_of", lambda *_: NoCarrier())
     monkeypatch.setattr(operator, "check_first", lambda *_: None)
     monkeypatch.setattr(operator, "find_layout", lambda *_, **__: layout)
@@ -216,6 +211,25 @@ class NoScan:
         return contextlib.nullcontext(lambda: None)
 
 
+def with_gla_blocks(monkeypatch, capability):
+    """Give zeco_gla of CPU tensors the block sizes of a GPU."""
+    for sizes in ("SUB_BLOCK", "STEP", "LOOK", "CARRY_WORDS"):
+        if (of := getattr(gla_plans, sizes)).keys() > {"cpu"}:
+            monkeypatch.setattr(gla_plans, sizes, {"cpu": of["cuda"]})
+    monkeypatch.setattr(gla_operator, "multiprocessors", lambda device: H100_MULTIPROCESSORS)
+    monkeypatch.setattr(gla_operator, "gpu_kind", lambda device: KINDS[capability])
+
+
+def with_ssd_blocks(monkeypatch, capability, num_sms=H100_MULTIPROCESSORS):
+    """Give zeco_ssd of CPU tensors the block sizes of a GPU."""
+    find = SSD.shape
+
+    def on_gpu(*arguments):
+        return dataclasses.replace(find(*arguments), device="cuda", num_sms=num_sms, gpu=KINDS[capability])
+
+    monkeypatch.setattr(SSD, "shape", on_gpu)
+
+
 def with_gpu_blocks(monkeypatch, capability):
     """Give passes over CPU tensors the block sizes of a GPU."""
     fitted, comm = delta_passes.StatePass._fitted, types.SimpleNamespace(device=types.SimpleNamespace(type="cuda"))
@@ -224,7 +238,7 @@ def with_gpu_blocks(monkeypatch, capability):
         of_gpu = types.SimpleNamespace(d=states.d, V=states.V, dtype=states.dtype, comm=comm)
         return fitted(of_gpu, *blocks)
 
-    monkeypatch.setattr(delta_passes, "is_hopper", lambda device: capability == 90)
+    monkeypatch.setattr(delta_passes, "gpu_kind", lambda device: KINDS[capability])
     monkeypatch.setattr(delta_passes.StatePass, "_fitted", on_gpu)
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...base.caches import Recent
-from ...base.tiling import cdiv, is_hopper, next_power_of_2, power_of_2_below
+from ...base.tiling import cdiv, next_power_of_2, power_of_2_below
 from ...comm.communicator import Communicator
 from ...launch.plan import Buffer, Plan, with_places
 from ...shmem_kernels.delta_state import (
@@ -33,6 +33,7 @@ from ...shmem_kernels.segment_table import SEGMENT_WORDS
 from ...shmem_kernels.segments import delta_segments_kernel
 from ...tokens.packing import CHUNK_TOKENS, CapacityLayout, DeviceBoundaries, Layout, even_cut
 from ..carrier import AllScanCarrier, CarriedState, IncomingStates, InOrderCarrier
+from ..gpu_blocks import fitted, gpu_kind
 from .records import BoundaryStates, ChunkOperands, DeltaShape, LocalGrads, SavedStates
 
 PRECISION = {torch.bfloat16: "bf16", torch.float16: "tf32x3", torch.float32: "tf32x3"}  # see gla_plans
@@ -65,14 +66,6 @@ def blocks(BK: int, BV_max: int, dtype: torch.dtype) -> dict[str, dict[str, int]
         adjoint=several,
         gradients=dict(BV=min(32 if wide else 64, BV_max), BJ=min(32 if wide else 64, BK), num_warps=4, num_stages=1),
     )
-
-
-# On other GPUs than Hopper, unless BV is smaller. With more columns code for A100s spills kilobytes of registers, and
-# code of Triton 3.6 to 3.8 for Blackwell needs more tensor memory than the 512 columns of a multiprocessor; that of
-# KDA's gradients also with 32 channels in float32 (ptxas gets 16 wrong for Hopper only, see blocks.product_of_parts)
-NARROW = "output local adjoint scalar_output scalar_states scalar_local scalar_adjoint"
-OFF_HOPPER = dict.fromkeys(NARROW.split(), dict(BV=64, num_warps=8))
-OFF_HOPPER |= dict.fromkeys(("gradient", "rest"), dict(BJ=16, BV=32))
 
 
 def blocks_of_cpus(BK: int, BV_max: int) -> dict[str, dict[str, int]]:
@@ -137,12 +130,8 @@ class StatePass:
         widths, device = (self.d.BK, max(16, next_power_of_2(self.V))), self.comm.device
         if device.type != "cuda":
             return of_cpus(*widths)
-        sizes = of_hopper(*widths, self.dtype)
-        if not is_hopper(device):
-            for name, smaller in OFF_HOPPER.items():
-                if name in sizes and sizes[name]["BV"] >= smaller["BV"]:
-                    sizes[name] = sizes[name] | smaller  # some names share one dict
-        return sizes
+        gpu = gpu_kind(device)
+        return {name: fitted(gpu, name, sizes) for name, sizes in of_hopper(*widths, self.dtype).items()}
 
     @planned
     def forward(

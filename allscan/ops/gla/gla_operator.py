@@ -13,6 +13,7 @@ from ...comm.communicator import Communicator
 from ...launch.plan import Plan
 from ...tokens.packing import Layout
 from ..carrier import StateCarrier
+from ..gpu_blocks import gpu_kind
 from ..operator import Asked, Call, PreparedCall, SequenceOperator, check_dtypes, layout_of
 from .gla_plans import Shape, backward_plan, forward_plan, shape_of
 
@@ -268,8 +269,8 @@ class _GLA(BufferedOperator):
     def sizes(self, tensors: Sequence[Any], cu_seqlens: Tensor | None, call: Call, dtypes: Any) -> tuple[Any, ...]:
         q, _, v, _ = tensors
         (B, T, H, K), n, device = q.shape, q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1, v.device
-        of_gpu = device.type, call.zigzag, multiprocessors(device)
-        return B, T, H, K, v.shape[3], n, v.dtype, dtypes[0], *of_gpu, call.saves, call.invariant
+        of_gpu, options = (device.type, call.zigzag, multiprocessors(device)), (call.saves, call.invariant)
+        return B, T, H, K, v.shape[3], n, v.dtype, dtypes[0], *of_gpu, *options, gpu_kind(device)
 
     def specs(self, tensors: Sequence[Any], shape: Shape, dtypes: Sequence[torch.dtype], words: int) -> list:
         keys, values = ((shape.B, shape.T, shape.H, width) for width in (shape.K, shape.V))

@@ -29,6 +29,7 @@ from ...shmem_kernels.gla_strong import strong_decay_grad_kernel, strong_decay_k
 from ...shmem_kernels.segments import gated_segments_kernel
 from ...tokens.packing import CHUNK_TOKENS, Layout, carried_states, most_chunks, most_segments, segment_length
 from ..carrier import CarriedState, IncomingStates, InOrderCarrier, StateCarrier
+from ..gpu_blocks import HOPPER, fitted
 
 # Tokens of a sub-block (on a GPU its token pairs fill the registers) and of a step of keys_kernel. Larger on CPUs:
 # the interpreter's time grows with the number of operations.
@@ -42,12 +43,15 @@ APART_US = 1.75e-6  # microseconds for each element of q that a separate keys_ke
 LOOKERS = 2
 LOOK = {"cuda": 4096, "cpu": 8}
 
-# Tuned values for bfloat16 inputs that replace the defaults of GLAPlan.blocks. Key: BK, rows of a state. Value:
-# (BV, num_warps, num_stages): columns of a state in a program, warps, stages of the loop over chunks
-OF_CHUNKS = {128: (64, 4, 2)}  # state_kernel, which writes the state of every chunk
-OF_CHUNKS_REVERSE = {128: (128, 8, 1)}
-OUTPUTS = {256: (64, 4, 1)}  # output_kernel
-OUTPUTS_REVERSE = {16: (64, 4, 2), 32: (64, 4, 2), 64: (64, 4, 3), 128: (64, 4, 2)}
+# Tuned values for bfloat16 inputs that replace the defaults of GLAPlan.blocks, by launch. Key: BK, rows of a state.
+# Value: (BV, num_warps, num_stages): columns of a state in a program, warps, stages of the loop over chunks
+TUNED = dict(
+    states={},
+    chunks={128: (64, 4, 2)},  # state_kernel, which writes the state of every chunk
+    chunks_reverse={128: (128, 8, 1)},
+    output={256: (64, 4, 1)},
+    output_reverse={16: (64, 4, 2), 32: (64, 4, 2), 64: (64, 4, 3), 128: (64, 4, 2)},
+)
 CARRY_WORDS = {"cuda": 256, "cpu": 8192}  # words of a state in a program of carry_kernel
 
 # Precision of products, by input dtype. float16 cannot represent the smallest decays, so products of float16
@@ -76,6 +80,7 @@ class Shape:
     num_sms: int  # multiprocessors of the GPU; 0 on CPUs
     saves: bool  # forward saves the `intermediates` of the chunks for backward, which recomputes them otherwise
     invariant: int = 0  # tokens of a segment if the bits must not depend on the partition over ranks; 0: they may
+    gpu: str = HOPPER  # its kind, see gpu_blocks
 
     @functools.cached_property
     def segment(self) -> int:
@@ -380,29 +385,33 @@ class GLAPlan(CarryPlan):
             N=self.flags,
             d=self.d,
             **self.precision,
+            **self.fitted("strong"),
         )
 
-    def _with_state(
-        self, kernel: Any, BK: int, chosen: dict[int, tuple[int, int, int]], *args: Buffer | None, **options: Any
-    ) -> None:
-        """Record a kernel whose programs hold BK rows, BV columns of a state in registers. ``chosen``: see blocks."""
-        BV, num_warps, num_stages = self.blocks(BK, chosen)
+    def _with_state(self, kernel: Any, BK: int, name: str, *args: Buffer | None, **options: Any) -> None:
+        """Record a kernel whose programs hold BK rows, BV columns of a state in registers. ``name``: see blocks."""
+        sizes = self.blocks(BK, name)
+        BV = sizes.pop("BV")
         grid = cdiv(self.V, BV) * cdiv(self.K, BK), self.layout.num_segments, self.H
-        options |= dict(num_warps=num_warps, num_stages=num_stages, **self.precision)
+        options |= sizes | self.precision
         self.launch(kernel, grid, *args, scale=self.scale, d=self.d._replace(BK=BK, BV=BV), **options)
 
-    def blocks(self, BK: int, chosen: dict[int, tuple[int, int, int]]) -> tuple[int, int, int]:
-        """Return (BV, num_warps, num_stages) for BK; ``chosen`` overrides the defaults for bfloat16 inputs."""
+    def fitted(self, name: str, **sizes: int) -> dict[str, int]:
+        """Return the block sizes and options of the launch ``name`` on this GPU, from those on Hopper."""
+        return fitted(self.shape.gpu, f"gla_{name}", sizes)
+
+    def blocks(self, BK: int, name: str) -> dict[str, int]:
+        """Return BV, num_warps, num_stages for BK; TUNED[name] overrides the defaults for bfloat16 inputs."""
         BV = (16384 if self.is_bf16 else 8192) // max(128, BK)
         stages = max(1, min(self.num_stages, 512 // BK))
         default = BV, 8 if BK * BV > 8192 else 4, stages
-        BV, num_warps, stages = chosen.get(BK, default) if self.is_bf16 else default
+        BV, num_warps, stages = TUNED[name].get(BK, default) if self.is_bf16 else default
         BV = min(BV, self.BV_max)
         segments = self.shape.B * cdiv(self.shape.T, self.shape.segment)  # approximate, and equal for every layout
         few = 0 if self.shape.invariant else self.shape.num_sms  # one program per multiprocessor
         while BV > 32 and BK <= 64 and cdiv(self.V, BV) * segments * self.H < few:
             BV //= 2
-        return BV, num_warps if BK * BV > 8192 else 4, stages
+        return self.fitted(name, BV=BV, num_warps=num_warps if BK * BV > 8192 else 4, num_stages=stages)
 
     def segment_states(self, x: Buffer, y: Buffer, gate: Buffer, states: Buffer) -> Buffer:
         """Record the kernel that writes each segment's local state to ``states`` [NS, H, K, V].
@@ -410,14 +419,14 @@ class GLAPlan(CarryPlan):
         Returns the sums of gates [NS, H, K]."""
         sums = self.scratch(self.layout.num_segments, self.H, self.K)
         pointers = x, y, gate, self.segments, states, None, sums, *[None] * 5
-        self._with_state(state_kernel, min(128, self.BK), {}, *pointers, REVERSE=self.reverse)
+        self._with_state(state_kernel, min(128, self.BK), "states", *pointers, REVERSE=self.reverse)
         return sums
 
     def outputs(self, v: Buffer, intermediates: Chunks, incoming: IncomingStates, o: Buffer) -> None:
         """Record output_kernel. Forward does not use the parameters after o."""
         gate, _, k_out, q_in, a = intermediates
         pointers = k_out, v, q_in, a, gate, self.segments, *incoming, o, *[None] * 4
-        self._with_state(output_kernel, self.BK, OUTPUTS, *pointers, REVERSE=False)
+        self._with_state(output_kernel, self.BK, "output", *pointers, REVERSE=False)
 
     def value_gradients(
         self,
@@ -433,15 +442,15 @@ class GLAPlan(CarryPlan):
         (gate, _, k_out, q_in, a), (states, low) = intermediates, of_chunks
         pointers: tuple[Buffer | None, ...]
         whole = self.BK <= 128
-        BK, chosen = (self.BK, OUTPUTS_REVERSE) if whole else (128, OF_CHUNKS_REVERSE)
+        BK, name = (self.BK, "output_reverse") if whole else (128, "chunks_reverse")
         dstates = self.of_chunks(self.dtype)
-        passed = self.scratch(*self.by_chunks, cdiv(self.V, self.blocks(BK, chosen)[0]), self.K)
+        passed = self.scratch(*self.by_chunks, cdiv(self.V, self.blocks(BK, name)["BV"]), self.K)
         if whole:
             pointers = q_in, do, k_out, a, gate, self.segments, *incoming, dv, states, low, dstates, passed
-            self._with_state(output_kernel, BK, chosen, *pointers, REVERSE=True)
+            self._with_state(output_kernel, BK, name, *pointers, REVERSE=True)
         else:
             pointers = q_in, do, gate, self.segments, dstates, low, None, *incoming, states, passed
-            self._with_state(state_kernel, BK, chosen, *pointers, REVERSE=True)
+            self._with_state(state_kernel, BK, name, *pointers, REVERSE=True)
             BV = min(128 if self.is_bf16 else 64, self.BV_max)
             self.launch(
                 value_grad_kernel,
@@ -464,7 +473,7 @@ class GLAPlan(CarryPlan):
         states = self.of_chunks(self.dtype)
         low = self.of_chunks(torch.int8, before=grads) if self.is_bf16 else None
         pointers = x, y, gate, self.segments, states, low, None, *incoming, None, None
-        self._with_state(state_kernel, min(128, self.BK), OF_CHUNKS, *pointers, REVERSE=False)
+        self._with_state(state_kernel, min(128, self.BK), "chunks", *pointers, REVERSE=False)
         return states, low
 
     def score_gradients(self, v: Buffer, do: Buffer) -> tuple:
@@ -495,7 +504,10 @@ class GLAPlan(CarryPlan):
         """Record the kernels that write dq, dk and dg (``grads``): see grad_kernel."""
         d = self.d._replace(BV=self.columns, PARTS=of_states[2].shape[2])
         # 64 also for K = 32: for 32 columns of bfloat16 the ptxas of Triton 3.6 generates wrong code
-        BK = 64 if self.is_bf16 else min(32, self.BK)
+        sizes = self.fitted(
+            "grad", BK=64 if self.is_bf16 else min(32, self.BK), num_warps=4, num_stages=self.num_stages
+        )
+        BK = sizes.pop("BK")
         self.launch(
             grad_kernel,
             (cdiv(self.K, BK), *self.by_chunks),
@@ -504,8 +516,7 @@ class GLAPlan(CarryPlan):
             scale=self.scale,
             d=d._replace(BK=BK),
             **self.precision,
-            num_warps=4,
-            num_stages=self.num_stages,
+            **sizes,
         )
         self.launch(
             strong_decay_grad_kernel,

@@ -16,6 +16,7 @@ from ...comm.communicator import Communicator
 from ...launch.plan import Plan
 from ...tokens.packing import Layout
 from ..gla.gla_operator import SAVED_DTYPE, BufferedCall, BufferedOperator
+from ..gpu_blocks import gpu_kind
 from ..operator import FLOATS, Asked, Call, check_dtypes
 from .ssd_plans import Inputs, Options, SSDShape, backward_plan, forward_plan, shape_of, strides_of
 
@@ -235,7 +236,7 @@ class _ScalarDecay(BufferedOperator):
         (batch, T, H, P), (G, N) = x.shape, B.shape[2:]
         sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
         is_bf16 = x.dtype == B.dtype == C.dtype == torch.bfloat16
-        how = x.device.type, call.zigzag, multiprocessors(x.device), False, call.invariant
+        how = x.device.type, call.zigzag, multiprocessors(x.device), False, call.invariant, gpu_kind(x.device)
         gate_dtype = torch.float32 if dt is None else dt.dtype
         return batch, T, H, N, P, sequences, x.dtype, gate_dtype, *how, G, is_bf16
 

@@ -27,6 +27,7 @@ from ...shmem_kernels.ssd_fwd import ssd_output_kernel, ssd_scores_kernel, ssd_s
 from ...tokens.packing import CHUNK_TOKENS, Layout
 from ..carrier import IncomingStates, StateCarrier
 from ..gla.gla_plans import CarryPlan, Shape
+from ..gpu_blocks import fitted
 
 SPLIT_HEADS = 32  # most heads whose contributions to dB and dC one program adds up
 LONGEST, SHORTEST = 4096, 512  # tokens of a segment on a GPU
@@ -36,7 +37,7 @@ LEAST_PART = 8192  # least tokens of a part of the segments in backward
 # (num_warps, num_stages) of bfloat16 inputs and large states
 TUNED = dict(local=(4, 3), state=(4, 3), output=(4, 1), adjoint=(4, 1), pairs=(4, 3), gradients=(4, 3))
 TWO_HEADS = dict(local=(8, 3), state=(8, 3), adjoint=(8, 3))  # of programs with two heads of up to 8,192 elements
-WIDE = dict(local=(8, 3), state=(8, 3), adjoint=(8, 3))  # of states of more than 8,192 elements in a program
+WIDE = TUNED | dict(local=(8, 3), state=(8, 3), adjoint=(8, 3))  # of states of more than 8,192 elements in a program
 # programs of two heads that a multiprocessor has registers for; heads are taken in twos if they fill the GPU so
 RESIDENT = dict(local=2, state=1, adjoint=1)
 GRADIENT_ROWS = 64  # rows of the states in a program of ssd_gradients_kernel
@@ -182,15 +183,18 @@ class SSDPlan(CarryPlan):
             heads = 2 if filled or self.shape.invariant else 1  # invariant: the same kernel for every number of ranks
             tuned = TWO_HEADS if heads == 2 else TUNED
         warps, stages = tuned[name] if self.shape.is_bf16 and BK <= 128 else (8, 1)
+        warps = warps if BK * BV * heads > 4096 else 4
+        sizes = dict(BK=BK, BV=BV, HEADS=heads, num_warps=warps, num_stages=stages)
+        sizes = fitted(self.shape.gpu, f"ssd_{name}", sizes)
+        blocks = {field: sizes.pop(field) for field in ("BK", "BV", "HEADS")}
         self.launch(
             kernel,
-            (cdiv(self.P, BV) * self.H // heads, segments),
+            (cdiv(self.P, blocks["BV"]) * self.H // blocks["HEADS"], segments),
             *tensors,
-            d=(d or self.d)._replace(BV=BV, HEADS=heads),
+            d=(d or self.d)._replace(**blocks),
             **self.scaled,
             **fixed,
-            num_warps=warps if BK * BV * heads > 4096 else 4,
-            num_stages=stages,
+            **sizes,
         )
 
     def factors(self, x: Inputs) -> Buffer:
@@ -297,6 +301,7 @@ class BackwardPlan(SSDPlan):
     def pairs(self, x: Inputs, dy: Buffer, scores: Buffer | None, factors: Buffer, work: Work) -> None:
         """Record ssd_pairs_kernel."""
         warps, stages = TUNED["pairs"] if self.shape.is_bf16 else (4, 1)
+        options = fitted(self.shape.gpu, "ssd_pairs", dict(num_warps=warps, num_stages=stages))
         self.launch(
             ssd_pairs_kernel,
             (self.layout.num_chunks * self.G * self.split,),
@@ -305,8 +310,7 @@ class BackwardPlan(SSDPlan):
             **self.scaled,
             d=self.of_groups,
             PER_CHANNEL=per_channel(x.D),
-            num_warps=warps,
-            num_stages=stages,
+            **options,
         )
 
     def chunk_states(self, x: Inputs, factors: Buffer, incoming: IncomingStates, part: Part, work: Work) -> None:
@@ -340,6 +344,7 @@ class BackwardPlan(SSDPlan):
         """Record ssd_gradients_kernel of a part."""
         # of float32: with 8 warps, ptxas loses operands of products in TF32 (tests/support/sm90.py)
         warps, stages = TUNED["gradients"] if self.shape.is_bf16 else (4, 1)
+        options = fitted(self.shape.gpu, "ssd_gradients", dict(num_warps=warps, num_stages=stages))
         self.launch(
             ssd_gradients_kernel,
             ((part.end_chunk - part.first_chunk) * self.G * self.split * self.of_groups.NJ,),
@@ -349,8 +354,7 @@ class BackwardPlan(SSDPlan):
             **self.tokens,
             **self.scaled,
             d=self.of_groups,
-            num_warps=warps,
-            num_stages=stages,
+            **options,
         )
 
     def step_gradients(self, x: Inputs, factors: Buffer, work: Work, grads: Inputs) -> None:
