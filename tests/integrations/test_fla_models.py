@@ -601,7 +601,7 @@ def cut_case(group, choice):
         found = model(**part).logits
         answers["has 2 rows, tokens [43, 43]"] = raised(model, **part | dict(input_ids=whole.to(comm.device)))
         if kind == "gla" and "attn" in CHOICES[choice]:  # exchanges in every call
-            answers["(does a loader deal rows to them?)"] = raised(model, **cut(dealt))
+            answers["they must read the same rows"] = raised(model, **cut(dealt))
         expected = model(input_ids=part["input_ids"], use_cache=False).logits
         return relative(found, expected), answers
 

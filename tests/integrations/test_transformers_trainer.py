@@ -624,7 +624,7 @@ def cut_case(group, layout):
             "have cut different batches": cut(input_ids=dealt),
             "ranks have cut different batches": cut(labels=dealt),
             "the ranks have cut different batches": cut(input_ids=None, inputs_embeds=embedded),
-            "different batches (does a loader": cut(input_ids=None, inputs_embeds=embedded * 0, labels=dealt),
+            "different batches; they must read": cut(input_ids=None, inputs_embeds=embedded * 0, labels=dealt),
             "others not": part if last else {n: x for n, x in part.items() if n != "allscan_cut"},
             "but the model has 2 rows": part | dict(input_ids=whole, labels=whole, position_ids=torch.arange(T)[None]),
             "but the model has 1 rows": {n: x[:1] if n in ("input_ids", "labels") else x for n, x in part.items()},

@@ -118,6 +118,7 @@ TAKE_A_COMMUNICATOR = {
     "zigzag_positions": lambda comm: allscan.zigzag.zigzag_positions(T, comm=comm),
     "zigzag_first_token": lambda comm: allscan.zigzag.zigzag_first_token(T, comm=comm),
     "cut_batch": lambda comm: of_integration("batches", "cut_batch", dict(input_ids=X[..., 0, 0].long()), comm=comm),
+    "check_batch": lambda comm: of_integration("batches", "check_batch", dict(input_ids=X), comm=comm),
     "fla": lambda comm: of_integration("fla", "sequence_parallel", torch.nn.Linear(2, 2), comm=comm),
     "transformers": lambda comm: of_integration("transformers", "sequence_parallel", torch.nn.Linear(2, 2), comm=comm),
     "megatron": lambda comm: of_integration("megatron", "sequence_parallel", (), comm=comm),
