@@ -27,7 +27,7 @@ OF_A100 = OF_BLACKWELL | dict(
     states=dict(BV=64, num_warps=8),
     gradients=dict(BJ=32),
     operands=dict(BJ=32, num_warps=8),
-    strong=dict(BJ=16, BV=64, num_warps=8, maxnreg=255),
+    strong=dict(BJ=16, BV=32, num_warps=8, maxnreg=255),
     solved=dict(BJ=32, num_warps=8, maxnreg=255),
     gradient=dict(BJ=16, BV=32, num_warps=8),
     rest=dict(BJ=16, BV=32, num_warps=8),
