@@ -34,11 +34,12 @@ COLUMNS += ("proof", "gpu", "torch", "triton", "sources")
 
 class Method(NamedTuple):
     """A method. make(comm, boundaries on the host or None) returns a function of q, k, v, g, beta, whose first result
-    is o. wanted, unwanted: names of kernels that it must and must not run. note: difference from other methods."""
+    is o. wanted, unwanted: names of kernels that it must and must not run, a dict: how often in both passes, None for
+    any number. note: difference from other methods."""
 
     rule: str
     make: Callable
-    wanted: tuple[str, ...] = ()
+    wanted: tuple[str, ...] | dict[str, int | None] = ()
     unwanted: tuple[str, ...] = ()
     package: str = "allscan"
     note: str = ""
@@ -80,7 +81,7 @@ METHODS = {
     "zeco_kda, recompute=False": Method(
         "kda",
         _ours(allscan.zeco_kda, "allscan", recompute=False),
-        ("operands_kernel", "output_kernel"),
+        {"operands_kernel": 2, "output_kernel": None},  # without the third, of backward
         ("chunk_kda",),
         note="keeps w, u, kg, qg",
     ),
@@ -111,7 +112,7 @@ METHODS = {
     "zeco_gated_delta_rule, recompute=False": Method(
         "gated_delta_rule",
         _ours(allscan.zeco_gated_delta_rule, "allscan", recompute=False),
-        ("operands_kernel", "scalar_states_kernel"),
+        {"operands_kernel": None, "scalar_states_kernel": 1},  # without the second, of backward
         ("chunk_fwd",),
         note="keeps the chunks' states, v_new",
     ),

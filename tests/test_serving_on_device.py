@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from unittest import mock
 
@@ -204,20 +205,23 @@ OTHER = {  # what rank 1 has in place of these requests
 }
 
 
+def checked_call(comm, rule, query_start_loc, cut):
+    """Prefill three requests, each rank with 60 rows, and check the communicator afterwards."""
+    own = [x.to(comm.device) for x in inputs(rule, 60, torch.Generator().manual_seed(0))]
+    boundaries, cut = (torch.tensor(x, device=comm.device) for x in (query_start_loc, cut))
+    where = dict(slots=[0, 1, 2], query_start_loc=boundaries, cut=cut, on_device=True)
+    pool = torch.zeros(3, H, K, V, device=comm.device)
+    serving.prefill(getattr(allscan, f"zeco_{rule}"), *own, comm=comm, pool=pool, **where)
+    if comm.device.type == "cuda":
+        torch.cuda.synchronize()
+    comm.check()
+
+
 def other_case(group, kind, timeout=5):
     """Return the exceptions of a call in which rank 1 has another layout, and of a right one after resync()."""
     with allscan.Communicator(group, timeout=timeout) as comm:
-        own = [x.to(comm.device) for x in inputs("kda", 60, torch.Generator().manual_seed(0))]
-        pool = torch.zeros(3, H, K, V, device=comm.device)
+        call = functools.partial(checked_call, comm, "kda")
         places = [0, 50, 100, *[100] * (comm.size - 2)]
-
-        def call(query_start_loc, cut):
-            query_start_loc, cut = (torch.tensor(x, device=comm.device) for x in (query_start_loc, cut))
-            where = dict(slots=[0, 1, 2], query_start_loc=query_start_loc, cut=cut, on_device=True)
-            serving.prefill(allscan.zeco_kda, *own, comm=comm, pool=pool, **where)
-            if comm.device.type == "cuda":
-                torch.cuda.synchronize()
-            comm.check()
 
         right = dict(query_start_loc=[0, 30, 40, 100], cut=places)
         call(**right)
@@ -284,18 +288,9 @@ WRONG = {  # query_start_loc and cut that are wrong on all ranks
 
 
 def wrong_case(group, kind):
-    """Return the exception of a call with wrong boundaries on all ranks, and whether memory behind o is unchanged."""
+    """Return the exception of a call with wrong boundaries on all ranks."""
     with allscan.Communicator(group, timeout=5) as comm:
-        own = [x.to(comm.device) for x in inputs("gated_delta_rule", 60, torch.Generator().manual_seed(0))]
-        pool = torch.zeros(3, H, K, V, device=comm.device)
-
-        def call(query_start_loc, cut):
-            query_start_loc, cut = (torch.tensor(x, device=comm.device) for x in (query_start_loc, cut))
-            where = dict(slots=[0, 1, 2], query_start_loc=query_start_loc, cut=cut, on_device=True)
-            serving.prefill(allscan.zeco_gated_delta_rule, *own, comm=comm, pool=pool, **where)
-            if comm.device.type == "cuda":
-                torch.cuda.synchronize()
-            comm.check()
+        call = functools.partial(checked_call, comm, "gated_delta_rule")
 
         call([0, 30, 40, 100], [0, 50, 100])
         return raised(call, *WRONG[kind])

@@ -92,10 +92,10 @@ class Order:
         rank, neighbour, tile, expected, seen = found
         if kind == wait.BAD_SLOT.value:
             what = f"slots[{tile}] is {seen}, which another request has, or which a pool of {expected} slots lacks"
-            return self.report_error(ValueError(f"allscan.serving: {what}. {REMEDY}."))
-        if kind == wait.BAD_BOUNDARIES.value:
+        elif kind == wait.BAD_BOUNDARIES.value:
             what = f"query_start_loc must rise from 0 to at most {expected}, the end of the cut, got {seen} at its end"
             what += f" with {tile} requests; or the cut does not rise from 0, or a rank has more tokens than rows"
+        if kind in (wait.BAD_SLOT.value, wait.BAD_BOUNDARIES.value):
             return self.report_error(ValueError(f"allscan.serving: {what}. {REMEDY}."))
         job_ranks = self.store_exchange.ranks[rank], self.store_exchange.ranks[neighbour]
         if kind == wait.OUT_OF_STEP.value:

@@ -46,9 +46,8 @@ def different_tags(
     own, other = names_of((rank, neighbour), job_ranks)
     most = STEPS_A_STAMP.value
     steps = [fields[0] % most for fields in (wanted, came)]
-    remedy = REMEDY
+    remedy = NEW_ONE if steps[0] != steps[1] else REMEDY
     if steps[0] != steps[1]:
-        remedy = NEW_ONE
         why = (
             f"here it is step {steps[0]}, there it was step {steps[1]} (Communicator.step(), modulo {most}): "
             "one of the two has skipped a call"

@@ -15,7 +15,7 @@ import inspect
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -327,9 +327,7 @@ class SequenceOperator:
             zigzag = zigzag_of(asked.layout, asked.per_document, asked.cu_seqlens)
             named = dict(zip((*self.inputs, self.initial), tensors))
             check_for_an_operator(named, (*self.optional, self.initial), self.inputs[self.q_at], asked.scale)
-            cu_seqlens = cast(Any, asked.cu_seqlens)
-            if cu_seqlens is not None and not isinstance(cu_seqlens, DeviceBoundaries):
-                cu_seqlens = own_boundaries(cu_seqlens)
+            cu_seqlens = None if asked.cu_seqlens is None else own_boundaries(asked.cu_seqlens)
             first_token = checked_first_token(asked.first_token, cu_seqlens)
             invariant = comm.invariant if asked.invariant is None else asked.invariant
             invariant = check_invariant(comm, invariant, zigzag)
@@ -339,8 +337,7 @@ class SequenceOperator:
             deferred = DeferredError(error)
         if deferred is not None:
             carrier.prepare(None, deferred=deferred)  # raises the error, at a first call on all ranks
-        if not isinstance(cu_seqlens, DeviceBoundaries):
-            compare_values(comm, asked.cu_seqlens, cu_seqlens)
+        compare_values(comm, asked.cu_seqlens, cu_seqlens)
         scale = tensors[self.q_at].shape[-1] ** -0.5 if asked.scale is None else float(asked.scale)
         lower_bound, more = self.options(tensors, asked.more)
         recompute = comm.recompute if asked.recompute is None else asked.recompute
@@ -414,8 +411,7 @@ class SequenceOperator:
         if initial_state is not None:
             check_tensor(self.initial, initial_state, self.state_shape(n, q, v), comm.device)
         check_cut(comm, T, call.invariant, call.zigzag)
-        if not isinstance(cu_seqlens, DeviceBoundaries):
-            check_packed(comm, cu_seqlens, T, first_token, call.zigzag)
+        check_packed(comm, cu_seqlens, T, first_token, call.zigzag)
         if cu_seqlens is None and H == HV:  # packed inputs that are head-first would not fit the tokens of all ranks
             look_for_head_first(comm, self.titles[call.rule], self.inputs[self.q_at], q)
 

@@ -91,13 +91,21 @@ class Launcher:
                 reset(channel)
         self.backwards.adjoint_launches, self.backwards.dropped = 0, [False, False]
 
-    def channel(self, reverse: bool, fwd_epoch: Tensor | None = None, adjoint: bool = False, stamp: int = 0) -> Channel:
+    def channel(
+        self,
+        reverse: bool,
+        fwd_epoch: Tensor | None = None,
+        adjoint: bool = False,
+        stamp: int = 0,
+        step: Tensor | None = None,
+    ) -> Channel:
         """As ``AllScan.channel``, but for any algorithm and unchecked. adjoint: the launch is the adjoint of the launch
-        that wrote ``fwd_epoch``. stamp: see tags.stamp."""
+        that wrote ``fwd_epoch``. stamp: see tags.stamp. step: a step word in place of that of the stamp."""
         channel = (self._adjoint_channels if adjoint else self.channels)[reverse]
-        if fwd_epoch is None and not stamp:
+        if fwd_epoch is None and not stamp and step is None:
             return channel
-        step = self.comm.memory.step_of(stamp) if stamp else channel.step
+        if step is None:
+            step = self.comm.memory.step_of(stamp) if stamp else channel.step
         own = step, channel.fwd_epoch if fwd_epoch is None else fwd_epoch
         return Channel._make((*channel[:_STEP], *own, *channel[_BEHIND:]))  # a third of _replace's time
 
@@ -227,9 +235,8 @@ class Launcher:
             step = self._steps + 16 * stamp if order.step_word is None else order.step_word.data_ptr()
             launch.at((*addresses, (*before, step, fwd_epoch, *behind)))
         else:
-            channel = self.channel(reverse, tensors[-1], adjoint, stamp)
-            if order.step_word is not None and self.rails is None:
-                channel = channel._replace(step=order.step_word)
+            step = order.step_word if self.rails is None else None
+            channel = self.channel(reverse, tensors[-1], adjoint, stamp, step)
             self.after_launch(launch(*tensors[:-1], channel))
 
     def _with_channel(self, use: ChannelUse, addresses: list[int]) -> tuple[Any, ...]:
@@ -264,11 +271,12 @@ class Launcher:
             buffers = *buffers[:-1], stamp, buffers[-1]
 
         def call(*tensors: Tensor) -> None:
+            *others, fwd_epoch = tensors
             if isinstance(stamp, Buffer):
-                tensors, channel = tensors[:-1], self.channel(reverse, tensors[-1], adjoint)._replace(step=tensors[-2])
+                channel = self.channel(reverse, fwd_epoch, adjoint, step=others.pop())
             else:
-                channel = self.channel(reverse, tensors[-1], adjoint, stamp)
-            self.after_launch(launch(*tensors[:-1], channel))
+                channel = self.channel(reverse, fwd_epoch, adjoint, stamp)
+            self.after_launch(launch(*others, channel))
 
         check = partial(self.before_launch, launch.kernel, reverse)
         plan.launch_with(launch, buffers, call, partial(self._with_channel, use), check)

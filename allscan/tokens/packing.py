@@ -34,7 +34,7 @@ import functools
 import itertools
 import weakref
 from collections.abc import Callable, Hashable, Sequence
-from typing import NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -408,12 +408,14 @@ def boundaries_on_host(cu_seqlens: torch.Tensor) -> tuple[int, ...]:
     return _read_boundaries(TensorKey(cu_seqlens))
 
 
-def own_boundaries(cu_seqlens: object) -> torch.Tensor:
+def own_boundaries(cu_seqlens: object) -> Any:
     """Copy the caller's cu_seqlens (checks.boundaries) to private memory on the CPU, read once. Backward then reads the
-    same values as forward, even if the caller writes to its tensor in between."""
+    same values as forward, even if the caller writes to its tensor in between. DeviceBoundaries are not read."""
+    if isinstance(cu_seqlens, DeviceBoundaries):
+        return cu_seqlens
     values = boundaries(cu_seqlens)
     if torch.compiler.is_compiling():
-        return cast(torch.Tensor, _traced_copy(values)[0])  # a clone would be made again in backward
+        return _traced_copy(values)[0]  # a clone would be made again in backward
     return _own(values)
 
 

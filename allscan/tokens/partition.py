@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -117,10 +117,11 @@ def _check_alike(comm: Communicator, lengths: list[tuple[int, ...]]) -> None:
         raise comm.order.raised_everywhere(ValueError(problem))
 
 
-def compare_values(comm: Communicator, argument: object, read: torch.Tensor | None) -> None:
-    """In debug mode, at each call with packed sequences: raise ValueError on every rank if the values of ``argument``,
-    a cu_seqlens, are no longer the values ``read`` from it earlier on some rank, or if they differ between ranks."""
-    if read is None or not comm.debug or torch.compiler.is_compiling():
+def compare_values(comm: Communicator, argument: object, read: Any) -> None:
+    """In debug mode, at each call with packed sequences whose cu_seqlens the host reads: raise ValueError on every rank
+    if the values of ``argument``, a cu_seqlens, are no longer the values ``read`` from it earlier on some rank, or if
+    they differ between ranks."""
+    if not isinstance(read, torch.Tensor) or not comm.debug or torch.compiler.is_compiling():
         return
     lengths, now = (tuple(boundaries(x).tolist()) for x in (read, argument))
     answers = comm.order.exchange((lengths, now), "the values of cu_seqlens, in debug mode")
@@ -131,12 +132,10 @@ def compare_values(comm: Communicator, argument: object, read: torch.Tensor | No
     _check_alike(comm, [x[0] for x in answers])
 
 
-def check_packed(
-    comm: Communicator, cu_seqlens: torch.Tensor | None, T: int, first_token: int | None, zigzag: int = False
-) -> None:
+def check_packed(comm: Communicator, cu_seqlens: Any, T: int, first_token: int | None, zigzag: int = False) -> None:
     """Raise TypeError or ValueError if this rank alone can see that the packed sequences are invalid. A first call
     checks this before it communicates with the other ranks; in later calls partition_start raises."""
-    if cu_seqlens is None:
+    if not isinstance(cu_seqlens, torch.Tensor):  # none, or DeviceBoundaries, which a kernel checks
         return
     try:
         lengths = boundaries_on_host(cu_seqlens)

@@ -185,9 +185,10 @@ def report_of_fit(config: dict[str, Any], cuts: Sequence[Cut], options: Options,
             lines += [f"{found.parameters / 1e9:.2f} billion parameters", titles]
         columns = found.state, found.kept, found.keys, found.loss, found.work, found.arena, found.total
         numbers = " ".join(f"{x / GIB:7.1f}" for x in columns)
-        fits = "fits" if found.total <= (1 - RESERVED) * gpu else "does not fit"
-        any_fits |= fits == "fits"
-        lines.append(f"{found.ranks:5}  {found.tokens:14,} {numbers}  {found.share:6.1%} (computed)  {fits}")
+        fits = found.total <= (1 - RESERVED) * gpu
+        any_fits |= fits
+        told = "fits" if fits else "does not fit"
+        lines.append(f"{found.ranks:5}  {found.tokens:14,} {numbers}  {found.share:6.1%} (computed)  {told}")
     if not any_fits:
         lines.append(
             "less memory: more --ranks, --checkpointing, --loss-slice 4k, --shard GPUS; more speed: --layout zigzag"

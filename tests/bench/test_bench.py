@@ -510,14 +510,22 @@ def test_what_the_delta_rules_are_measured_at():
 
 
 @pytest.mark.parametrize("rule", ["kda", "gated_delta_rule"])
-def test_kernels_that_delta_benches_expect_are_those_of_the_plans(rule, monkeypatch):
+def test_kernels_that_delta_benches_expect_are_those_of_the_plans(rule):
     """Our own chunk kernels of both passes, and the kernels of all methods' communication."""
     assert {*hybrid.FAMILIES["nemotron_h"].kernels, megatron.RECURRENT["M"]} < {*dir(ssd_fwd)}
-    launch_chunks(128, 128, BF16, rule == "gated_delta_rule", monkeypatch)
-    found = collections.Counter(kernel.__name__ for kernel, *_ in Launches.made)
+    counted = []
+    for saves in (False, True):
+        with pytest.MonkeyPatch.context() as patch:
+            launch_chunks(128, 128, BF16, rule == "gated_delta_rule", patch, saves=saves)
+            counted.append(collections.Counter(kernel.__name__ for kernel, *_ in Launches.made))
+    found, kept = counted
     for name, method in local_delta.METHODS.items():
-        if method.rule == rule and name.endswith(("chunk=allscan", "recompute=False")):
+        if method.rule == rule and name.endswith("chunk=allscan"):
             proof.ran(name, found, method.wanted, method.unwanted)
+        if method.rule == rule and name.endswith("recompute=False"):
+            proof.ran(name, kept, method.wanted, method.unwanted)
+            with pytest.raises(AssertionError, match="was not what ran"):  # backward has computed again
+                proof.ran(name, found, method.wanted, method.unwanted)
     scans = found + collections.Counter(scan_kernel=2, delta_segments_kernel=2)
     for name in (name for name in delta.SEEN if name.startswith("zeco") and "one rank" not in name):
         communication = collections.Counter(SendRecv=2) if "moved" in name else collections.Counter()

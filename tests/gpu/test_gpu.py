@@ -22,7 +22,7 @@ from support.faults import poisoned_case
 from support.gla import GLACase, check, gates, gla_case
 from support.long_runs import graph_case, long_case, zigzag_case
 from support.scans import ScanCase, scan_case
-from support.values import error, inputs, late, place, relative
+from support.values import captured, error, inputs, late, place, relative
 
 pytestmark = pytest.mark.gpu
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
@@ -193,16 +193,7 @@ def gla_graph_case(group, packed, mixed, layout, recompute):
             (o * weights).sum().backward()
             return o
 
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(3):
-                step()
-        torch.cuda.current_stream().wait_stream(side)
-        comm.barrier()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            o = step()
+        graph, o = captured(comm, step)
         worst = 0.0
         for i in range(5):
             generator = torch.Generator().manual_seed(i)

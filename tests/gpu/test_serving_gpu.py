@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 import allscan
 from allscan import serving
-from support.values import late, raised, random_requests
+from support.values import captured, late, raised, random_requests
 
 pytestmark = pytest.mark.gpu
 
@@ -60,21 +60,6 @@ class Static:
 
     def conv(self, x):
         return F.conv1d(x.mT.float(), self.weight, padding=3, groups=H * K)[..., :-3].mT.to(x.dtype)
-
-
-def captured(comm, call):
-    """Return (a graph of ``call``, what it returned), after three eager calls."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            call()
-    torch.cuda.current_stream().wait_stream(side)
-    comm.barrier()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = call()
-    return graph, found
 
 
 def graph_case(group, rule, layouts):

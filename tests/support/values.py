@@ -110,6 +110,21 @@ class Copies(TorchDispatchMode):
         return found
 
 
+def captured(comm, call):
+    """Return (a graph of ``call``, what it returned), after three eager calls."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            call()
+    torch.cuda.current_stream().wait_stream(side)
+    comm.barrier()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = call()
+    return graph, found
+
+
 def raised(function, *arguments, **options):
     """Return (type name, message) of the call's exception, or None."""
     try:
