@@ -14,7 +14,8 @@ which one GPU has with 524,288 tokens in one piece.
 First a small model is checked: the last logits, and those of the next token, which each rank decodes alone, against the
 ordinary model. ``proof``: All-Scan's scans of states, which are counted on the GPU. softmax_ms, recurrent_ms, other_ms:
 kernels of one more call, by torch's profiler, on the rank with the last token. host_ms: the time that is more than the
-sum of these, which counts kernels that run at once twice.
+sum of these, which counts kernels that run at once twice. graph_ms: the same call, in one piece, captured in a CUDA
+graph and replayed, up to GRAPHED tokens; its scans are counted, too, and its token is that of the eager call.
 Without two GPUs only the check runs, on 2 CPU ranks.
 """
 
@@ -43,10 +44,11 @@ SIZES = {  # layers, width, heads, width of a head, vocabulary
     "qwen3_next": (32, 4096, 16, 128, 248320),
 }
 SMALL = 4, 64, 4, 16, 97
-TOKENS, STEPS = (8192, 32768, 131072, 524288), 3
+TOKENS, STEPS, GRAPHED = (8192, 32768, 131072, 524288), 3, 32768
 COLUMNS = (
-    *("model", "method", "ranks", "T", "pieces", "first_token_ms", "times_one_gpu", "peak_gib", "softmax_ms"),
-    *("recurrent_ms", "other_ms", "host_ms", "max_error", "proof", "gpu", "torch", "triton", "sources"),
+    *("model", "method", "ranks", "T", "pieces", "first_token_ms", "times_one_gpu", "graph_ms", "graph_times_one_gpu"),
+    *("peak_gib", "softmax_ms", "recurrent_ms", "other_ms", "host_ms", "max_error", "proof"),
+    *("gpu", "torch", "triton", "sources"),
 )
 
 
@@ -139,14 +141,41 @@ def measure(group, name: str, T: int, pieces, steps: int) -> list[dict]:
             row |= dict(first_token_ms=1e3 * statistics.median(times), other_ms=sum(kinds.values()))
             row |= dict(host_ms=max(0.0, row["first_token_ms"] - busy))
             row["peak_gib"] = torch.cuda.max_memory_allocated() / (1 << 30)
+            row["graph_ms"] = ""
+            if count == 1 and T <= GRAPHED:
+                try:
+                    row["graph_ms"] = graphed(model, prompt, comm, kind, steps)
+                except RuntimeError as failure:
+                    print(f"{name} T={T} on {comm.size} GPUs has no graph: {failure}", flush=True)
             rows.append(row)
         comm.barrier()
     return rows
 
 
-def first_token(model, prompt, comm, pieces: int) -> None:
+def first_token(model, prompt, comm, pieces: int) -> list[int]:
     logits, _ = read(model, prompt, comm, pieces)
-    logits[:, -1].argmax(-1).tolist()
+    return logits[:, -1].argmax(-1).tolist()
+
+
+def graphed(model, prompt, comm, kind, steps: int) -> float:
+    """Return the milliseconds of a replayed CUDA graph of the call."""
+    expected, graph, times = first_token(model, prompt, comm, 1), torch.cuda.CUDAGraph(), []
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        logits, cache = read(model, prompt, comm, 1)
+        token = logits[:, -1].argmax(-1)
+    for _ in range(steps + 1):
+        token.zero_()
+        before = hybrid.scans(comm, kind.state(SIZES[kind.family][3]))
+        comm.barrier()
+        start = time.perf_counter()
+        graph.replay()
+        found = token.tolist()
+        times.append(time.perf_counter() - start)
+        prove(comm, kind, SIZES[kind.family], before, 1)
+        if found != expected:
+            raise AssertionError(f"the graph's token is {found}, the eager call's {expected}")
+    del cache
+    return 1e3 * statistics.median(times[1:])
 
 
 def main() -> int:
@@ -179,14 +208,14 @@ def main() -> int:
                 finally:
                     ranks.run(hybrid.freed)
                 for row, *others in zip(*answers, strict=True):  # in zigzag rank 0 has the last token
-                    for column in ("first_token_ms", "peak_gib"):
+                    for column in ("first_token_ms", "graph_ms", "peak_gib"):
                         row[column] = max(x[column] for x in (row, *others))
-                    of_one = alone.setdefault((T, row["pieces"]), row["first_token_ms"] if size == 1 else None)
-                    times = "" if of_one is None else of_one / row["first_token_ms"]
-                    print(
-                        f"{name} T={T}, {row['pieces']} pieces, {size} GPUs: {row['first_token_ms']:.0f} ms", flush=True
-                    )
-                    table.write(row | dict(times_one_gpu=times, max_error=error if size > 1 else ""))
+                    of_one = alone.setdefault((T, row["pieces"]), row if size == 1 else {})
+                    for column, times in (("first_token_ms", "times_one_gpu"), ("graph_ms", "graph_times_one_gpu")):
+                        row[times] = of_one[column] / row[column] if row[column] and of_one.get(column) else ""
+                    took = f"{row['first_token_ms']:.0f} ms, as a graph {row['graph_ms'] or 0:.0f}"
+                    print(f"{name} T={T}, {row['pieces']} pieces, {size} GPUs: {took}", flush=True)
+                    table.write(row | dict(max_error=error if size > 1 else ""))
     print(f"wrote {arguments.csv}")
     return 0
 
