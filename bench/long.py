@@ -3,6 +3,7 @@
     python -m bench.long                                         # all GPUs; writes bench/results/long.csv
     python -m bench.long --model kimi_linear qwen3_next --tokens 131072 262144 --steps 2
     python -m bench.long --model kimi_linear --tokens 524288 --only split --steps 1 --warm 16384    # minutes a step
+    python -m bench.long --tokens 1048576 --offload --only split --steps 1    # the layers' inputs in the host's memory
 
 Models: ``gla``, that of bench.model (1.24 billion parameters, vocabulary 32,000), and the hybrids of bench.hybrid, in
 zigzag; bfloat16, for gla autocast. T tokens a rank (--tokens). Methods, in turns:
@@ -17,7 +18,7 @@ against one rank with the whole sequence. ``proof``: All-Scan's scans of states 
 ``mfu_percent``: 6 FLOPs a parameter and token, and those of softmax layers over the whole sequence, forward and
 backward without recomputation, in the time of a step, of 989 TFLOP/s. ``softmax_s``, ``softmax_tflops``: time of the
 softmax kernels in one more step, with --steps 1 in the timed one, by torch's profiler, and their FLOPs, recomputation
-counted, in that time. Without two GPUs only the check runs, on 2 CPU ranks.
+counted, in that time. One GPU has data parallel alone. Without a GPU only the check runs, on 2 CPU ranks.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ import time
 
 import torch
 import torch.distributed as dist
+from torch.autograd.graph import save_on_cpu
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -56,12 +58,19 @@ COLUMNS = (
 
 
 class LongGla(Model):
-    """The model of bench.model, with every layer recomputed and the loss in slices."""
+    """The model of bench.model, with every layer recomputed, its input kept in autocast's dtype, on the host if
+    ``offload``, and the loss in slices."""
+
+    offload = False
 
     def forward(self, tokens, labels, call, comm=None):
         x = self.embedding(tokens)
-        for layer in self.layers:
-            x = checkpoint(layer, x, call, use_reentrant=False)
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        on_gpu = x.device.type == "cuda"
+        with save_on_cpu(pin_memory=on_gpu) if self.offload else contextlib.nullcontext():
+            for layer in self.layers:
+                x = checkpoint(layer, x, call, use_reentrant=False)
         return linear_cross_entropy(self.norm(x), self.head.weight, labels, comm=comm)
 
 
@@ -70,9 +79,10 @@ class Gla:
 
     softmax = 0
 
-    def __init__(self, comm, one, small: bool) -> None:
+    def __init__(self, comm, one, small: bool, offload: bool) -> None:
         torch.manual_seed(0)
         self.model = LongGla(**dict(layers=2, width=64, heads=2, vocabulary=97) if small else {}).to(comm.device)
+        self.model.offload = offload
         self.comm, self.one, self.words = comm, one, self.model.embedding.num_embeddings
         self.dtype, layers = torch.float32 if small else torch.bfloat16, self.model.layers
         # rows and columns of a state; scans in a step, forward and reverse: each layer's forward runs twice
@@ -136,19 +146,19 @@ class Hybrid:
 
 
 @contextlib.contextmanager
-def opened(group, name: str, small: bool):
+def opened(group, name: str, small: bool, offload: bool = False):
     """Open the communicators and make the model ``name``."""
     with hybrid.communicators(group) as (comm, one), contextlib.ExitStack() as stack:
         if name == "gla":
-            yield Gla(comm, one, small)
+            yield Gla(comm, one, small, offload)
             return
         stack.enter_context(hybrid.functions(hybrid.Hybrid(name, 128 if name == "kimi_linear" else 0), comm.device))
         yield Hybrid(comm, one, small, name)
 
 
-def check(group, name: str, T: int) -> float:
+def check(group, name: str, T: int, offload: bool = False) -> float:
     """Return the error of loss and gradients of a small model against one rank with the whole sequence."""
-    with opened(group, name, True) as trained:
+    with opened(group, name, True, offload) as trained:
         comm, whole = trained.comm, text(T * trained.comm.size, 97, trained.comm.device, 0)
         mine, found = trained.mine(T), []
         for split in (False, True):
@@ -173,10 +183,10 @@ def check(group, name: str, T: int) -> float:
         return error
 
 
-def measure(group, name: str, T: int, steps: int, only, warm: int | None) -> dict:
+def measure(group, name: str, T: int, steps: int, only, warm: int | None, offload: bool) -> dict:
     """Return {method: (seconds of a step, peak GiB, parameters, proof, last loss, ms of softmax kernels, FLOPs of
     softmax layers in a forward pass)}."""
-    with opened(group, name, False) as trained:
+    with opened(group, name, False, offload) as trained:
         comm, model = trained.comm, trained.model
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
         wrapped = DistributedDataParallel(model, process_group=comm.group, gradient_as_bucket_view=True)
@@ -240,7 +250,7 @@ def sum_over(comm, x: float) -> float:
     return total.item()
 
 
-def rows_of(name: str, answers: list, T: int, error: float):
+def rows_of(name: str, answers: list, T: int, error: float, offload: bool):
     """Yield table rows from every rank's result of ``measure``, with the slowest rank's time."""
     for row in training_rows(answers, T):
         split, took = row["method"] == "split", row["step_ms"] / 1e3
@@ -250,7 +260,7 @@ def rows_of(name: str, answers: list, T: int, error: float):
         # forward, once more for recomputation, and a backward of five products for two
         row |= dict(softmax_s=ms / 1e3 if ms else "", softmax_tflops=4.5 * flops / ms / 1e9 if ms else "")
         print(f"{name}: {took:.2f} s a step, MFU {row['mfu_percent']:.1f} %", flush=True)
-        yield row | dict(max_error=error if split else "")
+        yield row | dict(max_error=error if split else "", method=row["method"] + ", inputs on the host" * offload)
 
 
 def main() -> int:
@@ -261,21 +271,25 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--only", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--warm", type=int, help="tokens per rank of the step before; default --tokens")
+    parser.add_argument("--offload", action="store_true", help="gla: keep the layers' inputs in the host's memory")
     parser.add_argument("--csv", default=results("long.csv"))
     arguments = parser.parse_args()
-    if torch.cuda.device_count() < 2:
-        return check_on_cpus(check, arguments.model)
+    if arguments.offload and arguments.model != ["gla"]:
+        parser.error("--offload is for --model gla")
+    if not torch.cuda.is_available():
+        return check_on_cpus(functools.partial(check, offload=arguments.offload), arguments.model)
     counts = arguments.ranks or [torch.cuda.device_count()]
     measured = {(name, str(count), str(T)) for name in arguments.model for count in counts for T in arguments.tokens}
     keep = lambda row: (row["model"], row["ranks"], row["T"]) not in measured  # noqa: E731
     with Table(arguments.csv, COLUMNS, keep=keep) as table, Ranks(max(counts), "cuda") as ranks:
         for name in arguments.model:
             for count in counts:
-                error = ranks.run(on_first, count, check, name, 600)[0] if count > 1 else 0.0
+                asked = name, 600, arguments.offload
+                error = ranks.run(on_first, count, check, *asked)[0] if count > 1 else 0.0
                 for T in arguments.tokens:
-                    asked = name, T, arguments.steps, arguments.only, arguments.warm
+                    asked = name, T, arguments.steps, arguments.only, arguments.warm, arguments.offload
                     answers = ranks.run(on_first, count, measure, *asked, timeout=1800)[:count]
-                    for row in rows_of(name, answers, T, error):
+                    for row in rows_of(name, answers, T, error, arguments.offload):
                         table.write(row)
                     ranks.run(hybrid.freed)
     print(f"wrote {arguments.csv}")

@@ -271,14 +271,20 @@ def long() -> str:
     """docs/long_sequences.md: training with each layer recomputed, MLP and loss in slices."""
     rows = []
     for row in _rows("long"):
-        split = row["method"] == "split"
-        told = f"one sequence of {_number(row['sequence'], 0)} tokens" if split else "a sequence a rank"
+        told = (
+            f"one sequence of {_number(row['sequence'], 0)} tokens" if "split" in row["method"] else "a sequence a rank"
+        )
+        told += ", inputs on the host" * ("host" in row["method"])
         percent = row["percent_of_data_parallel"] and f"{_number(row['percent_of_data_parallel'], 1)} %"
         numbers = [_number(row[key], digits) for key, digits in (("step_s", 2), ("tokens_per_s_per_gpu", 0))]
         numbers += [percent, _number(row["peak_gib"], 0), _number(row["mfu_percent"], 1)]
+        if row["softmax_s"]:
+            rest = 100 - 100 * float(row["softmax_s"]) / float(row["step_s"])
+            numbers += [_number(row["softmax_tflops"], 0), f"{_number(rest, 1)} %"]
         rows.append([row["model"], row["ranks"], _number(row["T"], 0), told, *numbers])
     head = ["model", "GPUs", "tokens a rank", "", "s a step", "tokens/s/GPU", "of data parallel", "peak GiB", "MFU, %"]
-    return _table(head, rows)
+    head += ["softmax, TFLOP/s", "all else, of the step"]
+    return _table(head, [[*row, *[""] * (len(head) - len(row))] for row in rows])
 
 
 def loss() -> str:
