@@ -26,6 +26,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import itertools
 import random
 import statistics
 import sys
@@ -38,6 +39,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import allscan
+from allscan.integrations.attention import Attention
 from allscan.integrations.slices import linear_cross_entropy, mlp_in_slices
 from allscan.tools.ranks import Ranks, on_first
 from allscan.zigzag import zigzag_positions
@@ -79,7 +81,7 @@ class Gla:
 
     softmax = 0
 
-    def __init__(self, comm, one, small: bool, offload: bool) -> None:
+    def __init__(self, comm, one, small: bool, offload: bool = False) -> None:
         torch.manual_seed(0)
         self.model = LongGla(**dict(layers=2, width=64, heads=2, vocabulary=97) if small else {}).to(comm.device)
         self.model.offload = offload
@@ -113,9 +115,10 @@ class Gla:
 class Hybrid:
     """A model of bench.hybrid in zigzag, and its two methods."""
 
-    def __init__(self, comm, one, small: bool, family: str) -> None:
+    def __init__(self, comm, one, small: bool, family: str, memory: int | None = None) -> None:
         self.kind = hybrid.Hybrid(family, 128 if family == "kimi_linear" else 0)
         self.comm, self.one, self.words = comm, one, 97 if small else hybrid.VOCABULARY
+        self.attention = Attention(memory=memory)
         sizes = (4, 64, 4, 16, 97) if small else (12, 2048, 16, 128, self.words)
         self.slice, dtype = 16 if small else SLICE, torch.float32 if comm.device.type == "cpu" else torch.bfloat16
         self.model = hybrid.made(self.kind, comm.device, dtype, *sizes)
@@ -135,7 +138,7 @@ class Hybrid:
         from allscan.integrations.transformers import sequence_parallel
 
         comm, layout = (self.comm, "zigzag") if split else (self.one, "contiguous")
-        how = dict(loss_in_slices=True, mlp_in_slices=self.slice)
+        how = dict(loss_in_slices=True, mlp_in_slices=self.slice, attention=self.attention)
         sequence_parallel(self.model, comm=comm, layout=layout, **how)
         self.model.gradient_checkpointing_enable(dict(use_reentrant=False))
         yield
@@ -146,19 +149,19 @@ class Hybrid:
 
 
 @contextlib.contextmanager
-def opened(group, name: str, small: bool, offload: bool = False):
+def opened(group, name: str, small: bool, **options):
     """Open the communicators and make the model ``name``."""
     with hybrid.communicators(group) as (comm, one), contextlib.ExitStack() as stack:
         if name == "gla":
-            yield Gla(comm, one, small, offload)
+            yield Gla(comm, one, small, **options)
             return
         stack.enter_context(hybrid.functions(hybrid.Hybrid(name, 128 if name == "kimi_linear" else 0), comm.device))
-        yield Hybrid(comm, one, small, name)
+        yield Hybrid(comm, one, small, name, **options)
 
 
-def check(group, name: str, T: int, offload: bool = False) -> float:
+def check(group, name: str, T: int, options: dict) -> float:
     """Return the error of loss and gradients of a small model against one rank with the whole sequence."""
-    with opened(group, name, True, offload) as trained:
+    with opened(group, name, True, **options) as trained:
         comm, whole = trained.comm, text(T * trained.comm.size, 97, trained.comm.device, 0)
         mine, found = trained.mine(T), []
         for split in (False, True):
@@ -183,10 +186,10 @@ def check(group, name: str, T: int, offload: bool = False) -> float:
         return error
 
 
-def measure(group, name: str, T: int, steps: int, only, warm: int | None, offload: bool) -> dict:
+def measure(group, name: str, T: int, steps: int, only, warm: int | None, options: dict) -> dict:
     """Return {method: (seconds of a step, peak GiB, parameters, proof, last loss, ms of softmax kernels, FLOPs of
     softmax layers in a forward pass)}."""
-    with opened(group, name, False, offload) as trained:
+    with opened(group, name, False, **options) as trained:
         comm, model = trained.comm, trained.model
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
         wrapped = DistributedDataParallel(model, process_group=comm.group, gradient_as_bucket_view=True)
@@ -250,7 +253,7 @@ def sum_over(comm, x: float) -> float:
     return total.item()
 
 
-def rows_of(name: str, answers: list, T: int, error: float, offload: bool):
+def rows_of(name: str, answers: list, T: int, error: float, told: str):
     """Yield table rows from every rank's result of ``measure``, with the slowest rank's time."""
     for row in training_rows(answers, T):
         split, took = row["method"] == "split", row["step_ms"] / 1e3
@@ -260,7 +263,7 @@ def rows_of(name: str, answers: list, T: int, error: float, offload: bool):
         # forward, once more for recomputation, and a backward of five products for two
         row |= dict(softmax_s=ms / 1e3 if ms else "", softmax_tflops=4.5 * flops / ms / 1e9 if ms else "")
         print(f"{name}: {took:.2f} s a step, MFU {row['mfu_percent']:.1f} %", flush=True)
-        yield row | dict(max_error=error if split else "", method=row["method"] + ", inputs on the host" * offload)
+        yield row | dict(max_error=error if split else "", method=row["method"] + told)
 
 
 def main() -> int:
@@ -272,24 +275,33 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--warm", type=int, help="tokens per rank of the step before; default --tokens")
     parser.add_argument("--offload", action="store_true", help="gla: keep the layers' inputs in the host's memory")
+    parser.add_argument("--memory", type=int, help="hybrids: Attention(memory=), bytes")
     parser.add_argument("--csv", default=results("long.csv"))
     arguments = parser.parse_args()
-    if arguments.offload and arguments.model != ["gla"]:
-        parser.error("--offload is for --model gla")
+    options, told = {}, ""
+    if arguments.offload:
+        options, told = dict(offload=True), ", inputs on the host"
+    if arguments.memory:
+        options, told = dict(memory=arguments.memory), f", keys in steps of {arguments.memory / (1 << 30):g} GiB"
+    if options and (arguments.offload and arguments.memory or (arguments.model == ["gla"]) != arguments.offload):
+        parser.error("--offload is for --model gla, --memory for hybrids")
     if not torch.cuda.is_available():
-        return check_on_cpus(functools.partial(check, offload=arguments.offload), arguments.model)
+        return check_on_cpus(functools.partial(check, options=options), arguments.model)
     counts = arguments.ranks or [torch.cuda.device_count()]
-    measured = {(name, str(count), str(T)) for name in arguments.model for count in counts for T in arguments.tokens}
-    keep = lambda row: (row["model"], row["ranks"], row["T"]) not in measured  # noqa: E731
+    measured = set(
+        itertools.product(
+            arguments.model, map(str, counts), map(str, arguments.tokens), [method + told for method in arguments.only]
+        )
+    )
+    keep = lambda row: (row["model"], row["ranks"], row["T"], row["method"]) not in measured  # noqa: E731
     with Table(arguments.csv, COLUMNS, keep=keep) as table, Ranks(max(counts), "cuda") as ranks:
         for name in arguments.model:
             for count in counts:
-                asked = name, 600, arguments.offload
-                error = ranks.run(on_first, count, check, *asked)[0] if count > 1 else 0.0
+                error = ranks.run(on_first, count, check, name, 600, options)[0] if count > 1 else 0.0
                 for T in arguments.tokens:
-                    asked = name, T, arguments.steps, arguments.only, arguments.warm, arguments.offload
+                    asked = name, T, arguments.steps, arguments.only, arguments.warm, options
                     answers = ranks.run(on_first, count, measure, *asked, timeout=1800)[:count]
-                    for row in rows_of(name, answers, T, error, arguments.offload):
+                    for row in rows_of(name, answers, T, error, told):
                         table.write(row)
                     ranks.run(hybrid.freed)
     print(f"wrote {arguments.csv}")

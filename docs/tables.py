@@ -274,7 +274,7 @@ def long() -> str:
         told = (
             f"one sequence of {_number(row['sequence'], 0)} tokens" if "split" in row["method"] else "a sequence a rank"
         )
-        told += ", inputs on the host" * ("host" in row["method"])
+        told += "".join(row["method"].partition(",")[1:])
         percent = row["percent_of_data_parallel"] and f"{_number(row['percent_of_data_parallel'], 1)} %"
         numbers = [_number(row[key], digits) for key, digits in (("step_s", 2), ("tokens_per_s_per_gpu", 0))]
         numbers += [percent, _number(row["peak_gib"], 0), _number(row["mfu_percent"], 1)]
