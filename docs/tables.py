@@ -280,11 +280,26 @@ def long() -> str:
         numbers += [percent, _number(row["peak_gib"], 0), _number(row["mfu_percent"], 1)]
         if row["softmax_s"]:
             rest = 100 - 100 * float(row["softmax_s"]) / float(row["step_s"])
-            numbers += [_number(row["softmax_tflops"], 0), f"{_number(rest, 1)} %"]
+            numbers += [_number(row["softmax_tflops"], 0), f"{rest:.1f} %"]
         rows.append([row["model"], row["ranks"], _number(row["T"], 0), told, *numbers])
     head = ["model", "GPUs", "tokens a rank", "", "s a step", "tokens/s/GPU", "of data parallel", "peak GiB", "MFU, %"]
     head += ["softmax, TFLOP/s", "all else, of the step"]
     return _table(head, [[*row, *[""] * (len(head) - len(row))] for row in rows])
+
+
+def prefill() -> str:
+    """docs/serving.md: time to the first token of a long prompt."""
+    rows = []
+    for row in _rows("prefill"):
+        times = [
+            f"{_number(row[took], 0)}{row[over] and f' ({_number(row[over], 2)})'}" if row[took] else ""
+            for took, over in (("first_token_ms", "times_one_gpu"), ("graph_ms", "graph_times_one_gpu"))
+        ]
+        parts = [_number(row[f"{part}_ms"], 0) for part in ("softmax", "recurrent", "other", "host")]
+        rows.append([row["model"], _number(row["T"], 0), row["pieces"], row["ranks"], *times, *parts])
+        rows[-1].append(_number(row["peak_gib"], 0))
+    head = ["model", "tokens", "pieces", "GPUs", "first token, ms (times one GPU's speed)", "as a CUDA graph"]
+    return _table([*head, "softmax", "recurrences", "other kernels", "host", "GiB"], rows)
 
 
 def loss() -> str:
@@ -518,14 +533,16 @@ _DELTA = {
 }
 
 
-def _delta(rule: str, methods: dict[str, str] = _DELTA, sizes=((16384, 32), (16384, 8), (4096, 32))) -> str:
+def _delta(
+    rule: str, methods: dict[str, str] = _DELTA, sizes=((16384, 32), (16384, 8), (4096, 32)), csv="delta"
+) -> str:
     rows = []
     for tokens, heads in sizes:
         for method, told in methods.items():
             cells: list[str] = []
             for both in ("forward", "forward+backward"):
                 wanted = dict(rule=rule, T=tokens, H=heads, gates="near 1", method=method, ranks=2) | {"pass": both}
-                found = _matching("delta", **wanted)
+                found = _matching(csv, **wanted)
                 one = found and (_number(found[0]["p50_us"], 0), _number(found[0]["times_one_rank"], 3))
                 cells += one or ("", "")
             if any(cells):
