@@ -533,9 +533,10 @@ _DELTA = {
 }
 
 
-def _delta(
-    rule: str, methods: dict[str, str] = _DELTA, sizes=((16384, 32), (16384, 8), (4096, 32)), csv="delta"
-) -> str:
+_LENGTHS = (16384, 32), (16384, 8), (4096, 32)
+
+
+def _delta(rule: str, methods: dict[str, str] = _DELTA, sizes=_LENGTHS, csv="delta") -> str:
     rows = []
     for tokens, heads in sizes:
         for method, told in methods.items():
@@ -635,9 +636,9 @@ def gated_delta_rule() -> str:
     return _delta("gated_delta_rule")
 
 
-def _delta_cp(rule: str) -> str:
+def _delta_cp(rule: str, csv: str = "delta") -> str:
     methods = {name: _DELTA[name] for name in ("fla, one rank", "fla cp_context", "fla cp_context, All-Scan", "zeco")}
-    return _delta(rule, methods, ((16384, 32), (16384, 8)))
+    return _delta(rule, methods, _LENGTHS[:2], csv)
 
 
 def kda_cp() -> str:
@@ -648,6 +649,13 @@ def kda_cp() -> str:
 def gated_delta_rule_cp() -> str:
     """docs/integrations/fla_cp.md."""
     return _delta_cp("gated_delta_rule")
+
+
+def fla_cp() -> str:
+    """docs/integrations/fla_cp.md: rules that only fla has."""
+    names = {"gdn2": "Gated DeltaNet 2", "gated_delta_product": "Gated delta product, two Householder steps a token"}
+    names |= {"dplr": "DPLR", "rwkv7": "RWKV-7"}
+    return "\n".join(f"{name}:\n\n{_delta_cp(rule, 'delta_fla')}" for rule, name in names.items())
 
 
 def _chain(kind: str, size: int, ranks: int) -> dict[str, str]:
