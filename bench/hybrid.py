@@ -34,7 +34,8 @@ The methods alternate step by step in a new order each time; a time is the media
 each step all ranks and GPUs have ended the last one, as in training that reads its loss in each step. Columns
 ``in_a_row``: 4 steps after one another, as in training that reads its loss rarely. The methods are checked first on a
 small model: loss and gradients against one rank with the whole sequence. Afterwards the kernels of one more step prove
-which method ran, for allscan also its counted scans (column ``proof``, of rank 0). --profile prints the kernel times of
+which method ran, for allscan also its counted scans (column ``proof``, of rank 0). ``bound_ms``: data parallel's step
+and the additional time of the softmax kernels in that one, a mean over the ranks. --profile prints the kernel times of
 that step, by kind and rank, and draws a softmax layer in zigzag. Without GPUs only the check runs, on 2 CPU ranks, with
 transformers' functions in torch in place of fla's.
 
@@ -96,6 +97,8 @@ COLUMNS = (
     "percent_of_data_parallel",
     "in_a_row_ms",
     "percent_in_a_row",
+    "bound_ms",
+    "percent_of_bound",
     "peak_gib",
     "max_error",
     "proof",
@@ -534,6 +537,13 @@ def print_breakdown(answers) -> None:
             print(f"  {total}: {values}; NCCL beside softmax {beside:.1f}", flush=True)
 
 
+def softmax_ms(answers, name: str) -> float:
+    """Return the time of the softmax kernels in a step, a mean over the ranks, without what merges blocks."""
+    merging = ("merge_kernel", "fold_kernel", "reverse_kernel")
+    found = [x for answer in answers for x in answer[name][4] if kind_of(x.name) == "softmax"]
+    return sum(x.us for x in found if not any(part in x.name for part in merging)) / 1e3 / len(answers)
+
+
 def softmax_layers(found) -> list[tuple[float, float]]:
     """Return (begin, end) in us of each softmax layer's kernels in a step, forward, then backward."""
     layers: list[list[float]] = []
@@ -648,7 +658,11 @@ def run(ranks, hybrid, names, count: int, arguments, table) -> None:
         for row in training_rows(answers, T):
             row["in_a_row_ms"] = ms = in_a_row[row["method"]]
             row["percent_in_a_row"] = 100 * in_a_row["data parallel"] / ms
-            print(f"{'':13} in a row: {ms:.1f} ms, {row['percent_in_a_row']:.1f} %", flush=True)
+            extra = softmax_ms(answers, row["method"]) - softmax_ms(answers, "data parallel")
+            row["bound_ms"] = 1e3 * max(answer["data parallel"][0] for answer in answers) + extra
+            row["percent_of_bound"] = 100 * row["bound_ms"] / row["step_ms"]
+            told = f"{row['percent_in_a_row']:.1f} %; {row['percent_of_bound']:.1f} % of the bound"
+            print(f"{'':13} in a row: {ms:.1f} ms, {told}", flush=True)
             rule = "All-Scan's" if row["method"].startswith("allscan") else one
             row |= dict(model=hybrid.name, rule=rule, chunk=hybrid.chunk, max_error=errors.get(row["method"], ""))
             table.write(row | dict(layers=arguments.layers, heads=arguments.heads))
