@@ -1,5 +1,5 @@
 """python -m bench.local --rule kda: zeco_kda and zeco_gated_delta_rule on one GPU, with allscan's chunk kernels and
-with fla's, against fla's operators and those of cuDNN's frontend and FlashQLA, if installed.
+with fla's, against fla's operators and those of cuDNN's frontend, FlashQLA and attn_gym, if installed.
 
 Each method is first compared with the token-by-token recurrence in float64, on 512 tokens, and then proven by the
 kernels that it launches. Times are of CUDA graphs of one call, medians over samples of 10 replays; for packed sequences
@@ -72,6 +72,14 @@ def _cudnn(_, lengths) -> Callable:
     return call
 
 
+def _attn_gym(module: str, name: str) -> Callable:
+    def make(_, lengths):
+        operator = getattr(importlib.import_module(f"attn_gym.linear.{module}"), name)
+        return functools.partial(operator, cu_seqlens=None if lengths is None else lengths.int().cuda())
+
+    return make
+
+
 _FLA_GDN = _fla("fla.ops.gated_delta_rule", "chunk_gated_delta_rule")
 _KDA = functools.partial(_fla, "fla.ops.kda", "chunk_kda")
 METHODS = {
@@ -102,6 +110,9 @@ METHODS = {
     ),
     "cudnn kimi_delta_attention": Method(
         "kda", _cudnn, (), ("chunk_kda", "operands_kernel"), "cudnn", "gates of at least -5, a truncated state"
+    ),
+    "attn_gym chunk_kda": Method(
+        "kda", _attn_gym("kda", "chunk_kda"), (), ("operands_kernel", "summary_kernel"), "attn_gym", "gates above -5.9"
     ),
     "zeco_gated_delta_rule, chunk=allscan": Method(
         "gated_delta_rule",
@@ -136,6 +147,9 @@ METHODS = {
         (),
         ("operands_kernel", "summary_kernel"),
         "flash_qla",
+    ),
+    "attn_gym chunk_gdn": Method(
+        "gated_delta_rule", _attn_gym("gdn", "chunk_gdn"), (), ("operands_kernel", "summary_kernel"), "attn_gym"
     ),
 }
 
