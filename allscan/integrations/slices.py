@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from typing import Any, NamedTuple
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 import triton
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor, Partial
 from torch.utils.checkpoint import checkpoint
 
@@ -270,8 +272,9 @@ def mlp_in_slices(module: nn.Module, slice_tokens: int | None) -> nn.Module:
     """Let ``module`` process ``slice_tokens`` tokens at a time, in place, and compute each slice again in the backward
     pass: beside its input and result it keeps nothing, and needs memory for one slice.
 
-    Each slice is one ``torch.utils.checkpoint``, so a layer that is itself checkpointed computes its MLP three times in
-    a step. Gradients of parameters are added up slice by slice in their own dtype: take slices of some thousand tokens.
+    Each slice is one ``torch.utils.checkpoint``. The input of all slices is saved once, before the first one: a layer
+    that is itself checkpointed and ends with this module computes it twice in a step, not three times. Gradients of
+    parameters are added up slice by slice in their own dtype: take slices of some thousand tokens.
 
     Args:
         module: a module whose result for a token depends on that token alone, and whose forward takes x [..., D], first
@@ -302,14 +305,54 @@ def mlp_in_slices(module: nn.Module, slice_tokens: int | None) -> nn.Module:
     return module
 
 
+class _Keep(torch.autograd.Function):
+    """Saves x for ``_Input``, in the node of its result."""
+
+    @staticmethod
+    def forward(ctx: Any, connected: Tensor, x: Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x.new_empty(0)
+
+
+class _Input:
+    """The input x of slices of tokens, saved once. Checkpoints of slices that are made in ``of_slice`` save their place
+    in x, and read it once in each backward pass."""
+
+    def __init__(self, x: Tensor, count: int) -> None:
+        self.node: Any = _Keep.apply(torch.empty(0, requires_grad=True), x).grad_fn
+        self.x: Any = None
+        self.count, self.left = count, 0
+
+    def of_slice(self, part: Tensor, first: int) -> saved_tensors_hooks:
+        shape, address = part.shape, part.data_ptr()
+
+        def pack(saved: Tensor) -> Any:
+            return None if saved.shape == shape and saved.data_ptr() == address else saved
+
+        def unpack(saved: Any) -> Tensor:
+            return self._read(first, shape[-2]) if saved is None else saved
+
+        return saved_tensors_hooks(pack, unpack)
+
+    def _read(self, first: int, tokens: int) -> torch.Tensor:
+        if self.x is None:
+            (self.x,), self.left = self.node.saved_tensors, self.count
+        part, self.left = self.x.narrow(-2, first, tokens), self.left - 1
+        if not self.left:
+            self.x = None
+        return part
+
+
 def _in_slices(module: Any, slice_tokens: int, x: Tensor, *arguments: Any, **options: Any) -> Tensor:
     """The forward of a module of ``mlp_in_slices``."""
     forward = functools.partial(type(module).forward, module)
     flat = x.reshape(*[1] * (x.ndim - 2), -1, x.shape[-1])  # contiguous slices
-    found = []
-    for part in flat.split(slice_tokens, -2):
+    parts, found = flat.split(slice_tokens, -2), []
+    kept = _Input(flat, len(parts)) if torch.is_grad_enabled() and not torch.compiler.is_compiling() else None
+    for i, part in enumerate(parts):
         if torch.is_grad_enabled():
-            y = checkpoint(forward, part, *arguments, use_reentrant=False, **options)
+            with contextlib.nullcontext() if kept is None else kept.of_slice(part, i * slice_tokens):
+                y = checkpoint(forward, part, *arguments, use_reentrant=False, **options)
         else:
             y = forward(part, *arguments, **options)
         if not isinstance(y, Tensor) or y.shape[:-1] != part.shape[:-1]:

@@ -335,6 +335,48 @@ def mlp_case(group):
     return errors, most[:2], [statistics, raised(mlp_in_slices, module, 4), raised(mlp_in_slices, whole, 0)]
 
 
+class Counted(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.wide, self.out, self.tokens = nn.Linear(D, 4 * D), nn.Linear(4 * D, D), 0
+
+    def forward(self, x):
+        self.tokens += x.shape[:-1].numel()
+        return self.out(F.dropout(F.silu(self.wide(x)), 0.5))
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.mixer, self.mlp = nn.Linear(D, D), Counted()
+
+    def forward(self, x):
+        x = x + self.mixer(x)
+        return x + self.mlp(x)
+
+
+@pytest.mark.parametrize("of_layers", [False, True])
+def test_mlps_of_checkpointed_layers_run_twice(of_layers):
+    """With dropout, and two backward passes through the same graph; a layer whose input needs no gradient."""
+    torch.manual_seed(0)
+    model, sums = nn.ModuleList(Block() for _ in range(2)), []
+    x, weights = torch.randn(2, 10, D), torch.randn(2, 10, D)
+    for sliced in (False, True):
+        for block in model:
+            mlp_in_slices(block.mlp, 20 if not sliced else 7)
+            block.mlp.tokens = 0
+        torch.manual_seed(1)
+        y = x
+        for block in model:
+            y = checkpoint(block, y, use_reentrant=False) if of_layers else block(y)
+        for _ in range(2):
+            model.zero_grad()
+            (y * weights).sum().backward(retain_graph=True)
+        sums.append([p.grad for p in model.parameters()])
+        assert [block.mlp.tokens for block in model] == [60, 60]  # forward, and once in each backward pass
+    assert max(relative(a, b) for a, b in zip(*sums)) < 2e-6
+
+
 @pytest.mark.quick
 def test_mlp_in_slices(run, size=1):
     ((errors, most, problems),) = run(size, mlp_case)
