@@ -555,6 +555,7 @@ def local_kda() -> str:
     """docs/delta_kernels.md: KDA on one GPU, allscan's chunk kernels against fla's."""
     names = {
         "zeco_kda, chunk=allscan": "**`zeco_kda`**",
+        "zeco_kda, recompute=False": "the same, `recompute=False`",
         "zeco_kda, chunk=fla": '`zeco_kda(chunk="fla")`',
         "fla chunk_kda": "fla 0.6.0's `chunk_kda`",
         "fla chunk_kda, safe_gate": "the same, `safe_gate`",

@@ -23,7 +23,7 @@ from ..comm.communicator import Communicator, check_communicator
 from ..launch.compiled_kernel import dynamo_disabled
 from ..shmem_kernels.cross_entropy import cross_entropy_kernel
 
-SLICE_BYTES = 512 << 20  # of a slice's logits, by default
+SLICE_BYTES = 640_000_000  # of a slice's logits, by default
 MULTIPLE = 128  # of a default slice's tokens: rows of a tile of matrix products
 DTYPES = torch.float32, torch.bfloat16, torch.float16
 WORDS = 4096  # in a step of the kernel, at most
@@ -81,7 +81,7 @@ def linear_cross_entropy(
         label_smoothing: in [0, 1], as in ``F.cross_entropy``.
         z_loss: factor of the squared logsumexp of a token's logits, which is added to its loss.
         scale: factor of the logits, above 0.
-        slice_tokens: tokens of a slice. None: as many as have 512 MB of logits, a multiple of 128 if that is more.
+        slice_tokens: tokens of a slice. None: as many as have 640 MB of logits, a multiple of 128 if that is more.
 
     Returns:
         float32, a number: this rank's share of the mean over the labels. NaN if no rank has a label. NaN, and its
