@@ -170,7 +170,7 @@ def sequence_parallel(
     modeling = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
     if comm is None:
         _restore(bases, heads, layers)
-        _cut_mlps(model, family, None)
+        cut_mlps(model, family, None)
         return model
     of_loss: Any = {} if isinstance(loss_in_slices, bool) else loss_in_slices
     if not isinstance(of_loss, Mapping) or not {*of_loss} <= {*OF_LOSS}:
@@ -185,7 +185,7 @@ def sequence_parallel(
         if known is not None and not isinstance(known, SplitOperator):
             setattr(modeling, name, SplitOperator(known, operator))
     _restore(bases, heads, layers)
-    _cut_mlps(model, family, mlp_in_slices)
+    cut_mlps(model, family, mlp_in_slices)
     if attention.memory is not None:
         functions = {base.config._attn_implementation for base in bases}
         if not attention.merged or functions != {"sdpa"}:
@@ -314,7 +314,7 @@ def _separate_configs(model: nn.Module, bases: Any) -> None:
             module.config = own[id(found)]
 
 
-def _cut_mlps(model: nn.Module, family: str, slice_tokens: int | None) -> None:
+def cut_mlps(model: nn.Module, family: str, slice_tokens: int | None) -> None:
     """Let the MLPs and mixtures of experts run in slices, or whole again. Those inside of another run with it."""
     home, inside = f"transformers.models.{family}.modeling_{family}", set[nn.Module]()
     for module in model.modules():

@@ -28,7 +28,8 @@ USAGE = """usage: allscan doctor       what this machine has, which transport wo
 USAGE_OF_ESTIMATE = """usage: allscan estimate CONFIG --tokens T --ranks P [--step]
                         [--batch B] [--layout zigzag] [--depth 3] [--puts] [--no-recompute]
        allscan estimate CONFIG --tokens T --ranks P,P,... --gpu 80G [--batch B] [--layout zigzag]
-                        [--checkpointing] [--loss-slice 4096] [--shard N] [--state-dtype bfloat16|float32]
+                        [--checkpointing] [--loss-slice 4096] [--mlp-slice 4096] [--shard N]
+                        [--state-dtype bfloat16|float32]
 
 CONFIG: config.json of a model of transformers (Kimi-Linear, Qwen3-Next, Qwen3.5) or of flash-linear-attention (GLA,
 KDA, Gated DeltaNet). T: tokens of the whole sequence, a multiple of P (with zigzag of 2 P). bfloat16, gates
@@ -101,6 +102,7 @@ def estimate(arguments: Sequence[str]) -> int:
     parser.add_argument("config")
     parser.add_argument("--gpu", type=size)
     parser.add_argument("--loss-slice", type=size)
+    parser.add_argument("--mlp-slice", type=size)
     parser.add_argument("--shard", type=int)
     parser.add_argument("--state-dtype", choices=["bfloat16", "float32"])
     parser.add_argument("--layout", choices=["contiguous", "zigzag"], default="contiguous")
@@ -128,12 +130,13 @@ def estimate(arguments: Sequence[str]) -> int:
                 raise ValueError("--step and --gpu are two reports: pass one of them")
             shard = 1 if options.shard is None else options.shard
             dtype = options.state_dtype or ("float32" if shard > 1 else "bfloat16")
-            of_fit = Options(options.checkpointing, shard, options.loss_slice, 4 if dtype == "float32" else 2)
+            state_bytes = 4 if dtype == "float32" else 2
+            of_fit = Options(options.checkpointing, shard, options.loss_slice, state_bytes, options.mlp_slice)
             print(report_of_fit(config, cuts, of_fit, options.gpu))
             return 0
-        of_gpu = options.shard, options.loss_slice, options.state_dtype
+        of_gpu = options.shard, options.loss_slice, options.mlp_slice, options.state_dtype
         if options.checkpointing or any(x is not None for x in of_gpu):
-            raise ValueError("--checkpointing, --shard, --loss-slice and --state-dtype are for --gpu")
+            raise ValueError("--checkpointing, --shard, --loss-slice, --mlp-slice and --state-dtype are for --gpu")
         if len(cuts) > 1:
             raise ValueError("several numbers of ranks are for --gpu")
         lines = [report(layers_of(config), cuts[0])]

@@ -23,13 +23,14 @@ BACKWARD = 2.5  # operations of attention's backward over those of its forward
 
 class Options(NamedTuple):
     """checkpointing: each layer is computed again in backward. shard: number of GPUs over which FSDP2
-    shards, 1: DistributedDataParallel. loss_slice: tokens of a slice of the loss, None: whole logits. state_bytes: of
-    a parameter, of its gradient and of each moment of AdamW."""
+    shards, 1: DistributedDataParallel. loss_slice, mlp_slice: tokens of a slice of the loss and of MLPs, None: whole.
+    state_bytes: of a parameter, of its gradient and of each moment of AdamW."""
 
     checkpointing: bool = False
     shard: int = 1
     loss_slice: int | None = None
     state_bytes: int = 2
+    mlp_slice: int | None = None
 
 
 class Fit(NamedTuple):
@@ -102,6 +103,10 @@ def fit(config: dict[str, Any], cut: Cut, options: Options) -> Fit:
     state, active, parameters = _state(model, options), _active(model), _numbers(model)
     if options.checkpointing:
         model.activation_checkpointing_enable(activation_checkpointing_kwargs=dict(use_reentrant=False))
+    if options.mlp_slice is not None:
+        from ..integrations.transformers import cut_mlps  # imports more than the rest needs
+
+        cut_mlps(model, type(model).__module__.split(".")[-2], options.mlp_slice)
     layers = Layers(model)
     layers.take()
     one = step_of(model, cut, options.loss_slice)
@@ -131,7 +136,7 @@ def fit(config: dict[str, Any], cut: Cut, options: Options) -> Fit:
 
 def check_options(options: Options) -> None:
     """Raise ValueError for numbers below 1."""
-    for name in ("shard", "loss_slice", "state_bytes"):
+    for name in ("shard", "loss_slice", "mlp_slice", "state_bytes"):
         if getattr(options, name) is not None:
             integer(name, getattr(options, name), 1)
 
@@ -191,6 +196,6 @@ def report_of_fit(config: dict[str, Any], cuts: Sequence[Cut], options: Options,
         lines.append(f"{found.ranks:5}  {found.tokens:14,} {numbers}  {found.share:6.1%} (computed)  {told}")
     if not any_fits:
         lines.append(
-            "less memory: more --ranks, --checkpointing, --loss-slice 4k, --shard GPUS; more speed: --layout zigzag"
+            "less memory: more --ranks, --checkpointing, --loss-slice 4k, --mlp-slice 4k, --shard GPUS; more speed: --layout zigzag"
         )
     return "\n".join(lines)

@@ -180,6 +180,24 @@ def test_whole_hybrids_fit_within_two_percent_of_what_was_measured():
     assert found.keys > 0 and 0 < found.share < 1
 
 
+@pytest.mark.parametrize("family", ["kimi_linear", "qwen3_next"])
+def test_long_steps_fit_as_measured(family):
+    """Peaks of bench.long, each layer recomputed, the loss and MLPs in slices."""
+    pytest.importorskip("transformers")
+    from allscan.tools.estimate_fit import Options, fit
+    from bench.hybrid import VOCABULARY, Hybrid
+    from bench.long import SLICE
+
+    config = Hybrid(family, 128 if family == "kimi_linear" else 0).config(12, 2048, 16, 128, VOCABULARY).to_dict()
+    rows = [row for row in measured("long") if row["model"] == family]
+    assert rows
+    for row in rows:
+        ranks, T = (1, int(row["T"])) if row["method"] == "data parallel" else (int(row["ranks"]), int(row["T"]))
+        found = fit(config, Cut(T * ranks, ranks, zigzag=ranks > 1), Options(True, 1, 8192, 2, SLICE))
+        print(family, row["method"], T, (found.total - found.arena) / 2**30, row["peak_gib"])
+        near(found.total - found.arena, 1024 * float(row["peak_gib"]), 0.1)
+
+
 @pytest.mark.slow
 def test_measured_shares_of_speed_are_above_the_computed_ones():
     pytest.importorskip("transformers")
