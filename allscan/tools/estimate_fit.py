@@ -196,6 +196,7 @@ def report_of_fit(config: dict[str, Any], cuts: Sequence[Cut], options: Options,
         lines.append(f"{found.ranks:5}  {found.tokens:14,} {numbers}  {found.share:6.1%} (computed)  {told}")
     if not any_fits:
         lines.append(
-            "less memory: more --ranks, --checkpointing, --loss-slice 4k, --mlp-slice 4k, --shard GPUS; more speed: --layout zigzag"
+            "less memory: more --ranks, --checkpointing, --loss-slice 4k, --mlp-slice 4k, --shard GPUS; "
+            "more speed: --layout zigzag"
         )
     return "\n".join(lines)

@@ -487,7 +487,7 @@ def test_wrong_cuts(options, message, tmp_path, capsys):
         ("--ranks 1 --gpu 1g --shard 0", "shard must be at least 1, got 0"),
         ("--ranks 1 --gpu 1g --loss-slice 0", "loss_slice must be at least 1, got 0"),
         ("--ranks 1 --gpu 1g --step", "--step and --gpu are two reports"),
-        ("--ranks 1 --shard 8", "--checkpointing, --shard, --loss-slice and --state-dtype are for --gpu"),
+        ("--ranks 1 --shard 8", "--checkpointing, --shard, --loss-slice, --mlp-slice and --state-dtype are for --gpu"),
         ("--ranks 1 --tokens 8k5", "argument --tokens: invalid size value: '8k5'"),
     ],
 )
