@@ -33,8 +33,9 @@ The rules, numbered as in docs/own_kernels.md:
    ``send``, or by one ``shift``. This holds on every rank, including the first and the last one.
 2. Launches on one channel are ordered on one stream.
 3. Between ``recv`` and ``send`` a block must not wait for another block.
-4. Values are float32 blocks [channel.BK, channel.BV] of compile-time sizes. -0.0 may arrive as +0.0; all other values
-   arrive bit for bit. The first rank receives ``b_first`` (zeros or an initial state).
+4. Values are float32 blocks [channel.BK, channel.BV] of compile-time sizes; ``b_decay`` is a number or a block with 1
+   in place of BK or BV. Others are errors at compile time. -0.0 may arrive as +0.0; all other values arrive bit for
+   bit. The first rank receives ``b_first`` (zeros or an initial state).
 5. If a program of more than one warp receives over a sentinel link, a tile has at least 32 * num_warps words.
 6. A launch has at most ``comm.max_ctas`` programs (by default half the multiprocessors), each with a loop over its
    tiles. A waiting program keeps its place on a multiprocessor, and the rank that it waits for may itself wait for

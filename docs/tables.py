@@ -248,23 +248,23 @@ def hybrid_4() -> str:
 
 
 def _hybrid(ranks: int) -> str:
-    names = {
-        "data parallel": "data parallel, a sequence of 16,384 tokens a rank",
-        "allscan, zigzag": "**`integrations.transformers`, zigzag**",
-        "allscan": "the same, consecutive parts",
-        "heads": "heads by all-to-all, in both kinds of layers",
-    }
-    rows, models = [], _hybrids("data parallel", ranks)
-    for method, told in names.items():
-        rows.append([told])
-        found = _hybrids(method, ranks)
-        for row in map(found.get, models):
+    """A row per model: tokens/s/GPU and, of the methods that split a sequence, the percentage of data parallel's."""
+    found = {method: _hybrids(method, ranks) for method in ("data parallel", "allscan, zigzag", "allscan", "heads")}
+    rows = []
+    for model in found["data parallel"]:
+        cells = [model]
+        for method, of_models in found.items():
+            row = of_models.get(model)
             if row is None:
-                rows[-1] += ["not measured"] * 2
-            else:
-                percent = _number(row["percent_of_data_parallel"], 1)
-                rows[-1] += [_number(row["tokens_per_s_per_gpu"], 0), f"{percent} %"]
-    return _table(["", *(name for told in models for name in (told, "of data parallel"))], rows)
+                cells.append("not measured")
+                continue
+            speed, percent = (
+                _number(row[x], n) for x, n in (("tokens_per_s_per_gpu", 0), ("percent_of_data_parallel", 1))
+            )
+            told = speed if method == "data parallel" else f"{speed} ({percent} %)"
+            cells.append(f"**{told}**" if method == "allscan, zigzag" else told)
+        rows.append(cells)
+    return _table(["", "data parallel", "**zigzag**", "consecutive parts", "heads by all-to-all"], rows)
 
 
 def long() -> str:

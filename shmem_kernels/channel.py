@@ -53,6 +53,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from ..bindings.triton_compat import builtin
 from .links import (
     EPOCH_BITS,
     NONE,
@@ -105,6 +106,40 @@ class Channel(NamedTuple):
     RECV: tl.constexpr  # the type of the link from prev: NONE, SENTINEL, SIGNAL, PUT (links.py) or RAILS (rails.py)
     SEND: tl.constexpr  # the link to next
     ADJOINT: tl.constexpr  # whether this launch belongs to the forward launch of the forward epoch
+
+
+@builtin
+def check_tile(channel, block, name, _semantic=None) -> None:
+    """Raise ValueError, at compile time, unless ``block``, the argument called ``name``, is float32 [BK, BV]."""
+    BK, BV, name = map(_value, (channel.BK, channel.BV, name))
+    shape = _shape_of(block)
+    if shape != [BK, BV] or block.dtype != tl.float32:
+        raise ValueError(
+            f"{name} must be a tile, float32 [{BK}, {BV}] (channel.BK, channel.BV), got "
+            f"{f'{block.dtype} {shape}' if shape else 'a number'}: convert or reshape it; a bitcast sends integers"
+        )
+
+
+@builtin
+def check_decay(channel, b_decay, _semantic=None) -> None:
+    """Raise ValueError, at compile time, unless ``b_decay`` is a number, or a block [1 or BK, 1 or BV]: one of [BK]
+    would be taken for the decays of columns."""
+    BK, BV, shape = _value(channel.BK), _value(channel.BV), _shape_of(b_decay)
+    if shape and not (len(shape) == 2 and shape[0] in (1, BK) and shape[1] in (1, BV)):
+        raise ValueError(
+            f"b_decay must be a number or a block [{BK} or 1, {BV} or 1] (channel.BK, channel.BV), got {shape}: "
+            "b_decay[:, None] decays rows, b_decay[None, :] columns"
+        )
+
+
+def _value(x: Any) -> Any:
+    """The value of a constexpr, or ``x``."""
+    return getattr(x, "value", x)
+
+
+def _shape_of(block: Any) -> list[int]:
+    """The shape of a block; [] of a number."""
+    return [*map(_value, getattr(block, "shape", ()))]
 
 
 @triton.jit
@@ -187,6 +222,7 @@ def recv(channel, tile, b_first):
     Begins the tile's epoch: gives prev its credit and waits until next has a free slot, so that ``send`` never waits.
     Returns [BK, BV] float32; NaN after a fault.
     """
+    check_tile(channel, b_first, "b_first")
     b_prev = b_first
     if (channel.RECV != NONE) | (channel.SEND != NONE):
         epoch, word, ok = begin(channel, tile, True)
@@ -199,6 +235,7 @@ def send(channel, tile, b_value):
     """Send ``b_value`` [BK, BV] float32 to the next rank, free the slot of ``recv`` and end the epoch. Never waits.
 
     Every rank calls it. The last rank sends nothing, but frees the slot and ends the epoch."""
+    check_tile(channel, b_value, "b_value")
     if (channel.RECV != NONE) | (channel.SEND != NONE):
         epoch = tl.load(channel.epoch + tile) + 1
         if epoch > 0:  # not BROKEN
@@ -210,10 +247,14 @@ def send(channel, tile, b_value):
 def allscan(channel, tile, b_state, b_decay, b_first):
     """One tile of the exclusive scan: returns prev and sends ``b_decay * prev + b_state`` on.
 
-    ``b_state`` and ``b_first`` (the initial state, used by the first rank) are [BK, BV] float32, ``b_decay`` is
-    broadcastable to them. Where ``b_decay`` is 0 the result is ``b_state``, even if prev is Inf or NaN; where it is 0
-    in the whole tile, the tile is sent before the wait for prev's. Returns (prev, inclusive), both [BK, BV].
+    ``b_state`` and ``b_first`` (the initial state, used by the first rank) are [BK, BV] float32, ``b_decay`` is a
+    number or a block [BK or 1, BV or 1]: other shapes are errors at compile time. Where ``b_decay`` is 0 the result is
+    ``b_state``, even if prev is Inf or NaN; where it is 0 in the whole tile, the tile is sent before the wait for
+    prev's. Returns (prev, inclusive), both [BK, BV].
     """
+    check_tile(channel, b_state, "b_state")
+    check_tile(channel, b_first, "b_first")
+    check_decay(channel, b_decay)
     b_prev = b_first
     if (channel.RECV == NONE) & (channel.SEND == NONE):
         b_inclusive = combine(b_state, b_decay, b_prev)
@@ -227,11 +268,13 @@ def allscan(channel, tile, b_state, b_decay, b_first):
 @triton.jit
 def send_ahead(channel, tile, begun, b_state, b_decay):
     """Send the tile now if all its decays are zero. Does nothing on the first rank, which waits for no tile, nor on the
-    last, which sends none. b_state [BK, BV] float32, b_decay broadcastable to it.
+    last, which sends none. b_state and b_decay as for ``allscan``.
 
     For programs with several tiles: ``begun = begin(channel, lowest tile)`` once; ``send_ahead`` for each tile; then
     ``allscan_begun`` for each tile, in any order.
     """
+    check_tile(channel, b_state, "b_state")
+    check_decay(channel, b_decay)
     if (channel.RECV != NONE) & (channel.SEND != NONE):
         epoch, word, ok = begun
         ok = ok & (tl.load(channel.epoch + tile) == epoch - 1)
@@ -243,6 +286,9 @@ def send_ahead(channel, tile, begun, b_state, b_decay):
 def allscan_begun(channel, tile, begun, b_state, b_decay, b_first):
     """``allscan`` of a tile that has gone through ``send_ahead`` with the same ``begun``, state and decay. b_first and
     the results as there."""
+    check_tile(channel, b_state, "b_state")
+    check_tile(channel, b_first, "b_first")
+    check_decay(channel, b_decay)
     epoch, word, ok = begun
     if (channel.RECV != NONE) | (channel.SEND != NONE):
         ok = ok & (tl.load(channel.epoch + tile) == epoch - 1)
@@ -311,6 +357,7 @@ def shift(channel, tile, b_value, b_first):
 @triton.jit
 def shift_ahead(channel, tile, begun, b_value):
     """The sending half of ``shift``, of b_value [BK, BV] float32."""
+    check_tile(channel, b_value, "b_value")
     epoch, word, ok = begun
     if channel.SEND != NONE:
         ok = ok & (tl.load(channel.epoch + tile) == epoch - 1)
@@ -322,6 +369,7 @@ def shift_ahead(channel, tile, begun, b_value):
 def shift_begun(channel, tile, begun, b_first):
     """The receiving half of ``shift``: return prev's tile, b_first [BK, BV] float32 on the first rank, NaN after a
     fault."""
+    check_tile(channel, b_first, "b_first")
     b_prev = b_first
     if (channel.RECV != NONE) | (channel.SEND != NONE):
         epoch, word, ok = begun

@@ -378,8 +378,69 @@ def dtypes_case(group, protocol):
 def test_tiles_that_are_not_float32(run, protocol):
     """Over sentinel links the bits of an int32 block would be taken for float32."""
     for found, arrives in run(2, dtypes_case, protocol):
-        assert len(found) == 6 and all("a tile must be float32" in error for error in found), found
+        assert len(found) == 6 and all("b_value must be a tile, float32 [2, 8]" in error for error in found), found
         assert arrives
+
+
+@triton.jit
+def any_kernel(p_out, channel, BK: tl.constexpr, BV: tl.constexpr, WHICH: tl.constexpr):
+    """A launch with one block [BK, BV] in the place WHICH, of [BV] without BK, of a number without both."""
+    b_tile, b_other = tl.zeros([channel.BK, channel.BV], tl.float32), 0.5
+    if BK:
+        b_other = tl.full([BK, BV], 0.5, tl.float32)
+    elif BV:
+        b_other = tl.full([BV], 0.5, tl.float32)
+    if WHICH == "b_state":
+        b_prev, _ = device.allscan(channel, 0, b_other, 1.0, b_tile)
+    elif WHICH == "b_decay":
+        b_prev, _ = device.allscan(channel, 0, b_tile, b_other, b_tile)
+    elif WHICH == "b_first":
+        b_prev = recv(channel, 0, b_other)
+        send(channel, 0, b_tile)
+    elif WHICH == "b_value":
+        b_prev = device.shift(channel, 0, b_other, b_tile)
+    elif WHICH == "sent":
+        b_prev = recv(channel, 0, b_tile)
+        send(channel, 0, b_other)
+    elif WHICH == "begun":
+        begun = device.begin(channel, 0)
+        device.send_ahead(channel, 0, begun, b_tile, b_other)
+        b_prev, _ = device.allscan_begun(channel, 0, begun, b_tile, b_other, b_tile)
+    at = tl.arange(0, channel.BK)[:, None] * channel.BV + tl.arange(0, channel.BV)[None, :]
+    tl.store(p_out + at, b_prev)
+
+
+# (place, BK, BV) of blocks for tiles [8, 8]: a square one, where rows and columns are not told apart by their sizes
+SIZES = (0, 8), (1, 8), (8, 1), (8, 4), (0, 0)
+OTHERS = [(name, *size) for name in ("b_state", "b_first", "b_value") for size in SIZES]
+OTHERS += [(name, *size) for name in ("b_decay", "begun") for size in ((0, 8), (8, 4), (2, 8))]
+
+
+def shapes_case(group, others):
+    """Return the error of a launch for each of ``others``, and those of launches with decays of all allowed shapes."""
+    with allscan.Communicator(group, timeout=60) as comm:
+        scan, out, found = allscan.AllScan(comm, (8, 8), tile=(8, 8)), torch.zeros(8, 8, device=comm.device), []
+        allowed = [("b_decay", *size) for size in ((8, 8), (8, 1), (1, 8), (1, 1), (0, 0))]
+        for which, BK, BV in (*others, *allowed):
+            try:
+                scan.launch(any_kernel, (1,), out, scan.channel(), BK, BV, which, num_warps=1)
+                found.append("")
+            except Exception as error:
+                found.append("".join(traceback.format_exception(error)))
+        return found
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_blocks_that_are_no_tiles(run, size):
+    """Triton would broadcast them: every rank raises before a launch, also where it sends or receives nothing."""
+    # in the interpreter recv() runs before send() raises, and a next rank would wait
+    others = OTHERS + [("sent", *sizes) for sizes in SIZES if size == 1]
+    for found in run(size, shapes_case, others):
+        for (which, BK, BV), message in zip(others, found):
+            name = dict(begun="b_decay", sent="b_value").get(which, which)
+            got = f"[{BK}, {BV}]" if BK else f"[{BV}]" if BV else "a number"
+            assert f"{name} must be" in message and "[8" in message and got in message, (which, BK, BV, message)
+        assert found[len(others) :] == [""] * 5, found
 
 
 def opposite_case(group):

@@ -62,7 +62,8 @@ class AllScanTimeout(AllScanError):
         timeout: seconds.
         others: reports of other ranks on calls that they rejected, as sentences; "" if there are none.
         job_ranks: global ranks (of the job) of ``rank`` and ``neighbour``.
-        places: the last call and the step of both ranks' hosts, as sentences; a host may be ahead of its GPU.
+        places: the last call, its shape and the step of both ranks' hosts, which may be ahead of their GPUs; the scans
+            that were given up; and which call a rank has left out, where counts show it. As sentences.
     """
 
     def __init__(

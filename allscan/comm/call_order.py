@@ -19,12 +19,13 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from ..base.errors import (
     NEW_ONE,
     REMEDY,
+    AllScanHostTimeout,
     AllScanOutOfStep,
     AllScanRejected,
     AllScanTimeout,
@@ -35,6 +36,7 @@ from ..bindings.torch_compat import stops_recomputation
 from ..shmem_kernels import wait
 from ..shmem_kernels.channel import STAMPS
 from .host_exchange import FAILED, LOST, REJECTED, StoreExchange, by_rank, differing, if_late
+from .places import Place, told
 from .tags import different_tags, hash_of
 
 E = TypeVar("E", bound=Exception)
@@ -56,6 +58,7 @@ class Order:
         # makes a call, then 1 until a call outside of backward passes, then 2. Also 2 from the first step() on
         self.loop = 0 if store_exchange.size > 1 else 2
         self.generation = -1  # number of calls of restart() after the first
+        self.gave_up: Callable[[int], str] = lambda calls: ""  # see places.gave_up, without the number of calls
         self.restart()
 
     def restart(self) -> None:
@@ -66,7 +69,7 @@ class Order:
         self.steps = 0  # calls of Communicator.step(); replays of CUDA graphs are counted on the device only
         self.missed_steps = 0  # calls of step() that raised: the device has not counted them
         self.what = "none"  # name of the last call that was entered
-        self._places = ""  # the last calls of this rank and of the one that it waited for, once a wait has timed out
+        self._places = ""  # where this rank and the one that it waited for are, once a wait has timed out
         self.forwards = 0  # forward passes of split models begun, also those that raised before they made a call
         self.launches = 0  # counted in debug mode only
         # Debug mode: number of the last call in which this rank has launched a kernel. Without it no exchange follows a
@@ -104,14 +107,24 @@ class Order:
             AllScanTimeout(rank, neighbour, tile, expected, seen, self._timeout, others, job_ranks)
         )
         if not self._places:
-            told = self.store_exchange.place(neighbour, HEARD_S) or f"has reported nothing for {HEARD_S:g} s"
-            self._places = f"Rank {rank} {self._place()}; rank {neighbour} {told}. "
+            told_place = self.store_exchange.place(neighbour, HEARD_S)
+            other = f"has reported nothing for {HEARD_S:g} s" if told_place is None else Place(*told_place)
+            self._places = told({rank: self._place(), neighbour: other})
         error.places = self._places
         return error
 
-    def _place(self) -> str:
-        step = f"in step {self.steps}" if self.steps else "and has never called step()"
-        return f"has made {self.describe_call_counts()} calls, the last is {self.what}, {step}"
+    def _place(self) -> Place:
+        forward, reverse = self.call_counts
+        device = self.gave_up(forward + reverse) if self._record[_SET] else ""
+        return Place(forward, reverse, self.what, self.steps, device)
+
+    def _places_of_reported(self) -> str:
+        """Sentences on where this rank is, and the others that have reported a fault."""
+        own, found = self.store_exchange.rank, dict[int, Place | str]()
+        for rank in range(self.store_exchange.size):
+            if rank != own and (place := self.store_exchange.place(rank, 0.0)) is not None:
+                found[rank] = Place(*place)
+        return told({own: self._place(), **found}).rstrip(" .")
 
     def unreported_error(self) -> Exception | None:
         """The error for the fault record, if it is set and this rank has reported no error yet; else None."""
@@ -227,7 +240,8 @@ class Order:
     def _explained(self, problem: object) -> str:
         """``problem`` as sentences, followed by the reported fault if there is one and ``problem`` lacks it."""
         fault = self.fault()
-        return f"{problem}. {REMEDY}." if fault is None or fault in str(problem) else f"{problem}; {fault}. {REMEDY}."
+        why = problem if fault is None or fault in str(problem) else f"{problem}; {fault}"
+        return f"{why}. {self._places_of_reported()}. {REMEDY}."
 
     def late_after_fault(self, kind: str, late: str) -> str | None:
         """The AbortCheck of exchanges that ranks enter after a fault, too. Decisions then begin with ``kind``."""
@@ -283,6 +297,8 @@ class Order:
             raise (self.error_of_record() if self._record[_SET] else error) from None
         except RuntimeError as error:  # no rank has launched anything
             self.everywhere = True
+            if isinstance(error, AllScanHostTimeout):
+                launch += f". {self._places_of_reported()}"
             if launch:
                 error.args = (f"{error}{launch}",)
             raise

@@ -38,7 +38,7 @@ class Calls:
     _closed: bool
     check: Callable[[], None]
 
-    def call(self, reverse: bool = False, what: str = "allscan", inputs: object = ()) -> AbstractContextManager[None]:
+    def call(self, reverse: bool = False, what: str = "a check", inputs: object = ()) -> AbstractContextManager[None]:
         """Context manager of one user call: counts it, and remembers it if it raises on this rank alone.
 
         ``what``: name of the called function. ``inputs``: its inputs; tensors and tuples of tensors among them are

@@ -48,6 +48,7 @@ from .host_exchange import (
     differing,
 )
 from .memory import Line, Memory
+from .places import gave_up
 from .process_groups import is_desynchronized, mark_desynchronized
 from .topology import Topology, check_algorithm, reach
 
@@ -221,6 +222,7 @@ class Communicator(Calls):
             store_exchange = store_exchange.private(token)
         store_exchange.timeout = self._timeout
         self.order = Order(store_exchange, self._timeout, self.host_record)
+        self.order.gave_up = functools.partial(gave_up, self.collectives, self.streams, self.host_record)
         self._closed = False
 
     @property

@@ -289,7 +289,7 @@ class StoreExchange:
         """Where the absent ``rank`` (global) has waited itself, as the end of a message."""
         found = _find(store, f"{_WAITS}{rank}")
         if found is None:
-            return ""
+            return ", and has reported nothing"
         name, what = json.loads(found)
         return f", it waited in: {what}" + (", of another communicator or group" if name != self.name else "")
 
@@ -341,22 +341,22 @@ class StoreExchange:
         return {rank: _as_tuples(json.loads(text)) for rank, text in found.items() if text is not None}
 
     @_if_there
-    def tell_fault(self, why: str, place: str) -> None:
-        """Report a fault to all ranks. The first report stays until ``forget``; later ones are ignored. place: this
-        rank's last call."""
-        self.store.set(f"{self._prefix}place/{self.rank}", place)
+    def tell_fault(self, why: str, place: Sequence[object]) -> None:
+        """Report a fault to all ranks. The first report stays until ``forget``; later ones are ignored. place: where
+        this rank is, see places.py."""
+        self.store.set(f"{self._prefix}place/{self.rank}", json.dumps(place))
         self.store.compare_set(f"{self._prefix}fault", "", f"rank {self.rank} {why}")
 
     def fault(self) -> str | None:
         """The reported fault, or None."""
         return self._posted("fault")
 
-    def place(self, rank: int, seconds: float) -> str | None:
-        """The last call of a rank that has reported a fault; None if it does not within ``seconds``."""
+    def place(self, rank: int, seconds: float) -> Sequence[Any] | None:
+        """The ``place`` of a rank that has reported a fault; None if it does not within ``seconds``."""
         begun = time.monotonic()
         while (found := self._posted(f"place/{rank}")) is None and time.monotonic() - begun < seconds:
             time.sleep(2e-2)
-        return found
+        return None if found is None else list(json.loads(found))
 
     @_if_there
     def _posted(self, key: str) -> str | None:

@@ -141,7 +141,7 @@ def agree_sequence(
     see batches.py; ``kernel``: number of tokens in the convolutions' states, -1 without a cache.
     """
     B, T, cu_seqlens, zigzag, per_document, attention, inner, home, alike = asked
-    with comm.call():
+    with comm.call(False, f"the forward pass of {type(alike.model).__name__} (tokens [{B}, {T}])"):
         lengths = None if cu_seqlens is None else boundaries_on_host(boundaries(cu_seqlens))
         rises, begun = None, []  # position_ids at the beginnings of sequences
         if lengths is None and position_ids is not None:

@@ -116,10 +116,12 @@ class PreparedCall:
     states: shape of initial and final states. carried_states: number of states that are sent in each direction.
     fixed: the custom operators' last inputs, which are equal in all of these calls. saved_specs: (dtype, shape, device)
     of ``SequenceOperator.kept`` and of do. pending: functions that make the communicator's PendingBackward records of
-    an outstanding backward pass.
+    an outstanding backward pass. name, backward_name: of the passes, in errors.
     """
 
     saved_specs: list[tuple[Any, ...]]
+    name: str
+    backward_name: str
 
     def __init__(
         self,
@@ -279,7 +281,8 @@ class SequenceOperator:
                 carrier = kind(comm, self.dense)
             else:
                 carrier = comm.attributes.get((kind, self.dense)) or kind.of(comm, self.dense)
-        recording = tracing or (num_dispatch_modes() and recorded())
+        modes = not tracing and num_dispatch_modes()
+        recording = tracing or (modes and recorded())
         prepared = key = cu_seqlens = None
         with contextlib.nullcontext() if recording else comm.call(False, self.titles[rule], tensors):
             differentiable = False
@@ -288,7 +291,7 @@ class SequenceOperator:
                 differentiable = bool(of_tensors[-1])  # 2: there are inference tensors, which torch cannot save
                 # calls that need all checks bypass the cache: Decimal(1), an invalid scale, equals 1.0, and 1 is True
                 types = *map(type, asked[1:-1]), *map(type, asked.more)
-                known = asked.first_token is None and not (comm.debug or asked.per_document or num_dispatch_modes())
+                known = asked.first_token is None and not (comm.debug or asked.per_document or modes)
                 if known and KEYABLE.issuperset(types) and of_tensors[-1] != 2:
                     key = of_tensors, rule, asked[1:], types, carrier.handle, of_all
                     prepared = comm.calls.get(key)
@@ -308,6 +311,7 @@ class SequenceOperator:
                     prepared = self._prepare(carrier, inputs, cu_seqlens, first_token, call)
                     if key is not None:
                         comm.calls.remember(key, prepared)
+                comm.order.what = prepared.name
                 if differentiable:
                     found = self.eager((prepared, cu_seqlens, final), *inputs)
                 else:
@@ -379,7 +383,9 @@ class SequenceOperator:
 
             first = FirstCall(signature, shape, agree, self.summed_gates(call.rule))
             check_first(comm, first, check, partial(self.gates, tensors, call), carrier.prepare)
-        return self.make(carrier, tensors, cu_seqlens, first_token, call, traced)
+        prepared = self.make(carrier, tensors, cu_seqlens, first_token, call, traced)
+        prepared.name, prepared.backward_name = names_of(self.titles[call.rule], *v.shape[:2], *prepared.states[1:])
+        return prepared
 
     def check_all(
         self,
@@ -462,6 +468,7 @@ class SequenceOperator:
         carrier = carrier_of(handle, call.invariant, self.dense)
         with carrier.comm.call(False, self.titles[call.rule], tuple(tensors)):
             prepared = self._prepare(carrier, tensors, cu_seqlens, first_token, call, traced=True)
+            carrier.comm.order.what = prepared.name
             return prepared.forward(*tensors, cu_seqlens, final)
 
     def _fake(self, *inputs: Any) -> tuple[Tensor | None, ...]:
@@ -478,7 +485,8 @@ class SequenceOperator:
         call = call_of(scale, lower_bound, text) if prepared is None else prepared.call
         carrier = carrier_of(handle, call.invariant, self.dense) if prepared is None else prepared.carrier
         title = self.titles[call.rule]
-        with carrier.comm.call(True, f"the backward of {title}", (do, dfinal)):
+        name = f"the backward of {title}" if prepared is None else prepared.backward_name
+        with carrier.comm.call(True, name, (do, dfinal)):
             if torch.is_grad_enabled():
                 raise second_derivative_error(title)
             for i in (self.q_at, self.v_at):
@@ -488,6 +496,7 @@ class SequenceOperator:
             if prepared is None:
                 rest = kept, do, cu_seqlens, first_token, call
                 prepared = self.make_again(carrier, rest, check, (gate_dtype, last_dtype))
+                carrier.comm.order.what = names_of(title, *do.shape[:2], *prepared.states[1:])[1]
             *kept, do = check(prepared.saved_specs)
             return tuple(prepared.backward(do, dfinal, kept, initial))
 
@@ -515,6 +524,13 @@ def typed(function: Callable[..., Any], results: int, *tables: dict[str, Any], *
         parameters, return_annotation=tuple.__class_getitem__((Tensor,) * results)
     )
     return call
+
+
+@functools.lru_cache(4096)
+def names_of(title: str, B: int, T: int, H: int, K: int, V: int) -> tuple[str, str]:
+    """The names of the forward and the backward pass of a call, with this rank's shape."""
+    of = f"{title} (tokens [{B}, {T}], H {H}, K {K}, V {V})"
+    return of, f"the backward of {of}"
 
 
 def carried(q: Tensor, v: Tensor, sequences: int, zigzag: int) -> tuple[int, int, int]:

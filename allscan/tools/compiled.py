@@ -32,8 +32,23 @@ def channel_type(
     DEPTH: int = 3,
     ADJOINT: bool = False,
 ) -> tuple[Channel, dict[str, int]]:
-    """(type of a Channel argument, its constants by field). recv, send: links; the default is a rank with two mapped
-    neighbours. For put links ``Compiled`` needs NVSHMEM's library as ``extern_libs``."""
+    """The Channel argument of a kernel that ``Compiled`` compiles.
+
+    Args:
+        recv, send: links; the default is a rank with two mapped neighbours. For put links ``Compiled`` needs NVSHMEM's
+            library as ``extern_libs``.
+        num_tiles, BK, BV, DEPTH, ADJOINT: the fields of ``allscan.device.Channel``: number of tiles, rows and columns
+            of a tile, slots of a tile, whether the launch is of a backward pass.
+
+    Returns:
+        (the type of the argument, its constants by field).
+
+    Raises:
+        Nothing: the kernel's compilation rejects sizes that are no powers of two.
+
+    Example:
+        >>> channel, fixed = channel_type(BK=128, BV=32)
+    """
     constants = dict(num_tiles=num_tiles, BK=BK, BV=BV, DEPTH=DEPTH, RECV=recv, SEND=send, ADJOINT=ADJOINT)
     types = {name: "constexpr" for name in constants}
     types |= {name: "*fp32" for name in ("inbox", "next_inbox", "outbox")}
@@ -42,25 +57,31 @@ def channel_type(
 
 
 class Compiled:
-    """A compiled kernel: ``registers`` per thread, ``spilled_bytes`` per thread, ``shared`` memory per block in bytes,
-    ``tensor_memory`` (columns, of 512), ``ptx``, ``cubin``, ``instructions``."""
+    """A kernel that is compiled for a GPU, without that GPU.
+
+    Attributes: ``registers`` per thread, ``spilled_bytes`` per thread, ``shared`` memory per block in bytes,
+    ``tensor_memory`` (columns, of 512), ``ptx``, ``cubin``, ``instructions``.
+
+    Args:
+        kernel: a ``triton.jit`` function.
+        arguments: name -> Triton type ("*fp32", "i32", "fp32"), or a named tuple of types, e.g. for a Channel.
+        constants: name -> value of each other argument; a dict for a tuple.
+        capability: the GPU's compute capability: 90 for H100 and H200, 80 for A100.
+        **options: Triton's launch options: num_warps, 4 by default; num_stages, extern_libs ...
+
+    Raises:
+        TypeError: if ``kernel`` is no ``triton.jit`` function, also where TRITON_INTERPRET is set.
+        ValueError: if an argument of the kernel is missing; unknown arguments are ignored.
+        triton.CompilationError: if Triton rejects the kernel.
+
+    Example:
+        >>> found = Compiled(my_kernel, {"p_x": "*fp32", "channel": channel}, {"channel": fixed}, num_warps=8)
+        >>> print(found.registers, found.spilled_bytes)
+    """
 
     def __init__(
         self, kernel: Any, arguments: dict[str, Any], constants: dict[str, Any], capability: int = 90, **options: Any
     ) -> None:
-        """Compile ``kernel`` for a GPU of this capability.
-
-        Args:
-            kernel: a ``triton.jit`` function.
-            arguments: name -> Triton type ("*fp32", "i32", "fp32"), or a named tuple of types, e.g. for a Channel.
-            constants: name -> value of each other argument; a dict for a tuple.
-            capability: the GPU's compute capability: 90 for H100 and H200, 80 for A100.
-            **options: Triton's launch options: num_warps, 4 by default; num_stages, extern_libs ...
-
-        Raises:
-            TypeError: if ``kernel`` is no ``triton.jit`` function.
-            ValueError: if an argument of the kernel is missing; unknown arguments are ignored.
-        """
         if not isinstance(kernel, triton.JITFunction):
             raise TypeError(
                 f"kernel must be a triton.jit function, with TRITON_INTERPRET unset, got {type(kernel).__name__}"
@@ -100,6 +121,19 @@ class Compiled:
         return disassembled(self.cubin)
 
     def count(self, pattern: str) -> int:
-        """The number of PTX instructions that match the regular expression."""
+        """Count instructions of the PTX.
+
+        Args:
+            pattern: a regular expression.
+
+        Returns:
+            The number of lines of the PTX that match it, without comments.
+
+        Raises:
+            re.error: for a wrong expression.
+
+        Example:
+            >>> found.count("bar.sync")
+        """
         lines = [line for line in self.ptx.splitlines() if not line.lstrip().startswith("//")]
         return sum(bool(re.search(pattern, line)) for line in lines)

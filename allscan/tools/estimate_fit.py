@@ -182,7 +182,7 @@ def report_of_fit(config: dict[str, Any], cuts: Sequence[Cut], options: Options,
     lines: list[str] = []
     any_fits = False
     for cut in cuts:
-        print(f"allscan estimate: {cut.ranks} ranks", file=sys.stderr)
+        print(f"allscan estimate: {cut.ranks} rank{'s' * (cut.ranks > 1)}", file=sys.stderr)
         found = fit(config, cut, options)
         if not lines:
             titles = "ranks  tokens of each   state    kept    keys    loss    work   arena   total"

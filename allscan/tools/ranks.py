@@ -34,18 +34,24 @@ _groups: dict[int, Any] = {}  # groups of on_first, by number of ranks
 class Ranks:
     """``size`` processes with torch.distributed initialised, which run functions collectively until the block ends.
 
-        with Ranks(4) as ranks:
-            results = ranks.run(function, *arguments)        # function(*arguments) in every process; list by rank
+    Functions and arguments are pickled, so functions must be defined in importable modules. Ranks without GPUs run
+    kernels in Triton's interpreter, and are forked from multiprocessing's fork server, which has imported torch, so
+    that they start fast. CUDA does not survive a fork, so ranks with GPUs are spawned.
 
-    device: "cuda" (rank r on GPU r; with ``ALLSCAN_TRANSPORT=ipc`` ranks may share fewer GPUs), "cpu"
-        (Triton's interpreter), or "auto".
-    backend: torch.distributed's back end; default nccl on GPUs, gloo without GPUs or if ranks share them.
-    share: whether ranks may share GPUs also over NVSHMEM, if NVSHMEM supports it (it does if the ranks have different
-        host names).
-    Functions and arguments are pickled, so functions must be defined in importable modules.
+    Args:
+        size: number of ranks.
+        device: "cuda" (rank r on GPU r; with ``ALLSCAN_TRANSPORT=ipc`` ranks may share fewer GPUs), "cpu" (Triton's
+            interpreter), or "auto".
+        backend: torch.distributed's back end; default nccl on GPUs, gloo without GPUs or if ranks share them.
+        share: whether ranks may share GPUs also over NVSHMEM, if NVSHMEM supports it (it does if the ranks have
+            different host names).
 
-    Ranks without GPUs are forked from multiprocessing's fork server, which has imported PRELOAD, so that they start
-    fast. CUDA does not survive a fork, so ranks with GPUs are spawned.
+    Raises:
+        ValueError: if there are fewer GPUs than ranks.
+
+    Example:
+        >>> with Ranks(4) as ranks:
+        ...     values = ranks.run(function, *arguments)     # function(*arguments) in every process; list by rank
     """
 
     def __init__(self, size: int, device: str = "auto", backend: str | None = None, share: bool = False) -> None:
@@ -87,16 +93,39 @@ class Ranks:
             os.environ.update(before)
 
     def start(self, function: Callable[..., Any], *arguments: Any) -> None:
-        """Start ``function`` in every process; does not wait."""
+        """Start ``function`` in every process; does not wait.
+
+        Args:
+            function: of an importable module.
+            arguments: positional ones.
+
+        Raises:
+            AttributeError, TypeError, pickle.PicklingError: if one of them cannot be pickled.
+
+        Example:
+            >>> ranks.start(function, 3)
+            >>> answers = ranks.results()
+        """
         self._calls += 1
         for pipe in self._pipes:
             with contextlib.suppress(OSError):  # its process has ended: results() says so
                 pipe.send((self._calls, function, arguments))
 
     def results(self, timeout: float = 300.0, after_failure: float | None = None) -> list:
-        """(value, None) or (None, exception) of every rank for the last call; a dead process gives a ProcessError.
+        """Wait for the answers of all ranks to the last ``start``.
 
-        after_failure: seconds until the other ranks must answer once a rank has failed, since they may wait for it.
+        Args:
+            timeout: seconds; a rank that does not answer gives a TimeoutError, and prints its stack.
+            after_failure: seconds until the other ranks must answer once a rank has failed, since they may wait for it.
+
+        Returns:
+            (value, None) or (None, exception) of every rank, by rank; a dead process gives a ProcessError.
+
+        Raises:
+            Nothing of the ranks: their errors are in the list.
+
+        Example:
+            >>> (value, error), *_ = ranks.results(timeout=60)
         """
         deadline, limit = time.monotonic() + timeout, f"within {timeout:g} s"
         answers: dict[int, tuple[Any, Exception | None]] = {}
@@ -129,13 +158,37 @@ class Ranks:
         time.sleep(0.5)
 
     def run(self, function: Callable[..., Any], *arguments: Any, timeout: float = 300.0) -> list:
-        """The values of ``function(*arguments)`` by rank. RuntimeError with the tracebacks if any rank failed; the
-        other ranks then have 30 s to answer."""
+        """Run ``function`` in every process.
+
+        Args:
+            function: of an importable module.
+            arguments: positional ones.
+            timeout: seconds; after a rank's failure the others have 30 s to answer.
+
+        Returns:
+            The values of ``function(*arguments)`` by rank.
+
+        Raises:
+            RuntimeError: with the tracebacks, if any rank failed or did not answer.
+
+        Example:
+            >>> assert max(ranks.run(largest_error, "zigzag")) < 1e-5
+        """
         self.start(function, *arguments)
         return values_of(self.results(timeout, after_failure=30.0))
 
     def close(self, timeout: float = 20.0) -> None:
-        """End all processes; those that have not ended by themselves within ``timeout`` seconds are killed."""
+        """End all processes. The end of the ``with`` block calls it.
+
+        Args:
+            timeout: seconds; processes that have not ended by themselves by then are killed.
+
+        Raises:
+            Nothing.
+
+        Example:
+            >>> ranks.close()
+        """
         for pipe in self._pipes:
             with contextlib.suppress(OSError):
                 pipe.send_bytes(b"")

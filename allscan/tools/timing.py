@@ -10,7 +10,21 @@ import triton.language as tl
 
 
 def replay_us(calls: Sequence[Callable[[], object]], replays: int = 30) -> torch.Tensor:
-    """Microseconds of a CUDA graph of ``calls``, one value per replay, after a warm-up."""
+    """Time a CUDA graph of ``calls``, after a warm-up. Collective if the calls are.
+
+    Args:
+        calls: functions without arguments; each different one is called once before the capture.
+        replays: number of values.
+
+    Returns:
+        Microseconds of each replay, float64 [replays] on the CPU.
+
+    Raises:
+        RuntimeError: torch's, without a GPU, or for a call that cannot be captured.
+
+    Example:
+        >>> us = replay_us([run] * 32).median() / 32                                  # of one call among others
+    """
     for call in {id(call): call for call in calls}.values():
         call()
     torch.cuda.synchronize()

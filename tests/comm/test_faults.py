@@ -22,12 +22,15 @@ import numpy
 import pytest
 import torch
 import torch.distributed as dist
+import triton
+import triton.language as tl
 
 import allscan
+from allscan import device
 from allscan.base import errors
 from allscan.bindings.arena import Arena
 from allscan.bindings.shared_memory import SharedMemoryHeap
-from allscan.comm import communicator, heap, host_exchange
+from allscan.comm import communicator, heap, host_exchange, places
 from support.faults import TIMEOUT, poisoned_case, scan_until_timeout
 from support.fla import import_fla
 from support.values import error, inputs, raised, raised_and_freed
@@ -104,12 +107,14 @@ def left_out_case(ended):
         comm.step()
         x = torch.ones(1, 20, 1, 16, device=comm.device, requires_grad=True)
         try:
-            o, _ = allscan.zeco_gla(x, x, x, -0.1 * x.detach(), comm=comm)
-            if (comm.rank, step) != (1, 2):
-                o.sum().backward()
-            if comm.device.type == "cuda":
-                torch.cuda.synchronize()
-            comm.check()
+            for one_pass in ("forward", "backward"):
+                if one_pass == "forward":
+                    o, _ = allscan.zeco_gla(x, x, x, -0.1 * x.detach(), comm=comm)
+                elif (comm.rank, step) != (1, 2):
+                    o.sum().backward()
+                if comm.device.type == "cuda":
+                    torch.cuda.synchronize()  # a host is in the call that its GPU is in
+                comm.check()
         except allscan.AllScanTimeout as timeout:
             return str(pickle.loads(pickle.dumps(timeout)))
         if (comm.rank, ended) == (1, True):
@@ -120,12 +125,68 @@ def left_out_case(ended):
 @pytest.mark.parametrize("ended", [False, True])
 def test_a_time_out_names_the_calls_of_both_ranks(fresh, ended):
     first, second = fresh(2).run(left_out_case, ended)
-    mine = "Rank 0 has made 2 forward and 2 reverse calls, the last is the backward of zeco_gla, in step 2"
+    shape = "zeco_gla (tokens [1, 20], H 1, K 16, V 16)"
+    mine = f"Rank 0 has made 2 forward and 2 reverse calls, the last is the backward of {shape}, in step 2"
+    mine += ", and has given up a scan of [1, 16, 16], from the last rank to the first"
     if ended:
-        assert f"{mine}; rank 1 has reported nothing for 2 s" in first and second is None, first
+        assert f"{mine}; rank 1 has reported nothing for 2 s. {errors.REMEDY}" in first and second is None, first
     else:
-        other = "ank 1 has made 3 forward and 1 reverse calls, the last is zeco_gla, in step 3"
+        other = f"ank 1 has made 3 forward and 1 reverse calls, the last is {shape}, in step 3"
+        other += ", and has given up a scan of [1, 16, 16], from the first rank to the last"
         assert f"{mine}; r{other}" in first and f"R{other}; r{mine[1:]}" in second, (first, second)
+        left_out = (
+            "Rank 1 is in a later step and has left out a reverse call, such as a backward, that rank 0 has made. "
+        )
+        assert left_out in first and left_out in second, (first, second)
+
+
+@pytest.mark.cpu
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    "there, here, left_out",
+    [
+        ((2, 2, 2), (3, 1, 3), "reverse call"),
+        ((3, 1, 2), (2, 2, 3), "forward call"),
+        ((2, 2, 2), (2, 2, 3), None),  # late only
+        ((2, 2, 2), (3, 1, 2), None),  # the same step: rank 1 may be late
+        ((2, 2, 0), (3, 1, 3), None),  # step() was never called
+    ],
+)
+def test_a_call_is_only_left_out_if_the_counts_say_so(there, here, left_out):
+    """Rank 1 is ``here``, rank 0 ``there``: (forward calls, reverse calls, steps)."""
+    found = places.told(
+        {1: places.Place(*here[:2], "a call", here[2]), 0: places.Place(*there[:2], "a call", there[2])}
+    )
+    assert ("has left out" in found) == (left_out is not None) and found.startswith("Rank 1 has made"), found
+    assert left_out is None or f"Rank 1 is in a later step and has left out a {left_out}" in found, found
+
+
+@triton.jit
+def shift_kernel(p_out, channel):
+    b_ones = tl.full([channel.BK, channel.BV], 1.0, tl.float32)
+    tl.store(p_out + tl.arange(0, channel.BV)[None, :], device.shift(channel, 0, b_ones, b_ones))
+
+
+def uncounted_case(made, launched):
+    """After ``made`` calls the message of the last of ``launched`` launches that are no calls, as in replays of a CUDA
+    graph, which rank 0 leaves out."""
+    comm = allscan.Communicator(timeout=TIMEOUT)
+    scan = allscan.AllScan(comm, (1, 8), tile=(1, 8))
+    out = torch.zeros(1, 8, device=comm.device)
+    for _ in range(made):
+        scan.scan(out)
+    for _ in range(launched - (comm.rank == 0)):
+        shift_kernel[(1,)](out, scan.channel(), num_warps=1)
+    return None if comm.rank == 0 else raised(comm.barrier)[1]
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("made, launched", [(0, 2), (2, 1)])
+def test_a_time_out_tells_launches_that_the_host_has_not_counted(fresh, made, launched):
+    message = fresh(2).run(uncounted_case, made, launched)[1]
+    known = f"Rank 1 has made {made} forward and 0 reverse calls"
+    assert known in message and ", and has given up a scan of [1, 8], from the first rank to the last" in message
+    assert ("its device has come to scan 2 of a shape, more than its host has made calls" in message) == (made == 0)
 
 
 def scan_for_ever(folder):

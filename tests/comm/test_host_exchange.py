@@ -243,7 +243,8 @@ def test_keys_that_another_rank_deletes(kind, tmp_path):
     assert rank._elsewhere(rank.store, 1) == ", it waited in: what"
     for key in values:
         store.delete_key(key)
-    assert rank.posted_rejections() == {} and rank.fault() is None and rank._elsewhere(rank.store, 1) == ""
+    nothing = ", and has reported nothing"
+    assert rank.posted_rejections() == {} and rank.fault() is None and rank._elsewhere(rank.store, 1) == nothing
     assert not any(store.check([key]) for key in values)  # a read creates no key
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import functools
 import importlib
+import time
 from itertools import pairwise
 
 import pytest
@@ -1243,6 +1244,47 @@ def test_an_iteration_that_one_rank_skips(run, how, size=2):
         assert all(said.format(r, counts[r], counts[2 + r]) in text for r in range(2)), text
     for ended, again in (after_0, after_1):
         assert (ended is None and again is None) if how == "in the model" else "in different steps" in ended[1]
+
+
+def places_case(how):
+    """The error of a rank in a loop in which rank 1 leaves out the backward of step 2, or does not come to step 3."""
+    from allscan.integrations.transformers import sequence_parallel
+
+    comm = allscan.Communicator(timeout=3.0)
+    model = sequence_parallel(made("mamba2"), comm=comm)
+    wrapped = torch.nn.parallel.DistributedDataParallel(model) if how == "left out, DDP" else model
+    part = torch.ones(1, 8, dtype=torch.int64)
+
+    def iteration(step):
+        comm.step()
+        loss = wrapped(input_ids=part, labels=part).loss
+        if how == "absent" or (comm.rank, step) != (1, 2):
+            loss.backward()
+
+    for step in (1, 2, 3):
+        if (how, comm.rank, step) == ("absent", 1, 3):
+            time.sleep(9)
+            return None
+        if found := raised(iteration, step):
+            return found
+    return None
+
+
+@pytest.mark.cpu
+@pytest.mark.slow(but=("absent", "left out"))
+@pytest.mark.parametrize("how", ["absent", "left out", "left out, DDP"])
+def test_an_error_tells_in_which_pass_of_the_model_each_rank_is(fresh, how):
+    (kind, text), second = fresh(2).run(places_case, how)
+    entry = "the last is the forward pass of Mamba2Model (tokens [1, 8]), in step 3"
+    if how == "absent":
+        assert kind == "AllScanHostTimeout" and second is None, (kind, second)
+        assert "rank 1 (global) did not come within 8 s, and has reported nothing. " in text, text
+        assert "Rank 0 has made " in text and entry in text and "rank 1 has made" not in text.lower(), text
+        return
+    assert (kind, second[0]) == ("AllScanTimeout", "AllScanOutOfStep"), (kind, second[0])
+    for one in (text, second[1]):
+        assert "the last is the backward of zeco_ssd (tokens [1, 8], H 4, K 10, V 16), in step 2" in one, one
+        assert entry in one and one.count("Rank 1 is in a later step and has left out a reverse call") == 1, one
 
 
 def sharded_projection_case(group, memory):

@@ -6,6 +6,7 @@ import ast
 import functools
 import os
 import re
+import traceback
 import types
 
 import pytest
@@ -312,6 +313,30 @@ def test_an_own_kernel_by_the_tool():
             tool.Compiled(own_kernel, given, constants)
     with pytest.raises(TypeError, match="a triton.jit function"):
         tool.Compiled(print, arguments, {"channel": fixed})
+
+
+@triton.jit
+def own_wrong_kernel(p_x, p_out, channel, ROW: tl.constexpr, DECAYS: tl.constexpr):
+    at = tl.arange(0, channel.BK)[:, None] * channel.BV + tl.arange(0, channel.BV)[None, :]
+    b_state = tl.load(p_x + (tl.arange(0, channel.BV) if ROW else at))
+    b_decay = tl.load(p_x + tl.arange(0, channel.BK)) if DECAYS else 1.0
+    b_prev, _ = device.allscan(channel, 0, b_state, b_decay, tl.zeros([channel.BK, channel.BV], tl.float32))
+    tl.store(p_out + at, b_prev)
+
+
+@pytest.mark.quick
+def test_an_own_kernel_with_blocks_that_are_no_tiles():
+    """Triton would broadcast them. tests/test_device.py has the other places of blocks."""
+    channel, fixed = channel_type(BK=8, BV=64)
+    arguments = {"p_x": "*fp32", "p_out": "*fp32", "channel": channel}
+    for row, decays, words in (
+        (1, 0, r"b_state must be a tile, float32 \[8, 64\] \(channel.BK, channel.BV\), got fp32 \[64\]"),
+        (0, 1, r"b_decay must be a number or a block \[8 or 1, 64 or 1\] .* got \[8\]"),
+    ):
+        with pytest.raises(triton.CompilationError) as found:
+            tool.Compiled(own_wrong_kernel, arguments, {"channel": fixed, "ROW": row, "DECAYS": decays})
+        assert re.search(words, "".join(traceback.format_exception(found.value)))
+    tool.Compiled(own_wrong_kernel, arguments, {"channel": fixed, "ROW": 0, "DECAYS": 0})
 
 
 @pytest.mark.quick
