@@ -11,7 +11,7 @@ scalar_summary_kernel     as summary_kernel of delta_state.py
 scalar_states_kernel      from chunk to chunk: o; or, for backward, the states and v_new; or both
 scalar_adjoint_kernel     from the last chunk to the first: the gradients of the states and r
 scalar_gradients_kernel   all gradients of each chunk alone, see kda_bwd.py
-factors_kernel, parts_kernel: the factors again for backward; sums of partial dg and dbeta
+factors_kernel            the factors again, for backward
 
 Factors are [NC, H, 3, BT] float32: beta, before and behind; 0, e^G and 1 for tokens beyond the end. Loops over chunks
 are pipelined (num_stages): they load nothing that they store. With 3 stages a chunk is copied while another is
@@ -338,111 +338,87 @@ def scalar_gradients_kernel(
     p_dq,  # [tokens, H, K]; out
     p_dk,  # [tokens, H, K]; out
     p_dv,  # [tokens, H, V]; out
-    p_parts,  # float32 [NC, H, NJ, 2, BT]: dg and dbeta of BJ columns; out
+    p_dg,  # [tokens, H]; out
+    p_dbeta,  # [tokens, H]; out
     scale,  # float
     d: tl.constexpr,  # H HK K V BT BJ BV
     PRECISION: tl.constexpr,
 ):
-    """Of one chunk and head BJ columns of dq and dk, and what these give to dg and dbeta; dv."""
-    NJ: tl.constexpr = (d.K + d.BJ - 1) // d.BJ
+    """All gradients of one chunk and head, BJ columns of dq and dk at a time. Pairs of tokens and, with V <= BV, do, r
+    and v_new are loaded or computed once for all columns."""
     ONE: tl.constexpr = d.V <= d.BV
     DTYPE: tl.constexpr = tl.bfloat16 if PRECISION == "bf16" else tl.float32
-    j, h, n = tl.program_id(0) % NJ, tl.program_id(0) // NJ % d.H, tl.program_id(0) // (NJ * d.H)
+    h, n = tl.program_id(0) % d.H, tl.program_id(0) // d.H  # heads of a token are adjacent in memory
     start, end = tl.load(p_chunks + 2 * n), tl.load(p_chunks + 2 * n + 1)
-    b_beta, b_before, b_behind, decay = factors_of(p_factors, n, h, d)
-    place, place_s = (h, start, end), (n * d.H + h, j)
-    b_pq = zeros(d.BT, d.BT)
-    b_pk = zeros(d.BT, d.BT)
-    b_dbeta = zeros(d.BT)
-    if ONE:  # each tile is loaded once
+    place = (h, start, end)
+    if ONE:
         base_v, at_v, inside_v = tile(h, start, end, d.H, d.V, d.BT, d.BV, 0)
         b_do, b_r = load(p_do + base_v, at_v, inside_v), load(p_r + base_v, at_v, inside_v)
         b_v_new = load(p_v_new + base_v, at_v, inside_v)
-        b_pq = product(b_do, tl.trans(b_v_new), b_pq, PRECISION)
-        b_pk = product(b_r, tl.trans(b_v_new), b_pk, PRECISION)
-        if j == 0:
-            b_dv = b_r.to(tl.float32)
-            b_dbeta += tl.sum(b_dv * load(p_v + base_v, at_v, inside_v).to(tl.float32), 1)
-            tl.store(p_dv + base_v + at_v, cast(b_dv * b_beta[:, None], p_dv.dtype.element_ty), mask=inside_v)
+    b_beta, b_before, b_behind, decay = factors_of(p_factors, n, h, d)
+    t = start + tl.arange(0, d.BT)
+    at_t, inside_t = t.to(tl.int64) * d.H + h, t < end
+    b_sums, b_g = gate_sums_of(p_g, at_t, inside_t)
+    if ONE:
+        b_dv = b_r.to(tl.float32)
+        b_dbeta = tl.sum(b_dv * load(p_v + base_v, at_v, inside_v).to(tl.float32), 1)
+        tl.store(p_dv + base_v + at_v, cast(b_dv * b_beta[:, None], p_dv.dtype.element_ty), mask=inside_v)
+        b_pq = product(b_do, tl.trans(b_v_new), zeros(d.BT, d.BT), PRECISION)
+        b_pk = product(b_r, tl.trans(b_v_new), zeros(d.BT, d.BT), PRECISION)
     else:
+        b_dbeta = of_values(p_v, p_r, p_dv, b_beta, place, d)
         b_pq = times_values(p_do, p_v_new, place, d, PRECISION)
         b_pk = times_values(p_r, p_v_new, place, d, PRECISION)
-        if j == 0:
-            b_dbeta = of_values(p_v, p_r, p_dv, b_beta, place, d)
-    t = start + tl.arange(0, d.BT)
-    b_sums, b_g = gate_sums_of(p_g, t.to(tl.int64) * d.H + h, t < end)
     b_between = decays_of(b_sums, d.BT)
     b_pq *= b_between * scale
     b_same = same_of(b_pq, d.BT)
     b_pq = cast(tl.where(lower(d.BT, 1), b_pq, 0.0), DTYPE)
     b_pk = cast(tl.where(lower(d.BT, 1), -b_pk * b_between, 0.0), DTYPE)
-    base_k, at_k, inside_k = tile(h // (d.H // d.HK), start, end, d.HK, d.K, d.BT, d.BJ, j)
-    base, at, inside = tile(h, start, end, d.H, d.K, d.BT, d.BJ, j)
-    b_q, b_k = load(p_q + base_k, at_k, inside_k), load(p_k + base_k, at_k, inside_k)
-
-    b_d = zeros(d.BT, d.BJ)
-    if ONE:
-        base_s, at_s, inside_s = state_tile(n * d.H + h, 0, d, j)
-        b_state = load(p_states + base_s, at_s, inside_s)
-        b_d = product(b_do, tl.trans(b_state), b_d, PRECISION)
-    else:
-        b_d = times_state(p_do, p_states, place, place_s, d, PRECISION)
-    b_d = product(b_pq, b_k, b_d * (b_before * scale)[:, None], PRECISION)
-    b_gates = tl.sum(b_q.to(tl.float32) * b_d, 1)  # dG
-    b_d += b_same[:, None] * b_k.to(tl.float32)
-    tl.store(p_dq + base + at, cast(b_d, p_dq.dtype.element_ty), mask=inside)
-
-    b_d = zeros(d.BT, d.BJ)
-    if ONE:
-        b_d = product(b_r, tl.trans(b_state), b_d, PRECISION)
-    else:
-        b_d = times_state(p_r, p_states, place, place_s, d, PRECISION)
-    b_d = product(b_pk, b_k, b_d * -b_before[:, None], PRECISION)
-    b_later = cast(b_k.to(tl.float32) * b_beta[:, None], DTYPE)
-    b_gates += tl.sum(b_later.to(tl.float32) * b_d, 1)
-    b_dbeta += tl.sum(b_k.to(tl.float32) * b_d, 1)
-    b_d = b_d * b_beta[:, None] + b_same[:, None] * b_q.to(tl.float32)
-
-    b_sum = product(tl.trans(b_pq), b_q, zeros(d.BT, d.BJ), PRECISION)
-    b_sum = product(tl.trans(b_pk), b_later, b_sum, PRECISION)
-    b_gates -= tl.sum(b_k.to(tl.float32) * b_sum, 1)
-    b_d += b_sum
-    b_sum = zeros(d.BT, d.BJ)
+    b_gates, b_left = zeros(d.BT), zeros(d.BT)  # dG; what a token leaves in the state, of dg after it
     through = 0.0
-    if ONE:
-        b_dstate = load(p_dstates + base_s, at_s, inside_s)
-        through += tl.sum(b_state.to(tl.float32) * b_dstate.to(tl.float32))
-        b_sum = product(b_v_new, tl.trans(b_dstate), b_sum, PRECISION)
-    else:
-        through += tl.sum(inner(p_states, p_dstates, place_s, d))
-        b_sum = times_state(p_v_new, p_dstates, place, place_s, d, PRECISION)
-    b_sum *= b_behind[:, None]
-    b_left = tl.sum(b_k.to(tl.float32) * b_sum, 1)  # what a token leaves in the state, of dg after it
-    tl.store(p_dk + base + at, cast(b_d + b_sum, p_dk.dtype.element_ty), mask=inside)
+    for j in range((d.K + d.BJ - 1) // d.BJ):
+        place_s = (n * d.H + h, j)
+        base_k, at_k, inside_k = tile(h // (d.H // d.HK), start, end, d.HK, d.K, d.BT, d.BJ, j)
+        base, at, inside = tile(h, start, end, d.H, d.K, d.BT, d.BJ, j)
+        base_s, at_s, inside_s = state_tile(n * d.H + h, 0, d, j)
+        if ONE:
+            b_state = load(p_states + base_s, at_s, inside_s)
+        b_q, b_k = load(p_q + base_k, at_k, inside_k), load(p_k + base_k, at_k, inside_k)
+        b_d = zeros(d.BT, d.BJ)
+        if ONE:
+            b_d = product(b_do, tl.trans(b_state), b_d, PRECISION)
+        else:
+            b_d = times_state(p_do, p_states, place, place_s, d, PRECISION)
+        b_d = product(b_pq, b_k, b_d * (b_before * scale)[:, None], PRECISION)
+        b_gates += tl.sum(b_q.to(tl.float32) * b_d, 1)
+        b_d += b_same[:, None] * b_k.to(tl.float32)
+        tl.store(p_dq + base + at, cast(b_d, p_dq.dtype.element_ty), mask=inside)
+
+        b_d = zeros(d.BT, d.BJ)
+        if ONE:
+            b_d = product(b_r, tl.trans(b_state), b_d, PRECISION)
+        else:
+            b_d = times_state(p_r, p_states, place, place_s, d, PRECISION)
+        b_d = product(b_pk, b_k, b_d * -b_before[:, None], PRECISION)
+        b_later = cast(b_k.to(tl.float32) * b_beta[:, None], DTYPE)
+        b_gates += tl.sum(b_later.to(tl.float32) * b_d, 1)
+        b_dbeta += tl.sum(b_k.to(tl.float32) * b_d, 1)
+        b_d = b_d * b_beta[:, None] + b_same[:, None] * b_q.to(tl.float32)
+
+        b_sum = product(tl.trans(b_pq), b_q, zeros(d.BT, d.BJ), PRECISION)
+        b_sum = product(tl.trans(b_pk), b_later, b_sum, PRECISION)
+        b_gates -= tl.sum(b_k.to(tl.float32) * b_sum, 1)
+        b_d += b_sum
+        if ONE:
+            b_dstate = load(p_dstates + base_s, at_s, inside_s)
+            through += tl.sum(b_state.to(tl.float32) * b_dstate.to(tl.float32))
+            b_sum = product(b_v_new, tl.trans(b_dstate), zeros(d.BT, d.BJ), PRECISION)
+        else:
+            through += tl.sum(inner(p_states, p_dstates, place_s, d))
+            b_sum = times_state(p_v_new, p_dstates, place, place_s, d, PRECISION)
+        b_sum *= b_behind[:, None]
+        b_left += tl.sum(b_k.to(tl.float32) * b_sum, 1)
+        tl.store(p_dk + base + at, cast(b_d + b_sum, p_dk.dtype.element_ty), mask=inside)
     b_dg = tl.sum(tl.where(lower(d.BT, 0), b_gates[:, None], 0.0) + tl.where(upper(d.BT, 1), b_left[:, None], 0.0), 0)
-    p_parts += ((n * d.H + h).to(tl.int64) * NJ + j) * (2 * d.BT) + tl.arange(0, d.BT)
-    tl.store(p_parts, b_dg + through * decay)
-    tl.store(p_parts + d.BT, b_dbeta)
-
-
-@triton.jit
-def parts_kernel(
-    p_parts,  # float32 [NC, H, NJ, 2, BT]
-    p_chunks,  # int32 [NC, 2]
-    p_dg,  # [tokens, H]; out
-    p_dbeta,  # [tokens, H]; out
-    d: tl.constexpr,  # H BT
-    NJ: tl.constexpr,
-):
-    """dg and dbeta of a chunk and head."""
-    n, h = tl.program_id(0) // d.H, tl.program_id(0) % d.H
-    t = tl.load(p_chunks + 2 * n) + tl.arange(0, d.BT)
-    at, inside = t.to(tl.int64) * d.H + h, t < tl.load(p_chunks + 2 * n + 1)
-    p_parts += (n * d.H + h).to(tl.int64) * (NJ * 2 * d.BT) + tl.arange(0, d.BT)
-    b_dg = zeros(d.BT)
-    b_dbeta = zeros(d.BT)
-    for j in tl.static_range(NJ):
-        b_dg += tl.load(p_parts + j * 2 * d.BT)
-        b_dbeta += tl.load(p_parts + (2 * j + 1) * d.BT)
-    tl.store(p_dg + at, cast(b_dg, p_dg.dtype.element_ty), mask=inside)
-    tl.store(p_dbeta + at, cast(b_dbeta, p_dbeta.dtype.element_ty), mask=inside)
+    tl.store(p_dg + at_t, cast(b_dg + through * decay, p_dg.dtype.element_ty), mask=inside_t)
+    tl.store(p_dbeta + at_t, cast(b_dbeta, p_dbeta.dtype.element_ty), mask=inside_t)

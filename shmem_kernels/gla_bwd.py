@@ -133,23 +133,27 @@ def grad_kernel(
 
     Blocks that do not fit into registers are loaded again.
     """
+    BLOCKS: tl.constexpr = (d.V + d.BV - 1) // d.BV
+    # two steps without a pipeline, whose third buffer they would not use: its memory is left to the first cache
+    UNROLL: tl.constexpr = BLOCKS if BLOCKS <= 2 and PRECISION == "bf16" else 1
     i_k, n, h = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    if tl.load(p_strong + n * d.H + h) != 0:
+    start, end, strong = tl.load(p_chunks + 2 * n), tl.load(p_chunks + 2 * n + 1), tl.load(p_strong + n * d.H + h)
+    if (strong != 0) | (start == end):  # a test of all three, so that their loads are in flight together
         return
-    start, end = tl.load(p_chunks + 2 * n), tl.load(p_chunks + 2 * n + 1)
     k = i_k * d.BK + tl.arange(0, d.BK)
     at, inside = rows(h, start, end, d.H, d.K, d.BT, d.BK, i_k)
     b_zero = zeros(d.BT, d.BK)
+    b_dq, b_dk = b_zero, b_zero  # do S^T, v D^T: all loads of a step before its products
+    for i_v in tl.range(BLOCKS, loop_unroll_factor=UNROLL):
+        at_v, inside_v = rows(h, start, end, d.H, d.V, d.BT, d.BV, i_v)
+        at_s, inside_s = state_at(n * d.H + h, i_v, d.K, d.V, d.BK, d.BV, i_k)
+        b_do, b_v = load(p_do, at_v, inside_v), load(p_v, at_v, inside_v)
+        b_state, b_dstate = load(p_states, at_s, inside_s), load(p_dstates, at_s, inside_s)
+        b_dq = product(b_do, tl.trans(b_state), b_dq, PRECISION)
+        b_dk = product(b_v, tl.trans(b_dstate), b_dk, PRECISION)
     b_high, b_low = load_da(p_da, h, start, end, 0, d.H, d.BT, d.BT, PRECISION)
     t = start + tl.arange(0, d.BT)
     b_diagonal = tl.load(p_diagonal + t.to(tl.int64) * d.H + h, mask=t < end, other=0.0)[:, None]
-
-    b_dq, b_dk = b_zero, b_zero  # do S^T, v D^T: in one loop, so that their loads overlap
-    for i_v in range((d.V + d.BV - 1) // d.BV):
-        at_v, inside_v = rows(h, start, end, d.H, d.V, d.BT, d.BV, i_v)
-        at_s, inside_s = state_at(n * d.H + h, i_v, d.K, d.V, d.BK, d.BV, i_k)
-        b_dq = product(load(p_do, at_v, inside_v), tl.trans(load(p_states, at_s, inside_s)), b_dq, PRECISION)
-        b_dk = product(load(p_v, at_v, inside_v), tl.trans(load(p_dstates, at_s, inside_s)), b_dk, PRECISION)
 
     # As in operands_kernel: half the difference of the gates up to a token and those behind it; the other half of the
     # chunk's gates is a factor of both

@@ -614,7 +614,8 @@ def test_delta_chunk_kernels(scalar, K, V, dtype, monkeypatch):
             assert not compiled.lost_operands(), kernel
         if VERSION == (3, 6) and kernel is gdn.scalar_gradients_kernel:
             # with loops over blocks of values written out 1,288 in float32, whose products have three parts
-            assert compiled.spilled_bytes <= (640 if dtype == torch.float32 else 256), compiled.spilled_bytes
+            # in bfloat16 400 of addresses and sums over the columns; one program for each 64 columns spilled 160
+            assert compiled.spilled_bytes <= (640 if dtype == torch.float32 else 400), compiled.spilled_bytes
     assert seen == set(ours)
 
 

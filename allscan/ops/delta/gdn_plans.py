@@ -6,12 +6,10 @@ from typing import Any
 
 import torch
 
-from ...base.tiling import cdiv
 from ...comm.communicator import Communicator
 from ...launch.plan import Buffer, Plan
 from ...shmem_kernels.gdn import (
     factors_kernel,
-    parts_kernel,
     scalar_adjoint_kernel,
     scalar_gradients_kernel,
     scalar_operands_kernel,
@@ -44,7 +42,6 @@ def scalar_blocks(BK: int, BV_max: int, dtype: torch.dtype) -> dict[str, dict[st
         scalar_gradients=dict(
             BJ=min(BK, 32 if fine else 64), BV=min(BV_max, 32 if fine else 128), num_warps=4, num_stages=1
         ),
-        parts=dict(num_warps=1),
     )
 
 
@@ -55,7 +52,6 @@ def scalar_blocks_of_cpus(BK: int, BV_max: int) -> dict[str, dict[str, int]]:
     )
     return several | dict(
         factors={},
-        parts={},
         scalar_gradients=dict(BJ=BK, BV=BV_max),
         triangle=dict(BJ=BK),
     )
@@ -120,12 +116,8 @@ class ScalarChunkPass(ChunkPass):
         plan.join()
         tensors = *inputs, *back, dh, r, ends.outputs, None, None
         self._by_segments(plan, "scalar_adjoint", scalar_adjoint_kernel, *tensors, scale=scale)
-        columns = cdiv(self.K, self.blocks["scalar_gradients"]["BJ"])
-        parts = plan.scratch(self.layout.num_chunks, self.H, columns, 2, CHUNK_TOKENS)
-        tensors = q, k, v, g, chunks, factors, h, dh, v_new, do, r, dq, dk, dv, parts
-        fixed = dict(scale=scale, PRECISION=self.precision)
-        self._launch(plan, "scalar_gradients", scalar_gradients_kernel, (programs * columns,), *tensors, **fixed)
-        self._launch(plan, "parts", parts_kernel, (programs,), parts, chunks, dg, dbeta, NJ=columns)
+        tensors = q, k, v, g, chunks, factors, h, dh, v_new, do, r, dq, dk, dv, dg, dbeta
+        self._launch_chunks(plan, "scalar_gradients", scalar_gradients_kernel, *tensors, scale=scale)
         return dq, dk, dv, dg, dbeta
 
     def _factors_memory(self, plan: Plan) -> Buffer:
