@@ -32,7 +32,7 @@ OF_A100 = OF_BLACKWELL | dict(
     gradient=dict(BJ=16, BV=32, num_warps=8),
     rest=dict(BJ=16, BV=32, num_warps=8),
     triangle=dict(maxnreg=255),
-    scalar_gradients=dict(BJ=32, num_warps=8),
+    scalar_gradients=dict(BJ=32, BV=32),
     gla_output=dict(BV=64, num_warps=8),
     gla_output_reverse=dict(BV=64, num_warps=8, num_stages=2),
     gla_grad=dict(BK=32),
