@@ -32,12 +32,11 @@ from ..base.checks import (
 from ..base.errors import DeferredError
 from ..base.tiling import next_power_of_2, transition_tile
 from ..bindings.torch_compat import num_dispatch_modes, recorded
-from ..comm.backwards import PendingBackward, gone_error, recomputing, saved_tensors
+from ..comm.backwards import PendingBackward, borrow_fwd_epoch, gone_error, new_fwd_epochs, recomputing, saved_tensors
 from ..comm.communicator import Communicator, check_communicator, communicator_of
 from ..comm.tags import stamp
 from ..launch.compiled_kernel import dynamo_disabled
 from ..scan.agreement import CHAIN, ScanVariant, get_or_create_scan
-from ..scan.fwd_epochs import borrow_fwd_epoch, new_fwd_epochs
 from ..scan.launcher import PreparedScan, Work, check_out
 from ..scan.zigzag_scan import outgoing
 

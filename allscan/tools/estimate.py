@@ -16,13 +16,13 @@ import torch
 
 from ..base.checks import integer
 from ..base.tiling import H100_MULTIPROCESSORS, cdiv, scan_tile, transition_tile
+from ..comm.backwards import FWD_EPOCHS
 from ..launch.plan import Plan, words_of
 from ..ops.carrier import AllScanCarrier, CarriedState, record_call
 from ..ops.delta.delta_operator import DELTA
-from ..ops.delta.delta_passes import delta_segment_length
+from ..ops.delta.delta_passes import BoundaryStates, DeltaShape, Inputs, LocalGrads, SavedStates, delta_segment_length
 from ..ops.delta.gdn_plans import ScalarChunkPass
 from ..ops.delta.kda_plans import ChunkPass
-from ..ops.delta.records import BoundaryStates, DeltaShape, Inputs, LocalGrads, SavedStates
 from ..ops.gla.gla_operator import GLA
 from ..ops.gla.gla_plans import backward_plan, forward_plan, shape_of
 from ..ops.gpu_blocks import HOPPER
@@ -32,7 +32,6 @@ from ..ops.ssd.ssd_plans import backward_plan as ssd_backward_plan
 from ..ops.ssd.ssd_plans import forward_plan as ssd_forward_plan
 from ..ops.ssd.ssd_plans import shape_of as ssd_shape_of
 from ..ops.ssd.ssd_plans import strides_of
-from ..scan.fwd_epochs import FWD_EPOCHS
 from ..scan.workspace import Spec, workspace_layout
 from ..tokens.packing import CHUNK_TOKENS, GRID_LIMIT, Layout, batch_pieces, most_chunks, most_segments
 

@@ -15,7 +15,7 @@ from allscan.launch.plan import words_of
 from allscan.launch.streams import Streams
 from allscan.ops import operator
 from allscan.ops.delta import delta_passes, gdn_plans, kda_plans
-from allscan.ops.delta.records import BoundaryStates, DeltaShape, Inputs, LocalGrads
+from allscan.ops.delta.delta_passes import BoundaryStates, DeltaShape, Inputs, LocalGrads
 from allscan.ops.gla import GLA, gla_operator, gla_plans
 from allscan.ops.gpu_blocks import A100, BLACKWELL, HOPPER, SHARED_MEMORY, SMALL
 from allscan.ops.operator import Call

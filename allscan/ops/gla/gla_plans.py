@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from ...base.tiling import cdiv, default_tile, next_power_of_2
+from ...comm.backwards import FWD_EPOCHS
 from ...launch.plan import Buffer, Plan, Stored, words_of
 from ...launch.streams import LONG
-from ...scan.fwd_epochs import FWD_EPOCHS
 from ...shmem_kernels.gla_blocks import GLASizes
 from ...shmem_kernels.gla_bwd import da_kernel, grad_kernel, value_grad_kernel
 from ...shmem_kernels.gla_fwd import (
