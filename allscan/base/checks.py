@@ -164,26 +164,6 @@ def signature_of(*inputs: object) -> tuple[object, ...]:
     return tuple(found)
 
 
-def call_key(inputs: Sequence[object]) -> tuple[object, ...]:
-    """Cache key of the variant of a call with these inputs: ``signature_of`` them, and for each number whether it is 0.
-    The last entry is False if no gradient is wanted, 1 if one is wanted, 2 if one is wanted and torch cannot save the
-    tensors for it (torch.inference_mode)."""
-    grad, inference, wanted = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), False
-    found: list[object] = []
-    for x in inputs:
-        if x is None:
-            found.append(None)
-        elif isinstance(x, Tensor):
-            found += type(x), x.shape, x.dtype, x.device, x.layout
-            if grad:
-                wanted = wanted or x.requires_grad
-                inference = inference or x.is_inference()
-        else:
-            found += type(x), x == 0 if isinstance(x, numbers.Real) else x if isinstance(x, Shift) else None
-    found.append(wanted and 1 + inference)
-    return tuple(found)
-
-
 def check_tensor(
     name: str,
     tensor: Any,

@@ -22,7 +22,6 @@ from ..base.autograd import (
 )
 from ..base.checks import (
     ScanInputs,
-    call_key,
     check_decay,
     check_scan,
     is_zigzag,
@@ -33,6 +32,7 @@ from ..base.errors import DeferredError
 from ..base.tiling import next_power_of_2, transition_tile
 from ..bindings.torch_compat import num_dispatch_modes, recorded
 from ..comm.backwards import PendingBackward, borrow_fwd_epoch, gone_error, new_fwd_epochs, recomputing, saved_tensors
+from ..comm.calls import call_key
 from ..comm.communicator import Communicator, check_communicator, communicator_of
 from ..comm.tags import stamp
 from ..launch.compiled_kernel import dynamo_disabled

@@ -31,7 +31,6 @@ from ..base.autograd import (
 )
 from ..base.checks import (
     PER_DOCUMENT,
-    call_key,
     check_for_an_operator,
     check_halves,
     check_tensor,
@@ -46,6 +45,7 @@ from ..base.errors import DeferredError
 from ..base.tiling import cdiv
 from ..bindings.torch_compat import graph_task, in_backward, num_dispatch_modes, recorded
 from ..comm.backwards import saved_tensors
+from ..comm.calls import call_key
 from ..comm.communicator import Communicator, check_communicator
 from ..tokens.packing import CHUNK_TOKENS, GRID_LIMIT, DeviceBoundaries, Layout, carried_states, own_boundaries
 from ..tokens.partition import OwnTokens, check_packed, compare_values, find_layout
