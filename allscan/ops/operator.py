@@ -2,9 +2,9 @@
 
 A call has three records: ``Asked``, the caller's options, unchecked; ``Call``, the checked options that, with the
 shapes of the tensors, determine everything that is prepared; ``PreparedCall``, which is found by a key of the former
-and launches the kernels. A new option of
-all operators is a field of the first two; one of one operator is an entry of ``Asked.more`` and, by
-``SequenceOperator.options``, of ``Call.more``. Both are compared at first calls, and by the stamps of later launches.
+and launches the kernels. A new option, a flag or an integer, is a field of one name in the first two; a set of options
+of one operator is ``Asked.more`` and, by ``SequenceOperator.options``, ``Call.more``. Both are compared at first calls,
+and by the stamps of later launches.
 """
 
 from __future__ import annotations
@@ -338,11 +338,20 @@ class SequenceOperator:
         if deferred is not None:
             carrier.prepare(None, deferred=deferred)  # raises the error, at a first call on all ranks
         compare_values(comm, asked.cu_seqlens, cu_seqlens)
-        scale = tensors[self.q_at].shape[-1] ** -0.5 if asked.scale is None else float(asked.scale)
         lower_bound, more = self.options(tensors, asked.more)
         recompute = comm.recompute if asked.recompute is None else asked.recompute
-        of_all, saves = isinstance(asked.output_final_state, str), not recompute and wants_gradient(tensors)
-        return cu_seqlens, first_token, Call(rule, scale, lower_bound, zigzag, invariant, of_all, saves, more)
+        checked = dict(
+            rule=rule,
+            scale=tensors[self.q_at].shape[-1] ** -0.5 if asked.scale is None else float(asked.scale),
+            lower_bound=lower_bound,
+            zigzag=zigzag,
+            invariant=invariant,
+            of_all=isinstance(asked.output_final_state, str),
+            saves=not recompute and wants_gradient(tensors),
+            more=more,
+        )
+        others = {name: x for name, x in asked._asdict().items() if name in Call._fields}
+        return cu_seqlens, first_token, Call(**others | checked)
 
     def _prepare(
         self,

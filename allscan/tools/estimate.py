@@ -133,11 +133,11 @@ def gla_peak(layer: Recurrent, cut: Cut) -> Peak:
     of_gates, dtype = torch.float32, torch.bfloat16
     how = int(cut.zigzag), cut.multiprocessors, not cut.recompute
     shape = shape_of(B, T, H, K, V, B, dtype, of_gates, "cuda", *how)
-    layout, apart = cut.layout(shape.segment), _Apart(cut.ranks)
+    layout, apart, call = cut.layout(shape.segment), _Apart(cut.ranks), Call("zeco_gla", 1.0)
     tensors = *_of_meta([B, T, H], [K, K, V]), _of_meta([B, T, H], [K], of_gates)[0]
     saved = torch.empty(shape.saved_words, dtype=torch.float32, device="meta")
-    forward = forward_plan(shape, 1.0, layout, apart, *tensors, None, None, saved)
-    backward = backward_plan(shape, 1.0, layout, apart, *tensors, tensors[2], None, None, saved)
+    forward = forward_plan(shape, call, layout, apart, *tensors, None, None, saved)
+    backward = backward_plan(shape, call, layout, apart, *tensors, tensors[2], None, None, saved)
     stays = tensors[2].nbytes + saved.nbytes
     gradients = sum(x.nbytes for x in tensors)
     return Peak(stays + forward.bytes, stays + max(forward.bytes, gradients + backward.bytes), stays)
