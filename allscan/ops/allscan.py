@@ -202,7 +202,7 @@ def _prepare(comm: Communicator, key: tuple, inputs: ScanInputs, reverse: bool, 
         if key[-1] == 2:
             raise ValueError(NOT_SAVEABLE)
         values_checked = not (part.half or part.adjoint or part.of_halo or comm.streams.capturing()) and (
-            comm.debug or (shape, agree) not in comm.agreed.arguments  # as looks_at_gates
+            comm.debug or (shape, agree) not in comm.agreed.arguments  # as SequenceOperator.check_first
         )
         if values_checked:
             check_decay(inputs.decay, state.shape, comm.device, values=True)

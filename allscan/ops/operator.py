@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -32,6 +33,7 @@ from ..base.autograd import (
 from ..base.checks import (
     PER_DOCUMENT,
     check_for_an_operator,
+    check_gates,
     check_halves,
     check_tensor,
     checked_first_token,
@@ -43,7 +45,7 @@ from ..base.checks import (
 )
 from ..base.errors import DeferredError
 from ..base.tiling import cdiv
-from ..bindings.torch_compat import graph_task, in_backward, num_dispatch_modes, recorded
+from ..bindings.torch_compat import graph_task, in_backward, num_dispatch_modes, recorded, without_dispatch_modes
 from ..comm.backwards import saved_tensors
 from ..comm.calls import call_key
 from ..comm.communicator import Communicator, check_communicator
@@ -51,9 +53,9 @@ from ..tokens.packing import CHUNK_TOKENS, GRID_LIMIT, DeviceBoundaries, Layout,
 from ..tokens.partition import OwnTokens, check_packed, compare_values, find_layout
 from .allscan import check_final, final_of_all
 from .carrier import AllScanCarrier, InOrderCarrier, StateCarrier, carrier_of, check_cut, check_invariant
-from .first_call import FirstCall, check_first, look_for_head_first
 
 FLOATS = torch.bfloat16, torch.float16, torch.float32  # dtypes of q, k, v
+HEAD_FIRST = "warned of head-first inputs"  # attribute of a communicator
 KEYABLE = frozenset((float, int, bool, str, type(None)))  # types of options by which a PreparedCall can be found
 
 
@@ -364,31 +366,50 @@ class SequenceOperator:
     ) -> PreparedCall:
         """Run the remaining checks; return the PreparedCall. The first call for a signature checks the tensors and
         compares its arguments with those of the other ranks. traced: for a call of the custom operator."""
-        comm, q, v = carrier.comm, tensors[self.q_at], tensors[self.v_at]
-        n = None if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        comm, n = carrier.comm, None if cu_seqlens is None else cu_seqlens.shape[0] - 1
         signature = call, signature_of(*tensors), n, first_token is None, type(carrier), carrier.handle
         if comm.debug or signature not in comm.checked:
-            shape = agree = None
-            if q.ndim == v.ndim == 4:
-                shape = carried(q, v, n or q.shape[0], call.zigzag)
-                named = dict(zip((*self.inputs, self.initial), tensors))
-                named |= dict(cu_seqlens=cu_seqlens, first_token=first_token)
-                optional = *self.optional, self.initial, "cu_seqlens", "first_token"
-                agree = (
-                    self.titles[call.rule],
-                    ("B", q.shape[0]),
-                    (f"heads of {self.inputs[self.q_at]}", q.shape[2]),
-                    ("dtype", str(q.dtype)),
-                    *[(f"{name} is None", named[name] is None) for name in optional],
-                    *call.agreed,
-                )
-
-            def check() -> None:
-                self.check_all(comm, tensors, cu_seqlens, first_token, call)
-
-            first = FirstCall(signature, shape, agree, self.summed_gates(call.rule))
-            check_first(comm, first, check, partial(self.gates, tensors, call), carrier.prepare)
+            self.check_first(carrier, tensors, cu_seqlens, first_token, call)
+            comm.checked.remember(signature)
         return self.make(carrier, tensors, cu_seqlens, first_token, call, traced)
+
+    def check_first(
+        self,
+        carrier: StateCarrier,
+        tensors: Sequence[Any],
+        cu_seqlens: Tensor | None,
+        first_token: int | None,
+        call: Call,
+    ) -> None:
+        """Check all arguments and compare them with the other ranks'. An error is raised on all ranks. Gates are read
+        at the first call with equal arguments, in debug mode at every call; never in a capture."""
+        comm, q, v = carrier.comm, tensors[self.q_at], tensors[self.v_at]
+        shape = agree = deferred = None
+        if q.ndim == v.ndim == 4:
+            n = 0 if cu_seqlens is None else cu_seqlens.shape[0] - 1
+            shape = carried(q, v, n or q.shape[0], call.zigzag)
+            named = dict(zip((*self.inputs, self.initial), tensors))
+            named |= dict(cu_seqlens=cu_seqlens, first_token=first_token)
+            optional = *self.optional, self.initial, "cu_seqlens", "first_token"
+            agree = (
+                self.titles[call.rule],
+                ("B", q.shape[0]),
+                (f"heads of {self.inputs[self.q_at]}", q.shape[2]),
+                ("dtype", str(q.dtype)),
+                *[(f"{name} is None", named[name] is None) for name in optional],
+                *call.agreed,
+            )
+        reads_gates = False
+        try:
+            self.check_all(comm, tensors, cu_seqlens, first_token, call)
+            known = (shape, agree) in comm.agreed.arguments and not comm.debug
+            reads_gates = not (known or comm.streams.capturing())
+            with torch.no_grad(), without_dispatch_modes():  # selective checkpointing does not check again
+                for name, g in self.gates(tensors, call) if reads_gates else ():
+                    check_gates(name, g, self.summed_gates(call.rule))
+        except (TypeError, ValueError) as error:
+            deferred = DeferredError(error)
+        carrier.prepare(shape, agree, deferred, first_call_only=reads_gates)
 
     def check_all(
         self,
@@ -509,6 +530,22 @@ class SequenceOperator:
         """Zeros for each sequence's state, or None if not ``wanted``."""
         n = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
         return q.new_zeros(self.state_shape(n, q, v), dtype=torch.float32) if wanted else None
+
+
+def look_for_head_first(comm: Communicator, name: str, what: str, q: Tensor) -> None:
+    """Warn on the first rank, once, if inputs like q [B, T, H, K], without packed sequences, may be [B, H, T, K]: if T
+    of all ranks, taken as this rank's times their number, is less than H. ``what``: q's name. Not for a single token
+    (decoding), nor for as many heads as a call with more tokens had."""
+    T, H = q.shape[1:3]
+    if T * comm.size >= H:
+        comm.attributes[name, "heads", H] = True
+    elif T > 1 and comm.rank == 0 and not comm.attributes.keys() & {HEAD_FIRST, (name, "heads", H)}:
+        comm.attributes[HEAD_FIRST] = True
+        warnings.warn(
+            f"{name} got {T} tokens of {H} heads, {what} {list(q.shape)}: are the inputs head-first, [B, H, T, ...]? "
+            "Expected [B, T, H, ...]: use transpose(1, 2). Ignore this if so few tokens are intended",
+            stacklevel=4,
+        )
 
 
 def typed(function: Callable[..., Any], results: int, *tables: dict[str, Any], **more: Any) -> Callable[..., Any]:
