@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -106,6 +108,24 @@ def allscan_segments_reference(
     return incoming, outgoing
 
 
+def _of_each(
+    reference: Callable[..., tuple[Tensor, Tensor]],
+    cu_seqlens: Tensor | Sequence[int],
+    states: Tensor | None,
+    **tensors: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """The results of ``reference`` for packed sequences, one after the other. states: initial ones."""
+    cuts = [int(cut) for cut in cu_seqlens]
+    initial = [None] * (len(cuts) - 1) if states is None else states.split(1)
+    outputs, final = [], []
+    for a, b, state in zip(cuts, cuts[1:], initial):
+        given = {name: x if x is None else x[:, a:b] for name, x in tensors.items()}
+        o, last = reference(**given, initial_state=state)
+        outputs.append(o)
+        final.append(last)
+    return torch.cat(outputs, 1), torch.cat(final)
+
+
 def gla_reference(
     q: Tensor,
     k: Tensor,
@@ -138,14 +158,7 @@ def gla_reference(
         Gated linear attention (Yang et al., arXiv 2312.06635), its recurrent form.
     """
     if cu_seqlens is not None:
-        cuts = [int(cut) for cut in cu_seqlens]
-        initial = [None] * (len(cuts) - 1) if initial_state is None else initial_state.split(1)
-        parts = [
-            gla_reference(q[:, a:b], k[:, a:b], v[:, a:b], g[:, a:b], scale, first)
-            for a, b, first in zip(cuts, cuts[1:], initial)
-        ]
-        o, final_state = zip(*parts)
-        return torch.cat(o, 1), torch.cat(final_state)
+        return _of_each(partial(gla_reference, scale=scale), cu_seqlens, initial_state, q=q, k=k, v=v, g=g)
     q, k, v, g = (x.double() for x in (q, k, v, g))
     batch, length, heads, width = q.shape
     scale = width**-0.5 if scale is None else scale
@@ -194,14 +207,7 @@ def delta_reference(
         Gated DeltaNet (arXiv 2412.06464) and Kimi Delta Attention (arXiv 2510.26692), their recurrent forms.
     """
     if cu_seqlens is not None:
-        cuts = [int(cut) for cut in cu_seqlens]
-        initial = [None] * (len(cuts) - 1) if initial_state is None else initial_state.split(1)
-        parts = [
-            delta_reference(q[:, a:b], k[:, a:b], v[:, a:b], g[:, a:b], beta[:, a:b], scale, first)
-            for a, b, first in zip(cuts, cuts[1:], initial)
-        ]
-        o, final_state = zip(*parts)
-        return torch.cat(o, 1), torch.cat(final_state)
+        return _of_each(partial(delta_reference, scale=scale), cu_seqlens, initial_state, q=q, k=k, v=v, g=g, beta=beta)
     q, k, v, g, beta = (x.double() for x in (q, k, v, g, beta))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     heads = v.shape[2]
@@ -252,26 +258,12 @@ def ssd_reference(
         Mamba2 (Dao and Gu, arXiv 2405.21060), its recurrent form.
     """
     if cu_seqlens is not None:
-        cuts = [int(cut) for cut in cu_seqlens]
-        initial = [None] * (len(cuts) - 1) if initial_states is None else initial_states.split(1)
-        parts = [
-            ssd_reference(
-                x[:, a:b],
-                dt[:, a:b],
-                A,
-                B[:, a:b],
-                C[:, a:b],
-                D,
-                None if z is None else z[:, a:b],
-                dt_bias,
-                dt_softplus,
-                dt_limit,
-                first,
-            )
-            for a, b, first in zip(cuts, cuts[1:], initial)
-        ]
-        outputs, states = zip(*parts)
-        return torch.cat(outputs, 1), torch.cat(states)
+
+        def of_one(initial_state: Tensor | None, **tensors: Any) -> tuple[Tensor, Tensor]:
+            how: dict[str, Any] = dict(A=A, D=D, dt_bias=dt_bias, dt_softplus=dt_softplus, dt_limit=dt_limit)
+            return ssd_reference(**tensors, **how, initial_states=initial_state)
+
+        return _of_each(of_one, cu_seqlens, initial_states, x=x, dt=dt, B=B, C=C, z=z)
     x, d, A, B, C = (t.double() for t in (x, dt, A, B, C))
     d = d if dt_bias is None else d + dt_bias.double()
     d = (torch.nn.functional.softplus(d) if dt_softplus else d).clamp(*dt_limit)

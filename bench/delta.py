@@ -335,13 +335,14 @@ def passes(T: int, H: int, K: int = 128) -> dict[str, float]:
 
     from allscan.base.tiling import multiprocessors
     from allscan.ops.carrier import IncomingStates
-    from allscan.ops.delta.delta_passes import StatePass, delta_segment_length
-    from allscan.ops.delta.records import (
+    from allscan.ops.delta.delta_passes import (
         BoundaryStates,
         ChunkOperands,
         DeltaShape,
         LocalGrads,
         SavedStates,
+        StatePass,
+        delta_segment_length,
     )
     from allscan.tokens.partition import OwnTokens, find_layout
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import triton
 
 import allscan
-from allscan.base.provenance import source_hash
+from allscan.comm.heap import source_hash
 from allscan.tools.ranks import Ranks
 from allscan.tools.timing import replay_us
 

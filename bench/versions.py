@@ -27,8 +27,7 @@ from allscan.base.tiling import scan_num_warps, transition_blocks, transition_ti
 from allscan.bindings.triton_compat import OPTIONS
 from allscan.launch.compiled_kernel import Launch
 from allscan.reference import allscan_reference, delta_reference
-from allscan.shmem_kernels.scan import scan_kernel
-from allscan.shmem_kernels.transition import transition_kernel
+from allscan.shmem_kernels.scan import scan_kernel, transition_kernel
 from allscan.tools.ranks import Ranks
 from bench import local, tuning
 from bench.harness import capture, checked, inputs, machine, quantiles, sample, step

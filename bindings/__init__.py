@@ -1,7 +1,6 @@
 """Interfaces to other libraries, one file each; independent of scans.
 
-``transport``       interface of a symmetric heap, for all transports (a Protocol).
-``arena``           allocator of blocks in a heap.
+``arena``           interface of a symmetric heap, for all transports (a Protocol); allocator of its blocks.
 ``shared_memory``   symmetric heap in POSIX shared memory, for CPU ranks.
 ``cuda_ipc``        symmetric heap in CUDA IPC memory, for ranks that may share a GPU.
 ``nvshmem_host``    symmetric heap in NVSHMEM's memory, through nvshmem4py: initialisation, peers.

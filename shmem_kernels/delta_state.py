@@ -10,7 +10,7 @@ Forward:
 1. summary_kernel        each segment alone: its local state R [K, V] (from zero), and its transition M [K, K]
 2. delta_carry_kernel    over the segments of this rank: each one's incoming state from this rank's tokens, and the
                          matrix from the rank's incoming state to it; the rank's local state and transition
-3. All-Scan over the ranks with that transition (transition.py): only a state is sent
+3. All-Scan over the ranks with that transition (scan.py): only a state is sent
 4. delta_states_kernel   each segment from its incoming state: each chunk's incoming state, and v_new
 Backward, the same from the last rank to the first with the transposed transitions of forward:
 1. adjoint_kernel        each segment from zero: its local gradient

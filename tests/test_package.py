@@ -23,8 +23,8 @@ import allscan
 import allscan.device
 import allscan.reference
 from allscan.__main__ import main
-from allscan.base.provenance import source_hash
 from allscan.bindings import nvshmem_device
+from allscan.comm.heap import source_hash
 from support import gpu_record
 
 pytestmark = pytest.mark.cpu
@@ -234,7 +234,7 @@ def test_a_checkout_without_symbolic_links(tmp_path):
     assert os.path.isfile(os.path.join(clone, "allscan", "bindings"))
     code = """
         import os, allscan, allscan.tools.ranks as ranks, allscan.bindings.arena as h, allscan.shmem_kernels.scan as s
-        from allscan.base.provenance import source_hash
+        from allscan.comm.heap import source_hash
         print(os.path.dirname(allscan.__file__), h.__file__, s.__file__, source_hash())
     """
     paths = python(code, tmp_path, PYTHONPATH=clone).stdout.split()

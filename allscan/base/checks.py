@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..bindings.torch_compat import forward_ad, without_dispatch_modes
@@ -164,26 +165,6 @@ def signature_of(*inputs: object) -> tuple[object, ...]:
     return tuple(found)
 
 
-def call_key(inputs: Sequence[object]) -> tuple[object, ...]:
-    """Cache key of the variant of a call with these inputs: ``signature_of`` them, and for each number whether it is 0.
-    The last entry is False if no gradient is wanted, 1 if one is wanted, 2 if one is wanted and torch cannot save the
-    tensors for it (torch.inference_mode)."""
-    grad, inference, wanted = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), False
-    found: list[object] = []
-    for x in inputs:
-        if x is None:
-            found.append(None)
-        elif isinstance(x, Tensor):
-            found += type(x), x.shape, x.dtype, x.device, x.layout
-            if grad:
-                wanted = wanted or x.requires_grad
-                inference = inference or x.is_inference()
-        else:
-            found += type(x), x == 0 if isinstance(x, numbers.Real) else x if isinstance(x, Shift) else None
-    found.append(wanted and 1 + inference)
-    return tuple(found)
-
-
 def check_tensor(
     name: str,
     tensor: Any,
@@ -279,6 +260,7 @@ def is_zigzag(layout: str) -> bool:
     return layout == "zigzag"
 
 
+LEAST_SUM = -(2.0**20)  # least sum of a chunk's gates, for kernels that subtract such sums: see docs/delta.md
 PER_DOCUMENT = 2  # value of ``zigzag`` in internal functions: zigzag of each sequence (0: contiguous, 1: of the row)
 
 
@@ -329,3 +311,26 @@ def has_tangents(inputs: object) -> bool:
     if isinstance(inputs, tuple | list):
         return any(has_tangents(x) for x in inputs)
     return isinstance(inputs, Tensor) and forward_ad.unpack_dual(inputs).tangent is not None
+
+
+def check_gates(name: str, g: Tensor, tokens: int | None = None) -> None:
+    """Raise ValueError if a logarithm of a decay [B, T, ...] is NaN or positive. ``tokens``: the kernels add up the
+    logarithms of this many tokens; a sum below LEAST_SUM, such as -inf, raises too. Synchronizes with the GPU."""
+    if not g.numel():
+        return
+    # in float32: torch.autocast rejects stack() of bfloat16 in a region of float16, and of float16 in one of bfloat16
+    least, most = torch.stack([x.float() for x in torch.aminmax(g.detach())]).tolist()
+    if most != most:
+        raise ValueError(f"{name} must not be NaN")
+    if most > 0:
+        raise ValueError(f"{name} must be at most 0, got {most:g}")
+    if tokens is None or least * tokens >= LEAST_SUM:
+        return
+    rest = (0, 0) * (g.ndim - 2) + (0, -g.shape[1] % tokens)
+    least = F.pad(g.detach().float(), rest).unflatten(1, (-1, tokens)).sum(2).min().item()
+    if least < LEAST_SUM:
+        what = "be" if tokens == 1 else f"add up, in {tokens} tokens, to"
+        raise ValueError(
+            f"{name} must {what} at least {LEAST_SUM:,.0f}, got {least:g}: sums in float32 would lose the other gates. "
+            "Separate documents by cu_seqlens"
+        )

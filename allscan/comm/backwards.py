@@ -1,4 +1,5 @@
-"""Detection of calls with gradients whose backward pass did not run on a rank."""
+"""Backward passes of calls: the forward epoch, a device word that pairs each with its forward launch, which writes it
+(shmem_kernels/channel.py); and detection of calls whose backward did not run on a rank."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..bindings.torch_compat import in_backward
+from ..bindings.torch_compat import in_backward, num_dispatch_modes, without_dispatch_modes
 from .call_order import Order
 from .communicator import Communicator, communicator_of
 
@@ -32,7 +33,7 @@ class PendingBackward:
     cases: no rank runs a backward (validation with gradients enabled), or this rank alone has ignored the call's
     results and its gradients lack a part. ``AllScan`` finds out which before its next launch in that direction.
 
-    fwd_epoch, fwd_epochs: the node's buffer of ``borrow_fwd_epoch`` (fwd_epochs.py), and the free list to which it is
+    fwd_epoch, fwd_epochs: the node's buffer of ``borrow_fwd_epoch``, and the free list to which it is
         returned.
     """
 
@@ -90,3 +91,37 @@ def saved_tensors(ctx: Any, comm: Callable[[], Communicator], reverse: bool) -> 
     except Exception:
         with comm().call(reverse):
             raise
+
+
+FWD_EPOCHS = 4  # int64 words of a call in the zigzag layout: two forward epochs, each at a multiple of 16 bytes
+AT_ONCE = 64  # forward epochs of one allocation
+
+
+def new_fwd_epochs(comm: Communicator, *shape: int) -> torch.Tensor:
+    """Allocate forward epochs of this shape, int64, outside of torch dispatch modes. Selective activation checkpointing
+    rejects operators in a recomputation that forward did not call, and FakeTensorMode's tensors have no memory."""
+    new_empty = comm.memory.step.new_empty  # takes half the time of torch.empty
+    if num_dispatch_modes() == 0:
+        return new_empty(shape)
+    with without_dispatch_modes():
+        return new_empty(shape)
+
+
+def borrow_fwd_epoch(comm: Communicator) -> tuple[torch.Tensor, list[torch.Tensor] | None]:
+    """Borrow a forward epoch from the communicator's free list, without an allocation. Returns (the forward epoch, its
+    free list). The caller puts the epoch back once no future launch reads it: launches of a communicator are ordered,
+    so the next borrower's write comes after those reads. A capture gets a new epoch and no list: replays reuse it."""
+    if comm.streams.capturing():
+        return new_fwd_epochs(comm, 1), None
+    free = comm.fwd_epochs
+    if not free:
+        comm.streams.follow()  # orders launches on other streams after the memory's earlier use on this one
+        block = comm.memory.keep(new_fwd_epochs(comm, AT_ONCE, 2))  # at multiples of 16 bytes
+        with without_dispatch_modes():
+            fwd_epoch, *others = block[:, :1].unbind()
+        free += others
+        return fwd_epoch, free
+    try:
+        return free.pop(), free
+    except IndexError:  # another thread has taken the last one
+        return new_fwd_epochs(comm, 1), None

@@ -1,18 +1,21 @@
-"""Checks of a communicator around each call: whether it is broken, and whether the ranks are synchronized."""
+"""Checks of a communicator around each call: whether it is broken, and whether the ranks are synchronized. The key by
+which a call finds in ``comm.calls`` what an equal one has prepared."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import numbers
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
 import torch
+from torch import Tensor
 
-from ..base.checks import has_tangents
+from ..base.checks import Shift, has_tangents
 from ..bindings.torch_compat import forward_ad, graph_task, num_dispatch_modes, recorded, transforms_active
 from ..launch.streams import Streams
 from ..shmem_kernels.wait import RECORD_SET
@@ -57,7 +60,7 @@ class Calls:
         if order.loop == 2 and self.rank == 0:
             warnings.warn(NO_STEPS, stacklevel=4)  # the caller of allscan() or of an operator
 
-    def _look_for_nan(self, what: str, **results: torch.Tensor | None) -> None:
+    def _look_for_nan(self, what: str, **results: Tensor | None) -> None:
         """Debug mode, outside of captures: wait for ``results`` of a call, and raise RuntimeError on every rank if they
         have NaN on any rank."""
         if not self.debug or self.streams.capturing():
@@ -115,3 +118,23 @@ def _reject(what: str) -> NoReturn:
 
 
 _NESTED: AbstractContextManager[None] = contextlib.nullcontext()  # context manager of a nested call
+
+
+def call_key(inputs: Sequence[object]) -> tuple[object, ...]:
+    """Cache key of the variant of a call with these inputs: ``signature_of`` them, and for each number whether it is 0.
+    The last entry is False if no gradient is wanted, 1 if one is wanted, 2 if one is wanted and torch cannot save the
+    tensors for it (torch.inference_mode)."""
+    grad, inference, wanted = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), False
+    found: list[object] = []
+    for x in inputs:
+        if x is None:
+            found.append(None)
+        elif isinstance(x, Tensor):
+            found += type(x), x.shape, x.dtype, x.device, x.layout
+            if grad:
+                wanted = wanted or x.requires_grad
+                inference = inference or x.is_inference()
+        else:
+            found += type(x), x == 0 if isinstance(x, numbers.Real) else x if isinstance(x, Shift) else None
+    found.append(wanted and 1 + inference)
+    return tuple(found)

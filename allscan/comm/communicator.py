@@ -190,7 +190,7 @@ class Communicator(Calls):
                 raise
             wrong.append(error)
         self.collectives: weakref.WeakSet[Any] = weakref.WeakSet()  # AllScans
-        self.fwd_epochs: list[torch.Tensor] = []  # free ones, see fwd_epochs.py
+        self.fwd_epochs: list[torch.Tensor] = []  # free ones, see backwards.py
         self.attributes: dict[Hashable, Any] = {}  # of users of the communicator (MPI: attribute caching)
         self.calls = Recent()  # prepared calls by key
         self.checked = Recent(16 * CACHE_SIZE)  # signatures of checked arguments

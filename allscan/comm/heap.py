@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import glob
+import hashlib
+import importlib.util
 import os
 import warnings
 import weakref
@@ -14,14 +18,12 @@ import triton
 import triton.language as tl
 
 from ..base.errors import AllScanError, AllScanRejected
-from ..base.provenance import source_hash
 from ..bindings import nvshmem_host
-from ..bindings.arena import arena_bytes
+from ..bindings.arena import SymmetricHeap, arena_bytes
 from ..bindings.cuda_ipc import CudaIpcHeap
 from ..bindings.interpreter import prepare_interpreter
 from ..bindings.nvshmem_host import NvshmemHeap
 from ..bindings.shared_memory import SharedMemoryHeap
-from ..bindings.transport import SymmetricHeap
 from ..bindings.triton_compat import interpreting
 from ..shmem_kernels.scan import scan_kernel
 from .host_exchange import StoreExchange, StoreGone, by_rank, differing
@@ -230,3 +232,19 @@ def resolve_transport(transport: str) -> str:
             "without GPUs the kernels run in Triton's interpreter: set TRITON_INTERPRET=1 before Python starts"
         )
     return transport
+
+
+@functools.cache
+def source_hash() -> str:
+    """sha256 over the bytes of the package's *.py, in the order of their paths."""
+    package, files = os.path.dirname(os.path.dirname(os.path.abspath(__file__))), {}
+    for name in ("", "bindings", "shmem_kernels"):
+        spec = importlib.util.find_spec(f"allscan.{name}") if name else None
+        folder = spec.submodule_search_locations[0] if spec and spec.submodule_search_locations else package
+        for path in glob.glob(os.path.join(folder, "**", "*.py"), recursive=True):
+            files[os.path.join(name, os.path.relpath(path, folder))] = path
+    digest = hashlib.sha256()
+    for _, path in sorted(files.items()):
+        with open(path, "rb") as file:
+            digest.update(file.read())
+    return digest.hexdigest()

@@ -7,8 +7,8 @@ from typing import NamedTuple, cast
 
 import torch
 
+from ..bindings.arena import SymmetricHeap
 from ..bindings.torch_compat import without_dispatch_modes
-from ..bindings.transport import SymmetricHeap
 from ..shmem_kernels import wait
 from ..shmem_kernels.channel import STAMPS, STEPS_A_STAMP
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from ..bindings.transport import SymmetricHeap
+from ..bindings.arena import SymmetricHeap
 
 ALGORITHMS = ("chain", "rails", "recursive_doubling")
 NAMES = ("auto", *ALGORITHMS)  # values of algorithm=

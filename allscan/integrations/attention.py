@@ -47,14 +47,6 @@ class Attention(NamedTuple):
 WHOLE = Attention()
 
 
-def check_attention(attention: Attention) -> None:
-    """Raise TypeError or ValueError unless ``attention`` is a valid Attention."""
-    if not isinstance(attention, Attention) or not isinstance(attention.merged, bool):
-        raise TypeError(f"attention must be an Attention, with merged=True or False, got {attention!r}")
-    if attention.memory is not None and (not isinstance(attention.memory, int) or attention.memory < 1):
-        raise ValueError(f"attention.memory must be a number of bytes or None, got {attention.memory!r}")
-
-
 def check_split(comm: Communicator | None, layout: str, per_document: bool, attention: Attention) -> bool:
     """Check the arguments of ``sequence_parallel``; returns whether the layout is zigzag.
 
@@ -65,7 +57,10 @@ def check_split(comm: Communicator | None, layout: str, per_document: bool, atte
     zigzag = is_zigzag(layout)
     if per_document and not zigzag:
         raise ValueError(f'per_document=True is for layout="zigzag", got {layout!r}')
-    check_attention(attention)
+    if not isinstance(attention, Attention) or not isinstance(attention.merged, bool):
+        raise TypeError(f"attention must be an Attention, with merged=True or False, got {attention!r}")
+    if attention.memory is not None and (not isinstance(attention.memory, int) or attention.memory < 1):
+        raise ValueError(f"attention.memory must be a number of bytes or None, got {attention.memory!r}")
     return zigzag
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from ..base.tiling import cdiv
 from ..bindings.torch_compat import capturing
 from ..bindings.triton_compat import OPTIONS
-from ..shmem_kernels.triangle_rows import fold_kernel, reverse_kernel
+from ..shmem_kernels.softmax_parts import fold_kernel, reverse_kernel
 
 
 def tokens_first(x: Tensor) -> torch.Tensor:

@@ -24,7 +24,7 @@ from ..base.autograd import CustomOperator, Passes, ordered
 from ..bindings.torch_compat import TorchDispatchMode, no_cuda_graph
 from ..bindings.triton_compat import OPTIONS
 from ..launch.compiled_kernel import dynamo_disabled
-from ..shmem_kernels.merge import merge_kernel
+from ..shmem_kernels.softmax_parts import merge_kernel
 from .attention_backward import exact_of, tokens_first
 from .attention_kernels import Kernel, kernel_for, strided_like
 from .softmax import Gather, Row, Start

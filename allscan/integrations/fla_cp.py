@@ -15,8 +15,7 @@ from ..base.checks import ScanInputs
 from ..base.tiling import multiprocessors, transition_tile
 from ..comm.communicator import Communicator, check_communicator
 from ..comm.tags import stamp
-from ..ops.delta.delta_passes import StatePass, delta_segment_length
-from ..ops.delta.records import ChunkOperands, DeltaShape, LocalGrads
+from ..ops.delta.delta_passes import ChunkOperands, DeltaShape, LocalGrads, StatePass, delta_segment_length
 from ..ops.halo import halo
 from ..scan.agreement import ScanVariant, get_or_create_scan
 from ..scan.zigzag_scan import two_way_scan

@@ -22,7 +22,6 @@ from ..base.autograd import (
 )
 from ..base.checks import (
     ScanInputs,
-    call_key,
     check_decay,
     check_scan,
     is_zigzag,
@@ -32,12 +31,12 @@ from ..base.checks import (
 from ..base.errors import DeferredError
 from ..base.tiling import next_power_of_2, transition_tile
 from ..bindings.torch_compat import num_dispatch_modes, recorded
-from ..comm.backwards import PendingBackward, gone_error, recomputing, saved_tensors
+from ..comm.backwards import PendingBackward, borrow_fwd_epoch, gone_error, new_fwd_epochs, recomputing, saved_tensors
+from ..comm.calls import call_key
 from ..comm.communicator import Communicator, check_communicator, communicator_of
 from ..comm.tags import stamp
 from ..launch.compiled_kernel import dynamo_disabled
 from ..scan.agreement import CHAIN, ScanVariant, get_or_create_scan
-from ..scan.fwd_epochs import borrow_fwd_epoch, new_fwd_epochs
 from ..scan.launcher import PreparedScan, Work, check_out
 from ..scan.zigzag_scan import outgoing
 
@@ -203,7 +202,7 @@ def _prepare(comm: Communicator, key: tuple, inputs: ScanInputs, reverse: bool, 
         if key[-1] == 2:
             raise ValueError(NOT_SAVEABLE)
         values_checked = not (part.half or part.adjoint or part.of_halo or comm.streams.capturing()) and (
-            comm.debug or (shape, agree) not in comm.agreed.arguments  # as looks_at_gates
+            comm.debug or (shape, agree) not in comm.agreed.arguments  # as SequenceOperator.check_first
         )
         if values_checked:
             check_decay(inputs.decay, state.shape, comm.device, values=True)

@@ -13,12 +13,11 @@ from ..base.autograd import Function, check_saveable, second_derivative_error, w
 from ..base.checks import check_decay, check_tensor, is_zigzag, restored
 from ..base.errors import DeferredError
 from ..base.tiling import transition_tile
-from ..comm.backwards import PendingBackward, gone_error, recomputing, saved_tensors
+from ..comm.backwards import PendingBackward, borrow_fwd_epoch, gone_error, new_fwd_epochs, recomputing, saved_tensors
 from ..comm.communicator import Communicator, check_communicator
 from ..comm.tags import stamp
 from ..launch.compiled_kernel import dynamo_disabled
 from ..scan.agreement import ScanVariant, get_or_create_scan
-from ..scan.fwd_epochs import borrow_fwd_epoch, new_fwd_epochs
 from ..scan.segment_launches import Direction, Segments, SegmentScans, outer_products, row_sums
 from .allscan import JoinBackward
 from .carrier import check_in_order

@@ -29,11 +29,11 @@ from ..base.checks import (
 )
 from ..base.errors import DeferredError
 from ..bindings.torch_compat import num_dispatch_modes, recorded
+from ..comm.backwards import FWD_EPOCHS, new_fwd_epochs
 from ..comm.communicator import Communicator, check_communicator, communicator_of
 from ..comm.tags import stamp
 from ..launch.compiled_kernel import dynamo_disabled
 from ..scan.agreement import get_or_create_scan
-from ..scan.fwd_epochs import FWD_EPOCHS, new_fwd_epochs
 from ..scan.zigzag_scan import outgoing
 from ..tokens.packing import Tables, boundaries_on_host, carried_states, own_boundaries, tokens_of_pieces
 from ..tokens.partition import cached_table, check_packed, compare_values, partition_start

@@ -2,9 +2,9 @@
 
 A call has three records: ``Asked``, the caller's options, unchecked; ``Call``, the checked options that, with the
 shapes of the tensors, determine everything that is prepared; ``PreparedCall``, which is found by a key of the former
-and launches the kernels. A new option of
-all operators is a field of the first two; one of one operator is an entry of ``Asked.more`` and, by
-``SequenceOperator.options``, of ``Call.more``. Both are compared at first calls, and by the stamps of later launches.
+and launches the kernels. A new option, a flag or an integer, is a field of one name in the first two; a set of options
+of one operator is ``Asked.more`` and, by ``SequenceOperator.options``, ``Call.more``. Both are compared at first calls,
+and by the stamps of later launches.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -31,8 +32,8 @@ from ..base.autograd import (
 )
 from ..base.checks import (
     PER_DOCUMENT,
-    call_key,
     check_for_an_operator,
+    check_gates,
     check_halves,
     check_tensor,
     checked_first_token,
@@ -44,16 +45,17 @@ from ..base.checks import (
 )
 from ..base.errors import DeferredError
 from ..base.tiling import cdiv
-from ..bindings.torch_compat import graph_task, in_backward, num_dispatch_modes, recorded
+from ..bindings.torch_compat import graph_task, in_backward, num_dispatch_modes, recorded, without_dispatch_modes
 from ..comm.backwards import saved_tensors
+from ..comm.calls import call_key
 from ..comm.communicator import Communicator, check_communicator
 from ..tokens.packing import CHUNK_TOKENS, GRID_LIMIT, DeviceBoundaries, Layout, carried_states, own_boundaries
 from ..tokens.partition import OwnTokens, check_packed, compare_values, find_layout
 from .allscan import check_final, final_of_all
 from .carrier import AllScanCarrier, InOrderCarrier, StateCarrier, carrier_of, check_cut, check_invariant
-from .first_call import FirstCall, check_first, look_for_head_first
 
 FLOATS = torch.bfloat16, torch.float16, torch.float32  # dtypes of q, k, v
+HEAD_FIRST = "warned of head-first inputs"  # attribute of a communicator
 KEYABLE = frozenset((float, int, bool, str, type(None)))  # types of options by which a PreparedCall can be found
 
 
@@ -342,11 +344,20 @@ class SequenceOperator:
         if deferred is not None:
             carrier.prepare(None, deferred=deferred)  # raises the error, at a first call on all ranks
         compare_values(comm, asked.cu_seqlens, cu_seqlens)
-        scale = tensors[self.q_at].shape[-1] ** -0.5 if asked.scale is None else float(asked.scale)
         lower_bound, more = self.options(tensors, asked.more)
         recompute = comm.recompute if asked.recompute is None else asked.recompute
-        of_all, saves = isinstance(asked.output_final_state, str), not recompute and wants_gradient(tensors)
-        return cu_seqlens, first_token, Call(rule, scale, lower_bound, zigzag, invariant, of_all, saves, more)
+        checked = dict(
+            rule=rule,
+            scale=tensors[self.q_at].shape[-1] ** -0.5 if asked.scale is None else float(asked.scale),
+            lower_bound=lower_bound,
+            zigzag=zigzag,
+            invariant=invariant,
+            of_all=isinstance(asked.output_final_state, str),
+            saves=not recompute and wants_gradient(tensors),
+            more=more,
+        )
+        others = {name: x for name, x in asked._asdict().items() if name in Call._fields}
+        return cu_seqlens, first_token, Call(**others | checked)
 
     def _prepare(
         self,
@@ -359,33 +370,52 @@ class SequenceOperator:
     ) -> PreparedCall:
         """Run the remaining checks; return the PreparedCall. The first call for a signature checks the tensors and
         compares its arguments with those of the other ranks. traced: for a call of the custom operator."""
-        comm, q, v = carrier.comm, tensors[self.q_at], tensors[self.v_at]
-        n = None if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        comm, n = carrier.comm, None if cu_seqlens is None else cu_seqlens.shape[0] - 1
         signature = call, signature_of(*tensors), n, first_token is None, type(carrier), carrier.handle
         if comm.debug or signature not in comm.checked:
-            shape = agree = None
-            if q.ndim == v.ndim == 4:
-                shape = carried(q, v, n or q.shape[0], call.zigzag)
-                named = dict(zip((*self.inputs, self.initial), tensors))
-                named |= dict(cu_seqlens=cu_seqlens, first_token=first_token)
-                optional = *self.optional, self.initial, "cu_seqlens", "first_token"
-                agree = (
-                    self.titles[call.rule],
-                    ("B", q.shape[0]),
-                    (f"heads of {self.inputs[self.q_at]}", q.shape[2]),
-                    ("dtype", str(q.dtype)),
-                    *[(f"{name} is None", named[name] is None) for name in optional],
-                    *call.agreed,
-                )
-
-            def check() -> None:
-                self.check_all(comm, tensors, cu_seqlens, first_token, call)
-
-            first = FirstCall(signature, shape, agree, self.summed_gates(call.rule))
-            check_first(comm, first, check, partial(self.gates, tensors, call), carrier.prepare)
-        prepared = self.make(carrier, tensors, cu_seqlens, first_token, call, traced)
-        prepared.name, prepared.backward_name = names_of(self.titles[call.rule], *v.shape[:2], *prepared.states[1:])
+            self.check_first(carrier, tensors, cu_seqlens, first_token, call)
+            comm.checked.remember(signature)
+        prepared, shape = self.make(carrier, tensors, cu_seqlens, first_token, call, traced), tensors[self.v_at].shape
+        prepared.name, prepared.backward_name = names_of(self.titles[call.rule], *shape[:2], *prepared.states[1:])
         return prepared
+
+    def check_first(
+        self,
+        carrier: StateCarrier,
+        tensors: Sequence[Any],
+        cu_seqlens: Tensor | None,
+        first_token: int | None,
+        call: Call,
+    ) -> None:
+        """Check all arguments and compare them with the other ranks'. An error is raised on all ranks. Gates are read
+        at the first call with equal arguments, in debug mode at every call; never in a capture."""
+        comm, q, v = carrier.comm, tensors[self.q_at], tensors[self.v_at]
+        shape = agree = deferred = None
+        if q.ndim == v.ndim == 4:
+            n = 0 if cu_seqlens is None else cu_seqlens.shape[0] - 1
+            shape = carried(q, v, n or q.shape[0], call.zigzag)
+            named = dict(zip((*self.inputs, self.initial), tensors))
+            named |= dict(cu_seqlens=cu_seqlens, first_token=first_token)
+            optional = *self.optional, self.initial, "cu_seqlens", "first_token"
+            agree = (
+                self.titles[call.rule],
+                ("B", q.shape[0]),
+                (f"heads of {self.inputs[self.q_at]}", q.shape[2]),
+                ("dtype", str(q.dtype)),
+                *[(f"{name} is None", named[name] is None) for name in optional],
+                *call.agreed,
+            )
+        reads_gates = False
+        try:
+            self.check_all(comm, tensors, cu_seqlens, first_token, call)
+            known = (shape, agree) in comm.agreed.arguments and not comm.debug
+            reads_gates = not (known or comm.streams.capturing())
+            with torch.no_grad(), without_dispatch_modes():  # selective checkpointing does not check again
+                for name, g in self.gates(tensors, call) if reads_gates else ():
+                    check_gates(name, g, self.summed_gates(call.rule))
+        except (TypeError, ValueError) as error:
+            deferred = DeferredError(error)
+        carrier.prepare(shape, agree, deferred, first_call_only=reads_gates)
 
     def check_all(
         self,
@@ -509,6 +539,22 @@ class SequenceOperator:
         """Zeros for each sequence's state, or None if not ``wanted``."""
         n = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
         return q.new_zeros(self.state_shape(n, q, v), dtype=torch.float32) if wanted else None
+
+
+def look_for_head_first(comm: Communicator, name: str, what: str, q: Tensor) -> None:
+    """Warn on the first rank, once, if inputs like q [B, T, H, K], without packed sequences, may be [B, H, T, K]: if T
+    of all ranks, taken as this rank's times their number, is less than H. ``what``: q's name. Not for a single token
+    (decoding), nor for as many heads as a call with more tokens had."""
+    T, H = q.shape[1:3]
+    if T * comm.size >= H:
+        comm.attributes[name, "heads", H] = True
+    elif T > 1 and comm.rank == 0 and not comm.attributes.keys() & {HEAD_FIRST, (name, "heads", H)}:
+        comm.attributes[HEAD_FIRST] = True
+        warnings.warn(
+            f"{name} got {T} tokens of {H} heads, {what} {list(q.shape)}: are the inputs head-first, [B, H, T, ...]? "
+            "Expected [B, T, H, ...]: use transpose(1, 2). Ignore this if so few tokens are intended",
+            stacklevel=4,
+        )
 
 
 def typed(function: Callable[..., Any], results: int, *tables: dict[str, Any], **more: Any) -> Callable[..., Any]:

@@ -10,15 +10,16 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from ..base.checks import ScanInputs, call_key, integer
+from ..base.checks import ScanInputs, integer
 from ..base.errors import REMEDY, DeferredError
 from ..base.tiling import next_power_of_2, scan_tile
+from ..comm.backwards import new_fwd_epochs
+from ..comm.calls import call_key
 from ..comm.communicator import Communicator, check_communicator
 from ..comm.heap import outside_inference_mode
 from ..launch.compiled_kernel import dynamo_disabled
 from ..shmem_kernels.channel import Channel
 from ..shmem_kernels.links import SENTINEL, SIGNAL
-from .fwd_epochs import new_fwd_epochs
 from .launcher import Launcher, name_of
 from .rails_links import Rails
 from .workspace import MAKE_WORKSPACE, PROTOCOLS, Chain, Spec, make_workspace, workspace_bytes

@@ -26,8 +26,7 @@ from ..launch.streams import AsyncLaunches
 from ..shmem_kernels.channel import STAMPS, Channel
 from ..shmem_kernels.links import EPOCH_BITS, NONE, PUT
 from ..shmem_kernels.rails import rails_kernel
-from ..shmem_kernels.scan import scan_kernel, shift_rows_kernel
-from ..shmem_kernels.transition import transition_kernel
+from ..shmem_kernels.scan import scan_kernel, shift_rows_kernel, transition_kernel
 from ..shmem_kernels.wait import RECORD_SET
 from .rails_links import Rails
 from .workspace import Spec, Workspace, reset

@@ -22,7 +22,6 @@ from .packing import (
     DeviceBoundaries,
     Layout,
     Tables,
-    TokenRange,
     batch_pieces,
     boundaries_on_host,
     carried_states,
@@ -188,11 +187,6 @@ class OwnTokens(NamedTuple):
     zigzag: int = 0
 
 
-def own_batch_pieces(comm: Communicator, B: int, T: int, zigzag: int) -> list[TokenRange]:
-    """The pieces of a batch of sequences, not packed, of which this rank has T tokens each."""
-    return batch_pieces(B, T, zigzag, comm.rank == 0, comm.rank == (0 if zigzag else comm.size - 1))
-
-
 def find_layout(comm: Communicator, own: OwnTokens, segment: int, fla: bool = False, aligned: bool = False) -> Layout:
     """The cached layout of this rank's tokens, for reads on the current stream. In the zigzag layout each half of a
     batch entry's (or of a document's) tokens has a state. ``fla``: with the tables of packed sequences for fla's
@@ -215,7 +209,7 @@ def find_layout(comm: Communicator, own: OwnTokens, segment: int, fla: bool = Fa
             tokens = {comm.rank: T} if first_token is not None else dict(enumerate(partition(comm, lengths, T)))
             _check_chunks(lengths, first, tokens, zigzag, aligned)
         else:
-            pieces = own_batch_pieces(comm, B, T, zigzag)
+            pieces = batch_pieces(B, T, zigzag, comm.rank == 0, comm.rank == (0 if zigzag else comm.size - 1))
         states = carried_states(B, B if lengths is None else len(lengths) - 1, zigzag)
         cls = AlignedLayout if aligned and lengths is not None else Layout
         halves = 2 if zigzag else 1

@@ -225,7 +225,7 @@ def _bitcode() -> str:
 
 
 def _last_run() -> str:
-    from ..base.provenance import source_hash
+    from ..comm.heap import source_hash
 
     package = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     path = os.path.join(os.path.dirname(package), "tests", "gpu", "last_run.json")

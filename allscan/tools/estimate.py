@@ -16,13 +16,13 @@ import torch
 
 from ..base.checks import integer
 from ..base.tiling import H100_MULTIPROCESSORS, cdiv, scan_tile, transition_tile
+from ..comm.backwards import FWD_EPOCHS
 from ..launch.plan import Plan, words_of
 from ..ops.carrier import AllScanCarrier, CarriedState, record_call
 from ..ops.delta.delta_operator import DELTA
-from ..ops.delta.delta_passes import delta_segment_length
+from ..ops.delta.delta_passes import BoundaryStates, DeltaShape, Inputs, LocalGrads, SavedStates, delta_segment_length
 from ..ops.delta.gdn_plans import ScalarChunkPass
 from ..ops.delta.kda_plans import ChunkPass
-from ..ops.delta.records import BoundaryStates, DeltaShape, Inputs, LocalGrads, SavedStates
 from ..ops.gla.gla_operator import GLA
 from ..ops.gla.gla_plans import backward_plan, forward_plan, shape_of
 from ..ops.gpu_blocks import HOPPER
@@ -32,7 +32,6 @@ from ..ops.ssd.ssd_plans import backward_plan as ssd_backward_plan
 from ..ops.ssd.ssd_plans import forward_plan as ssd_forward_plan
 from ..ops.ssd.ssd_plans import shape_of as ssd_shape_of
 from ..ops.ssd.ssd_plans import strides_of
-from ..scan.fwd_epochs import FWD_EPOCHS
 from ..scan.workspace import Spec, workspace_layout
 from ..tokens.packing import CHUNK_TOKENS, GRID_LIMIT, Layout, batch_pieces, most_chunks, most_segments
 
@@ -134,11 +133,11 @@ def gla_peak(layer: Recurrent, cut: Cut) -> Peak:
     of_gates, dtype = torch.float32, torch.bfloat16
     how = int(cut.zigzag), cut.multiprocessors, not cut.recompute
     shape = shape_of(B, T, H, K, V, B, dtype, of_gates, "cuda", *how)
-    layout, apart = cut.layout(shape.segment), _Apart(cut.ranks)
+    layout, apart, call = cut.layout(shape.segment), _Apart(cut.ranks), Call("zeco_gla", 1.0)
     tensors = *_of_meta([B, T, H], [K, K, V]), _of_meta([B, T, H], [K], of_gates)[0]
     saved = torch.empty(shape.saved_words, dtype=torch.float32, device="meta")
-    forward = forward_plan(shape, 1.0, layout, apart, *tensors, None, None, saved)
-    backward = backward_plan(shape, 1.0, layout, apart, *tensors, tensors[2], None, None, saved)
+    forward = forward_plan(shape, call, layout, apart, *tensors, None, None, saved)
+    backward = backward_plan(shape, call, layout, apart, *tensors, tensors[2], None, None, saved)
     stays = tensors[2].nbytes + saved.nbytes
     gradients = sum(x.nbytes for x in tensors)
     return Peak(stays + forward.bytes, stays + max(forward.bytes, gradients + backward.bytes), stays)

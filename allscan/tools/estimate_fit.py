@@ -130,7 +130,8 @@ def fit(config: dict[str, Any], cut: Cut, options: Options) -> Fit:
     softmax = 2 * width * (passes - 2 + BACKWARD) / 2  # times the tokens of the context; half of them on average
     context = cut.tokens if cut.zigzag else 2 * cut.tokens - cut.own  # contiguous: the last rank has most of it
     share = (linear + softmax * cut.own) / (linear + softmax * context)
-    memory = state, kept, received, loss, work, _arena(one, cut)
+    arena = sum(workspace(layer, cut) for layer in {*one.seen.recurrent})
+    memory = state, kept, received, loss, work, arena
     return Fit(cut.ranks, cut.own, *memory, share, options.checkpointing, parameters)
 
 
@@ -146,10 +147,6 @@ def _softmax(step: Step, options: Options) -> tuple[int, int]:
     calls = 1 + options.checkpointing
     received, widths = ([x[i] for x in step.seen.softmax] for i in range(2))
     return sum(received) // calls, sum(widths) // calls
-
-
-def _arena(step: Step, cut: Cut) -> int:
-    return sum(workspace(layer, cut) for layer in {*step.seen.recurrent})
 
 
 def _state(model: Any, options: Options) -> int:

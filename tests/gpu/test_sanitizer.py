@@ -28,7 +28,7 @@ import allscan  # noqa: E402
 from allscan.launch.streams import Streams  # noqa: E402
 from allscan.ops.carrier import AllScanCarrier, IncomingStates  # noqa: E402
 from allscan.ops.delta import delta_passes  # noqa: E402
-from allscan.ops.delta.records import BoundaryStates, ChunkOperands, DeltaShape, LocalGrads  # noqa: E402
+from allscan.ops.delta.delta_passes import BoundaryStates, ChunkOperands, DeltaShape, LocalGrads  # noqa: E402
 from allscan.reference import allscan_reference  # noqa: E402
 from allscan.tokens.packing import Layout, TokenRange  # noqa: E402
 from support.delta import saved_states_for  # noqa: E402

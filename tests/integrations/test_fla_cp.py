@@ -15,8 +15,9 @@ from support.delta import DeltaCase, Parts, Whole
 from support.fla import import_fla
 from support.fla_rules import rules
 from support.gla import BF16, F32
-from support.values import error, pairs, place, raised, relative
+from support.values import error, in_ranks, pairs, place, raised, relative
 
+context_parallel = in_ranks("fla_cp", "context_parallel")
 T = 192  # tokens of a rank
 CUTS = {  # in ranks: sequences over several ranks, within one, and with an end at a rank's end
     "one": lambda size: [0, size],
@@ -44,8 +45,6 @@ def summary_case(group, cuts, layout):
     before it, or the post_num_ranks after it."""
     import_fla()
     from fla.ops.cp import build_cp_context, chunk_delta_h
-
-    from allscan.integrations.fla_cp import context_parallel
 
     K, V, errors = 16, 24, []
     with allscan.Communicator(group) as comm, pytest.MonkeyPatch.context() as patch:
@@ -160,8 +159,6 @@ def mixed_case(group, what):
     import_fla()
     from fla.ops.cp import build_cp_context, chunk_delta_h
 
-    from allscan.integrations.fla_cp import context_parallel
-
     comm = allscan.Communicator(group, timeout=4)
     context_parallel(comm)
     other = comm.rank == comm.size - 1
@@ -206,8 +203,6 @@ def rejected_case(group, backward):
     from which the others receive. Return the errors of both, and the errors of the calls between them."""
     import_fla()
     from fla.ops.cp import build_cp_context, chunk_delta_h
-
-    from allscan.integrations.fla_cp import context_parallel
 
     comm = allscan.Communicator(group, timeout=4)
     context_parallel(comm)
@@ -254,8 +249,6 @@ def convolution_case(group):
     import fla.modules.causal_conv1d.cp as user
     import fla.ops.cp.comm as source
 
-    from allscan.integrations.fla_cp import context_parallel
-
     with allscan.Communicator(group) as comm:
         context_parallel(comm)
         assert user.conv_cp_send_recv_fwd is source.conv_cp_send_recv_fwd
@@ -283,8 +276,6 @@ def shift_case(group, cuts):
     from fla.modules.token_shift_cp import token_shift_cp
     from fla.ops.cp import build_cp_context
 
-    from allscan.integrations.fla_cp import context_parallel
-
     with allscan.Communicator(group) as comm:
         context_parallel(comm)
         whole, mine = lengths(cuts, comm.size, comm.device), place(comm, [T] * comm.size)
@@ -308,8 +299,6 @@ def failing_case(group, name):
     after resync() against the law."""
     import_fla()
     from fla.ops.cp import build_cp_context
-
-    from allscan.integrations.fla_cp import context_parallel
 
     rule, n = rules()[name], 64
     with allscan.Communicator(group, timeout=4) as comm:
@@ -345,8 +334,6 @@ def kernel_case(group, name, cuts, layout):
     import_fla()
     from fla.ops.cp import build_cp_context, chunk_delta_h
     from fla.utils import TRITON_ABOVE_3_7_1
-
-    from allscan.integrations.fla_cp import context_parallel
 
     rule, comm = rules()[name], allscan.Communicator(group)
     on_gpu = comm.device.type == "cuda"

@@ -20,11 +20,12 @@ from support.fla import (
     recurrence,
     scalar_recurrence,
 )
-from support.values import Copies, place, raised, relative
+from support.values import Copies, added_up, check_answers, in_ranks, place, raised, relative
 
 os.environ["FLA_CACHE_RESULTS"] = "0"  # import_fla fakes results, which other programs must not find in the cache
 if not importlib.util.find_spec("fla"):  # only ranks import it: the import is slow
     pytest.skip("needs flash-linear-attention", allow_module_level=True)
+sequence_parallel = in_ranks("fla", "sequence_parallel")
 TOKENS = {2: [30, 31], 3: [18, 22, 21], 4: [14, 19, 12, 16]}  # of each rank
 EVEN = {2: [30, 32], 3: [18, 22, 20], 4: [14, 20, 12, 16]}  # for the zigzag layout
 CUTS = [0, 1, 14, 14, 30, 34, 61]  # some at the ranks' boundaries
@@ -138,7 +139,6 @@ def model_case(group, tokens, kind, choices, packed, layout, attention=()):
     of these against the recurrence, except where fla rejects their backward, see ON_HOPPER."""
     fla = import_fla()
     from allscan.integrations.attention import Attention
-    from allscan.integrations.fla import sequence_parallel
 
     on_gpu = torch.cuda.is_available()
     with allscan.Communicator(group) as comm:
@@ -162,8 +162,7 @@ def model_case(group, tokens, kind, choices, packed, layout, attention=()):
         assert sequence_parallel(model, comm=comm, attention=Attention(*attention), **where) is model
         model = copy.deepcopy(model)  # as for averaged weights
         logits, *sums = answers_of(model, whole[:, mine], cu_seqlens=lengths)
-        for x in sums:
-            dist.all_reduce(x, group=comm.group)
+        sums = [added_up(x, comm.group) for x in sums]
         with pytest.raises(ValueError, match="pack the sequences"):
             model(input_ids=whole[:, mine], attention_mask=torch.zeros_like(whole[:, mine]))
         errors = [
@@ -276,8 +275,6 @@ FEW = [
 def few_case(group, kind, choices, batches, layout):
     """Return errors of logits, loss and each gradient for several batches."""
     fla = import_fla()
-    from allscan.integrations.fla import sequence_parallel
-
     with allscan.Communicator(group, timeout=60) as comm:
         torch.manual_seed(0)
         model = model_of(fla, kind, fuse_cross_entropy=torch.cuda.is_available(), **choices).to(comm.device).train()
@@ -291,8 +288,7 @@ def few_case(group, kind, choices, batches, layout):
             sequence_parallel(model, comm=comm, layout=layout)
             mine = place(comm, tokens, layout == "zigzag")
             logits, *sums = answers_of(model, whole[:, mine], cu_seqlens=lengths)
-            for x in sums:
-                dist.all_reduce(x, group=comm.group)
+            sums = [added_up(x, comm.group) for x in sums]
             pairs = [(logits, expected[0][:, mine]), *zip(sums, expected[1:], strict=True)]
             errors.append(max(relative(*pair) for pair in pairs))
         return errors
@@ -323,8 +319,6 @@ def test_few_tokens(run, choice, layout, size=3):
 def steep_case(group, kind, layout, T=24):
     """Return, for each convolution, the largest relative difference of a token's gradient to the unsplit model's."""
     fla = import_fla()
-    from allscan.integrations.fla import sequence_parallel
-
     with allscan.Communicator(group) as comm:
         torch.manual_seed(0)
         model, found = model_of(fla, kind, num_hidden_layers=1, use_short_conv=True).to(comm.device).train(), {}
@@ -369,8 +363,6 @@ def test_gradients_beside_a_boundary(run, kind, layout, size=2):
 def prefill_case(group, tokens, kind, choices, layout):
     """Return the cache's relative error when the ordinary model continues from each rank's cache."""
     fla = import_fla()
-    from allscan.integrations.fla import sequence_parallel
-
     with allscan.Communicator(group) as comm, torch.no_grad(), computed_by(fla, kind, RECURRENCES[kind]):
         torch.manual_seed(0)
         model = model_of(fla, kind, **choices).to(comm.device).eval()
@@ -418,8 +410,6 @@ class Other(torch.nn.Module):
 def options_case(group):
     """Check prefills of several lengths, uneven and with a reused cache; criteria; rejected options."""
     fla = import_fla()
-    from allscan.integrations.fla import sequence_parallel
-
     with allscan.Communicator(group) as comm, computed_by(fla, "gla", recurrence):
         torch.manual_seed(0)
         model = model_of(fla, "gla", num_hidden_layers=1, fuse_cross_entropy=False).to(comm.device)
@@ -435,9 +425,7 @@ def options_case(group):
             model.criterion = criterion
             expected = answers_of(sequence_parallel(model, comm=None), whole)
             actual = answers_of(sequence_parallel(model, comm=comm), whole[:, mine])
-            for x, e in zip(actual[1:], expected[1:], strict=True):
-                dist.all_reduce(x, group=comm.group)
-                errors.append(relative(x, e))
+            errors += [relative(added_up(x, comm.group), e) for x, e in zip(actual[1:], expected[1:], strict=True)]
         model.criterion = Other()
         with pytest.raises(ValueError, match='reduction of "mean" or "sum"'):
             model(input_ids=whole, labels=whole)
@@ -468,8 +456,6 @@ def test_options(run):
 def one_rank_case(group):
     """Return (error of the loss of a call after them, {expected text: error}) where one rank's arguments differ."""
     fla = import_fla()
-    from allscan.integrations.fla import sequence_parallel
-
     answers = {}
     with allscan.Communicator(group, timeout=60) as comm, torch.no_grad():
         torch.manual_seed(0)
@@ -500,25 +486,20 @@ def one_rank_case(group):
             text = "gradients of keys and values: False on rank 0; True on rank 1"
             answers[text] = raised(model.requires_grad_(False), inputs_embeds=embedded)
         losses = [model(**batch, **some).loss for some in ({}, dict(num_items_in_batch=28))]
-        for loss in losses:
-            dist.all_reduce(loss, group=comm.group)
-        return relative(losses[0], losses[1]), answers
+        return relative(*(added_up(loss, comm.group) for loss in losses)), answers
 
 
 def test_arguments_of_one_rank(run, size=2):
     """An argument that decides which collectives follow is an error on every rank if one rank alone passes it."""
     for error, answers in run(size, one_rank_case):
         assert error < 1e-6
-        for text, answer in answers.items():
-            assert answer is not None and answer[0] == "ValueError" and text in answer[1], (text, answer)
+        check_answers(answers)
 
 
 def rwkv7_case(group):
     """Return the errors of what split RWKV-7 rejects, each on rank 1 alone where a rank can differ, and the error of
     the loss of a call afterwards."""
     fla = import_fla()
-    from allscan.integrations.fla import sequence_parallel
-
     with allscan.Communicator(group, timeout=4) as comm, allscan.Communicator(group, invariant=256) as invariant:
         torch.manual_seed(0)
         model = model_of(fla, "rwkv7", head_dim=32, fuse_cross_entropy=False).to(comm.device).train()
@@ -541,9 +522,7 @@ def rwkv7_case(group):
                 patch.setattr("allscan.integrations.fla_rwkv7.chunk_rwkv7", None)
             answers["not callable"] = raised(call)
         comm.resync()
-        loss = call().detach()
-        dist.all_reduce(loss, group=comm.group)
-        return relative(loss, expected), answers
+        return relative(added_up(call(), comm.group), expected), answers
 
 
 @pytest.mark.cpu
@@ -560,8 +539,6 @@ def test_what_rwkv7_rejects(run, size=2):
 
 def test_other_layers_are_rejected():
     from fla.layers import DeltaNet, GatedLinearAttention
-
-    from allscan.integrations.fla import sequence_parallel
 
     class Wrapped(DeltaNet):  # FSDP2 also derives a class, in its own module
         pass
@@ -580,7 +557,7 @@ def test_other_layers_are_rejected():
 def cut_case(group, choice):
     """Return (error of the logits, {expected text: error}) for batches from cut_batch."""
     fla = import_fla()
-    from allscan.integrations.fla import cut_batch, sequence_parallel
+    from allscan.integrations.fla import cut_batch
 
     kind = choice.split(",")[0]
     with allscan.Communicator(group, timeout=60) as comm, torch.no_grad():
@@ -612,8 +589,7 @@ def test_cut_batches(run, choice, size=2):
     """Without all parts of one batch from cut_batch, a split model raises; cut_batch's stamp detects that."""
     for error, answers in run(size, cut_case, choice):
         assert error < 1e-6
-        for text, answer in answers.items():
-            assert answer is not None and answer[0] == "ValueError" and text in answer[1], (text, answer)
+        check_answers(answers)
 
 
 def copies_case(group, layout, packed):

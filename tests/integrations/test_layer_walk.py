@@ -11,6 +11,7 @@ from integrations import test_fla_models, test_transformers
 
 import allscan
 from support.fla import import_fla
+from support.models import made
 from support.walk import Steps, as_on_a_gpu
 
 pytestmark = pytest.mark.cpu
@@ -53,7 +54,7 @@ def transformers_model(layer, n, comm):
     transformers_layers.on_gpu = lambda device: True
     family, options = TRANSFORMERS[layer]
     options = dict(num_hidden_layers=n, **options(n)) if family != "nemotron_h" else options(n)
-    model = test_transformers.made(family, **options)
+    model = made(family, **options)
     return transformers.sequence_parallel(model, comm=comm, layout="zigzag")
 
 

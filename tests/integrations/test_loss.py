@@ -6,7 +6,6 @@ import copy
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -17,7 +16,8 @@ from torch.utils.checkpoint import checkpoint
 import allscan
 from allscan.integrations import slices
 from allscan.integrations.slices import linear_cross_entropy, mlp_in_slices
-from support.values import pairs, place, raised, relative
+from support.models import VOCABULARY, gradients, made, sequence_parallel
+from support.values import added_up, pairs, place, raised, relative
 
 pytestmark = pytest.mark.cpu
 T, D, V = 21, 16, 53
@@ -208,10 +208,7 @@ def ranks_case(group, wrong=None):
             return raised(linear_cross_entropy, leaf, weight, here, **given)
         loss = linear_cross_entropy(leaf, weight, labels[mine], bias=bias, comm=comm, slice_tokens=2)
         loss.backward()
-        total = loss.detach().clone()
-        sums = [total, weight.grad, bias.grad]
-        for y in sums:
-            dist.all_reduce(y, group=comm.group)
+        sums = [added_up(y, comm.group) for y in (loss, weight.grad, bias.grad)]
         expected, (dx, dw, db) = reference(x, weight, bias, labels)
         found = [relative(a, b) for a, b in zip(sums, (expected, dw, db))]
         return [*found, (leaf.grad - dx[mine]).norm().item()]
@@ -289,9 +286,11 @@ def fsdp_case(group, inside):
         found = model(x[mine], labels[mine])
         loss = found if inside else model.loss(found, labels[mine])
         (loss * comm.size).backward()  # FSDP2 averages
-        dist.all_reduce(total := loss.detach().clone(), group=comm.group)
         pairs = zip(model.parameters(), whole.parameters(), strict=True)
-        return [relative(total, expected), *(relative(a.grad.full_tensor(), b.grad) for a, b in pairs)]
+        return [
+            relative(added_up(loss, comm.group), expected),
+            *(relative(a.grad.full_tensor(), b.grad) for a, b in pairs),
+        ]
 
 
 @pytest.mark.parametrize("inside", [True, False])
@@ -391,9 +390,7 @@ def test_mlp_in_slices(run, size=1):
 
 def model_case(group, family, layout, packed, tokens):
     """Return relative errors of loss and gradients of a split model against the unsplit one's whole loss."""
-    from integrations.test_transformers import VOCABULARY, gradients, made
-
-    from allscan.integrations.transformers import require_logits, sequence_parallel
+    from allscan.integrations.transformers import require_logits
 
     zigzag, total = layout != "contiguous", sum(tokens)
     with allscan.Communicator(group, timeout=60) as comm:
@@ -413,10 +410,7 @@ def model_case(group, family, layout, packed, tokens):
             output = model(input_ids=whole[:, mine], labels=labels[:, mine], **how)
             output.loss.backward()
             shapes.append((output.logits is None, raised(require_logits, output) is not None))
-            sums = [output.loss.detach().clone(), *gradients(model).values()]
-            for x in sums:
-                dist.all_reduce(x, group=comm.group)
-            results.append([sums[0], *(x.clone() for x in sums[1:])])
+            results.append([added_up(x, comm.group) for x in (output.loss, *gradients(model).values())])
         with torch.no_grad():
             short = model(input_ids=whole[:, mine], labels=labels[:, mine], return_dict=False, use_cache=False, **how)
             logits = model(input_ids=whole[:, mine], use_cache=False, **how).logits
@@ -457,27 +451,19 @@ def test_split_models(run, family, layout, packed, tokens):
 
 def sharded_case(group, alone, compiled):
     """Return relative errors of loss and gradients with FSDP2 over model and, if ``alone``, head; or compiled."""
-    from integrations.test_transformers import VOCABULARY, gradients, made
-
-    from allscan.integrations.transformers import sequence_parallel
-
     with allscan.Communicator(group, timeout=60) as comm:
         model = sequence_parallel(made("nemotron_h"), comm=comm)
         tokens = torch.randint(1, VOCABULARY, (1, 12))[:, place(comm, [7, 5])]
         expected = model(input_ids=tokens, labels=tokens, use_cache=False).loss
         expected.backward()
-        grads = [x.clone() for x in gradients(model).values()]
-        for x in grads:
-            dist.all_reduce(x, group=comm.group)
+        grads = [*added_up(gradients(model), comm.group).values()]
         model.zero_grad()
         sequence_parallel(model, comm=comm, loss_in_slices=dict(slice_tokens=2), mlp_in_slices=2)
         model.gradient_checkpointing_enable(dict(use_reentrant=False))
         if compiled:
             loss = torch.compile(model, backend="aot_eager")(input_ids=tokens, labels=tokens, use_cache=False).loss
             loss.backward()
-            found = [*gradients(model).values()]
-            for x in found:
-                dist.all_reduce(x, group=comm.group)
+            found = [*added_up(gradients(model), comm.group).values()]
         else:
             mesh = DeviceMesh.from_group(comm.group, "cpu")
             for module in [*model.model.layers, *[model.lm_head] * alone, model]:
@@ -497,10 +483,6 @@ def test_split_models_with_fsdp2_and_compiled(run, alone, compiled, size=2):
 
 
 def rejected_case(group):
-    from integrations.test_transformers import made
-
-    from allscan.integrations.transformers import sequence_parallel
-
     with allscan.Communicator(group) as comm:
         jittered, replaced = made("minimax", router_jitter_noise=0.1), made("mamba2")
         replaced.lm_head.forward = replaced.lm_head.forward.__call__
@@ -530,10 +512,6 @@ class Wrapped(nn.Module):
 
 def changed_case(group):
     """Return what calls raise whose head was replaced or wrapped, and whether a call that raises leaves anything."""
-    from integrations.test_transformers import made
-
-    from allscan.integrations.transformers import sequence_parallel
-
     tokens, found = torch.ones(1, 8, dtype=torch.int64), []
     with allscan.Communicator(group) as comm:
         for change in (lambda head: nn.Linear(head.in_features, head.out_features), Wrapped):

@@ -28,19 +28,18 @@ from support.megatron import (
     specification,
     stand_ins,
 )
-from support.values import raised, relative
+from support.values import in_ranks, raised, relative
 
 if not all(importlib.util.find_spec(name) for name in ("megatron", "fla")):  # imports would take seconds
     pytest.skip("needs megatron-core, which make test installs, and fla", allow_module_level=True)
 pytestmark = pytest.mark.cpu  # the stand-ins replace the GPU in Megatron's constructors
 
+sequence_parallel = in_ranks("megatron", "sequence_parallel")
 PRELOAD = ["fla.models.gla", "allscan.integrations.megatron", "megatron.core.models.hybrid.hybrid_model"]
 
 
 def model_case(group, layout, tokens, lengths, options, params):
     """Return relative errors of logits, loss, the input's gradient and each parameter's."""
-    from allscan.integrations.megatron import sequence_parallel
-
     with stand_ins(), allscan.Communicator(group) as comm:
         spec, total = specification(**params), sum(tokens)
         whole = model(spec, **options)
@@ -180,8 +179,6 @@ def test_with_causal_conv1d_and_a_dtype_of_states(run, size=2):
 def tensor_case(layout, sequence):
     """Combine tensor parallelism over ranks 0, 1 and 2, 3 with context parallelism over 0, 2 and 1, 3; compare with
     tensor parallelism alone."""
-    from allscan.integrations.megatron import sequence_parallel
-
     groups = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3])]
     tp, cp = (group for group in groups if isinstance(group, dist.ProcessGroup))
     init()
@@ -226,8 +223,6 @@ def own_case(group):
     """Return relative differences of logits and parameters' gradients to Megatron's own all-to-all, and the bytes sent
     by a rank with each. Megatron's own function splits the tokens."""
     from megatron.core.utils import get_batch_on_this_cp_rank
-
-    from allscan.integrations.megatron import sequence_parallel
 
     with stand_ins(), allscan.Communicator(group) as comm:
         spec = specification()
@@ -299,8 +294,6 @@ def test_like_megatrons_own(run, size=2):
 
 
 def bytes_case(group, layout):
-    from allscan.integrations.megatron import sequence_parallel
-
     with stand_ins(), allscan.Communicator(group) as comm:
         made = model(sequence_parallel(specification(), layout=layout, comm=comm), group, **FEW)
         with torch.no_grad():
@@ -327,8 +320,6 @@ def test_a_rank_sends_states(run, layout, size=4):
 def bfloat16_case(group, layout):
     """Return error ratios of the ranks' bfloat16 logits to one rank's, both against float32; each layer gets its own
     input."""
-    from allscan.integrations.megatron import sequence_parallel
-
     with stand_ins(), allscan.Communicator(group) as comm:
         spec, half = specification(), dict(bf16=True, params_dtype=torch.bfloat16)
         own = model(sequence_parallel(spec, layout=layout, comm=comm), group, **half)
@@ -356,8 +347,6 @@ def not_packed_case(group):
     they are rejected."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
-    from allscan.integrations.megatron import sequence_parallel
-
     with stand_ins(), allscan.Communicator(group) as comm:
         made, equal, rejected = model(sequence_parallel(specification(), comm=comm), group), [], []
         for mixer, mask in zip(mixers(made), ({}, dict(attention_mask=None)), strict=True):
@@ -379,8 +368,6 @@ def test_packed_seq_params_that_are_none(run, size=2):
 def rejections_case(group):
     """Return (errors of bad calls of each mixer on this rank, whether a valid call is right afterwards)."""
     from megatron.core.packed_seq_params import PackedSeqParams
-
-    from allscan.integrations.megatron import sequence_parallel
 
     with stand_ins(), allscan.Communicator(group) as comm:
         spec = sequence_parallel(specification(), comm=comm)
@@ -436,7 +423,7 @@ def test_specs():
     from megatron.core.transformer.identity_op import IdentityOp
     from megatron.core.transformer.spec_utils import ModuleSpec, get_module
 
-    from allscan.integrations.megatron import AllScanGatedDeltaNet, AllScanMambaMixer, sequence_parallel
+    from allscan.integrations.megatron import AllScanGatedDeltaNet, AllScanMambaMixer
 
     spec = specification(gdn=dict(conv_bias=True))
     before = copy.deepcopy(spec)

@@ -7,10 +7,10 @@ from unittest import mock
 
 import pytest
 import torch
-from test_transformers import VOCABULARY, made
 from torch.overrides import TorchFunctionMode
 
 import allscan
+from support.models import VOCABULARY, made, sequence_parallel
 from support.segments import bits
 from support.values import place, raised
 
@@ -47,8 +47,6 @@ def wide(x):
 
 def logits_case(group, family, tokens, invariant, layout):
     """Return (indices of this rank's tokens, their logits)."""
-    from allscan.integrations.transformers import sequence_parallel
-
     with allscan.Communicator(group, invariant=invariant) as comm:
         model = made(family, **FAMILIES[family])
         torch.manual_seed(1)
@@ -90,7 +88,7 @@ def test_without_it_bits_differ(run, family, size=2):
 
 def cut_case(group, rows):
     """Return (this rank's tokens, logits) of rows that cut_batch cuts."""
-    from allscan.integrations.transformers import cut_batch, sequence_parallel
+    from allscan.integrations.transformers import cut_batch
 
     with allscan.Communicator(group, invariant=S) as comm:
         family = next(iter(FAMILIES))

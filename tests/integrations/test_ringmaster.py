@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from test_fla_models import CHOICES, computed_by, model_of
-from test_transformers import OWN, VOCABULARY, made
 from torch.distributed.device_mesh import DeviceMesh
 
 import allscan
 from support.fla import by_document, delta_recurrence, import_fla
+from support.models import OWN, VOCABULARY, made
 from support.values import raised, relative
 
 rm = pytest.importorskip("ringmaster", reason="needs axolotl-ringmaster")

@@ -8,14 +8,14 @@ import os
 import numpy as np
 import pytest
 import torch
-from test_transformers import VOCABULARY, made
 from test_transformers_trainer import SHAPES, arguments, begin, different, summed
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 import allscan
 from allscan.tools.ranks import Ranks
-from support.values import raised, relative
+from support.models import VOCABULARY, made, sequence_parallel
+from support.values import check_answers, raised, relative
 
 pytest.importorskip("trl", minversion="1.16", reason="needs trl")
 pytest.importorskip("transformers", minversion="5.23", reason="needs transformers")
@@ -121,8 +121,6 @@ def models(kind, split):
 
 def results(folder, ours, groups, layout, names):
     """Train, evaluate before and after it, and return what is logged, by case."""
-    from allscan.integrations.transformers import sequence_parallel
-
     os.environ |= dict(HF_HUB_DISABLE_TELEMETRY="1", HF_HUB_OFFLINE="1", TQDM_DISABLE="1")
     mesh, found = begin(groups), {}
     with allscan.Communicator(mesh) as comm:
@@ -185,8 +183,6 @@ def test_as_trls_trainers(reference, fresh, tmp_path, size, layout, names):
 
 def sharded_case(folder, kind, ours):
     """Return (loss, gradients) of a step; ours: of a split model whose parameters FSDP2 shards."""
-    from allscan.integrations.transformers import sequence_parallel
-
     os.environ |= dict(HF_HUB_DISABLE_TELEMETRY="1", HF_HUB_OFFLINE="1")
     with allscan.Communicator(begin(1)) as comm:
         split = functools.partial(sequence_parallel, comm=comm) if ours else lambda model: model
@@ -218,7 +214,7 @@ def rejected_case(folder):
     """Return this rank's {expected text: error}."""
     import trl
 
-    from allscan.integrations.transformers import SequenceParallelMixin, sequence_parallel
+    from allscan.integrations.transformers import SequenceParallelMixin
 
     os.environ |= dict(HF_HUB_DISABLE_TELEMETRY="1", HF_HUB_OFFLINE="1")
     mesh, answers = begin(1), {}
@@ -260,5 +256,4 @@ def rejected_case(folder):
 @pytest.mark.slow
 def test_what_is_rejected(fresh, tmp_path, size=2):
     for answers in fresh(size).run(rejected_case, str(tmp_path)):
-        for text, answer in answers.items():
-            assert answer is not None and answer[0] in ("ValueError", "TypeError") and text in answer[1], (text, answer)
+        check_answers(answers, "ValueError", "TypeError")

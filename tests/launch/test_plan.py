@@ -23,6 +23,7 @@ from allscan.launch import compiled_kernel, streams
 from allscan.launch.compiled_kernel import Launch
 from allscan.launch.plan import OWN, Plan
 from allscan.ops.gla import gla_plans
+from allscan.ops.operator import Call
 from allscan.scan.launcher import Work
 from allscan.shmem_kernels.scan import scan_kernel
 from allscan.tokens.packing import Layout, TokenRange, flags_of
@@ -353,7 +354,7 @@ def test_what_zeco_gla_overlaps_with_the_scan(monkeypatch):
     def order_of(make_plan, *tensors, **sides):
         order = Order(monkeypatch)
         carrier = Middle(order, **sides)
-        plan = make_plan(shape, 1.0, layout, carrier, *tensors)
+        plan = make_plan(shape, Call("zeco_gla", 1.0), layout, carrier, *tensors)
         plan.run(carrier, *[x for x in tensors if x is not None])
         return order
 

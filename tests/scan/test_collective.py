@@ -18,8 +18,8 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import allscan
 from allscan.base.tiling import transition_tile
+from allscan.comm.backwards import AT_ONCE as FWD_EPOCHS_AT_ONCE
 from allscan.reference import allscan_reference
-from allscan.scan.fwd_epochs import AT_ONCE as FWD_EPOCHS_AT_ONCE
 from allscan.scan.launcher import PreparedScan
 from support.fla import import_fla
 from support.scans import ScanCase, gradient_case, scan_case

@@ -20,7 +20,7 @@ from allscan.bindings import nvshmem_device as nvshmem
 from allscan.bindings.versions import number, version_of
 from allscan.ops.carrier import AllScanCarrier, IncomingStates
 from allscan.ops.delta import delta_passes
-from allscan.ops.delta.records import BoundaryStates, ChunkOperands, DeltaShape, LocalGrads
+from allscan.ops.delta.delta_passes import BoundaryStates, ChunkOperands, DeltaShape, LocalGrads
 from allscan.shmem_kernels import (
     blocks,
     delta_state,
@@ -37,12 +37,10 @@ from allscan.shmem_kernels import (
 )
 from allscan.shmem_kernels.cross_entropy import cross_entropy_kernel
 from allscan.shmem_kernels.links import NONE, PUT, SENTINEL, SIGNAL
-from allscan.shmem_kernels.merge import merge_kernel
 from allscan.shmem_kernels.rails import RAILS, Slice, rails_kernel
-from allscan.shmem_kernels.scan import scan_kernel, shift_rows_kernel
+from allscan.shmem_kernels.scan import scan_kernel, shift_rows_kernel, transition_kernel
 from allscan.shmem_kernels.slots import copy_slots_kernel
-from allscan.shmem_kernels.transition import transition_kernel
-from allscan.shmem_kernels.triangle_rows import fold_kernel, reverse_kernel
+from allscan.shmem_kernels.softmax_parts import fold_kernel, merge_kernel, reverse_kernel
 from allscan.tokens.packing import Layout, TokenRange
 from allscan.tools import compiled as tool
 from allscan.tools.compiled import channel_type

@@ -12,9 +12,8 @@ import allscan
 from allscan.base.tiling import multiprocessors
 from allscan.ops.carrier import AllScanCarrier, IncomingStates
 from allscan.ops.delta.delta_checks import shapes_of
-from allscan.ops.delta.delta_passes import delta_segment_length
+from allscan.ops.delta.delta_passes import BoundaryStates, ChunkOperands, LocalGrads, SavedStates, delta_segment_length
 from allscan.ops.delta.delta_prepared import state_pass
-from allscan.ops.delta.records import BoundaryStates, ChunkOperands, LocalGrads, SavedStates
 from allscan.ops.operator import Call
 from allscan.reference import delta_reference
 from allscan.tokens.packing import CHUNK_TOKENS

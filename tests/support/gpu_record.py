@@ -34,8 +34,8 @@ def what_runs(tests: str, gpus: int | None = None) -> dict:
     """Return the setting of results. ``tests``: the folder, ``gpus``: GPUs per test, if not all."""
     import triton
 
-    from allscan.base.provenance import source_hash
     from allscan.bindings.versions import version_of
+    from allscan.comm.heap import source_hash
 
     digests = {}
     for folder, _, names in os.walk(tests):

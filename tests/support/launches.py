@@ -15,7 +15,7 @@ from allscan.launch.plan import words_of
 from allscan.launch.streams import Streams
 from allscan.ops import operator
 from allscan.ops.delta import delta_passes, gdn_plans, kda_plans
-from allscan.ops.delta.records import BoundaryStates, DeltaShape, Inputs, LocalGrads
+from allscan.ops.delta.delta_passes import BoundaryStates, DeltaShape, Inputs, LocalGrads
 from allscan.ops.gla import GLA, gla_operator, gla_plans
 from allscan.ops.gpu_blocks import A100, BLACKWELL, HOPPER, SHARED_MEMORY, SMALL
 from allscan.ops.operator import Call
@@ -164,7 +164,7 @@ def launch_gla(K, V, dtype, kept, monkeypatch, H=4, T=130, capability=90):
     layout = Layout([TokenRange(0, T, flags=flags_of(True, True))], 1, 1024, "cpu")
     with_gla_blocks(monkeypatch, capability)
     monkeypatch.setattr(operator, "carrier_of", lambda *_: NoCarrier())
-    monkeypatch.setattr(operator, "check_first", lambda *_: None)
+    monkeypatch.setattr(operator.SequenceOperator, "check_first", lambda *_: None)
     monkeypatch.setattr(operator, "find_layout", lambda *_, **__: layout)
     monkeypatch.setattr(Launches, "made", [])
     q, k, v, do = (torch.zeros(1, T, H, w, dtype=dtype) for w in (K, K, V, V))
@@ -185,7 +185,7 @@ def launch_ssd(H, G, P, N, dtype, monkeypatch, z=False, channels=False, num_sms=
     layout = Layout([TokenRange(0, T, flags=flags_of(True, True))], 1, 1024, "cpu")
     with_ssd_blocks(monkeypatch, capability, num_sms)
     monkeypatch.setattr(operator, "carrier_of", lambda *_: NoCarrier())
-    monkeypatch.setattr(operator, "check_first", lambda *_: None)
+    monkeypatch.setattr(operator.SequenceOperator, "check_first", lambda *_: None)
     monkeypatch.setattr(operator, "find_layout", lambda *_, **__: layout)
     monkeypatch.setattr(Launches, "made", [])
     mixed = torch.zeros(1, T, H * P + 2 * G * N, dtype=dtype)

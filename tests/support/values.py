@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import importlib.metadata
 import itertools
 import random
@@ -11,6 +12,7 @@ import time
 import weakref
 
 import torch
+import torch.distributed as dist
 import triton
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -132,6 +134,28 @@ def raised(function, *arguments, **options):
     except Exception as problem:
         return type(problem).__name__, str(problem)
     return None
+
+
+def in_ranks(module, name):
+    """A function of allscan.integrations that is imported when it is called: the packages behind it take seconds."""
+    return lambda *given, **how: getattr(importlib.import_module(f"allscan.integrations.{module}"), name)(*given, **how)
+
+
+def added_up(x, group):
+    """The sum over the ranks of a tensor, or of each in a dict."""
+    if isinstance(x, dict):
+        return {name: added_up(y, group) for name, y in x.items()}
+    total = x.detach().clone()
+    dist.all_reduce(total, group=group)
+    return total
+
+
+def check_answers(answers, *kinds):
+    """Check {expected text: ``raised``}: every call has raised an error of one of these kinds, by default ValueError,
+    with the text; of a key that is a tuple, with its first entry."""
+    for text, answer in answers.items():
+        words = text[0] if isinstance(text, tuple) else text
+        assert answer is not None and answer[0] in (kinds or ("ValueError",)) and words in answer[1], (text, answer)
 
 
 class _Held:

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from ...bindings.torch_compat import unsafe_view
+from ...comm.backwards import FWD_EPOCHS
 from ...comm.communicator import Communicator
 from ...launch.plan import words_of
-from ...scan.fwd_epochs import FWD_EPOCHS
 from ...tokens.packing import (
     CHUNK_TOKENS,
     DeviceBoundaries,
@@ -25,8 +25,8 @@ from ...tokens.partition import OwnTokens, find_layout
 from ..carrier import StateCarrier
 from ..operator import Call, PreparedCall
 from .delta_checks import RULES, TITLES, Pass, Shapes
+from .delta_passes import BoundaryStates, DeltaShape, Inputs, LocalGrads, SavedStates
 from .fla_chunks import of_heads
-from .records import BoundaryStates, DeltaShape, Inputs, LocalGrads, SavedStates
 
 # Dtypes of saved buffers that kernels fill only in part. They are integers, so that a saved_tensors_hook that reads
 # values, such as a quantizer, does not treat unwritten memory as floats

@@ -13,8 +13,7 @@ from ...comm.communicator import Communicator
 from ...launch.plan import Stored
 from ...tokens.packing import CHUNK_TOKENS, Layout
 from ..carrier import IncomingStates
-from .delta_passes import StatePass
-from .records import BoundaryStates, ChunkOperands, DeltaShape, Inputs, LocalGrads, SavedStates
+from .delta_passes import BoundaryStates, ChunkOperands, DeltaShape, Inputs, LocalGrads, SavedStates, StatePass
 
 
 def of_heads(x: Tensor, HK: int) -> Tensor:

@@ -18,9 +18,8 @@ from ...shmem_kernels.gdn import (
 )
 from ...tokens.packing import CHUNK_TOKENS, DeviceBoundaries, Layout
 from ..carrier import IncomingStates
-from .delta_passes import _words, planned
+from .delta_passes import BoundaryStates, DeltaShape, Inputs, LocalGrads, SavedStates, _words, planned
 from .kda_plans import ChunkPass, states_of
-from .records import BoundaryStates, DeltaShape, Inputs, LocalGrads, SavedStates
 
 
 def scalar_blocks(BK: int, BV_max: int, dtype: torch.dtype) -> dict[str, dict[str, int]]:

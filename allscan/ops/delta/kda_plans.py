@@ -14,8 +14,17 @@ from ...shmem_kernels.kda_bwd import gradient_kernel, pairs_kernel
 from ...shmem_kernels.kda_fwd import anchors_kernel, operands_kernel, output_kernel
 from ...tokens.packing import CHUNK_TOKENS, DeviceBoundaries, Layout, chunk_weights
 from ..carrier import IncomingStates
-from .delta_passes import StatePass, _words, planned
-from .records import BoundaryStates, ChunkOperands, DeltaShape, Inputs, LocalGrads, SavedStates
+from .delta_passes import (
+    BoundaryStates,
+    ChunkOperands,
+    DeltaShape,
+    Inputs,
+    LocalGrads,
+    SavedStates,
+    StatePass,
+    _words,
+    planned,
+)
 
 
 def chunk_blocks(BK: int, BV_max: int, dtype: torch.dtype) -> dict[str, dict[str, int]]:

@@ -174,8 +174,8 @@ class PreparedGLA(BufferedCall):
 
     def _of_tensors(self, variant: tuple, tensors: Sequence[Tensor | None]) -> Plan:
         """Return the plan of a pass. ``variant``: the function that makes the plan; which optional tensors are None."""
-        make, shape, scale = variant[0], self.shape, self.call.scale
-        plan = self._record(variant, lambda layout: make(shape, scale, layout, self.carrier, *tensors))
+        make, shape, call = variant[0], self.shape, self.call
+        plan = self._record(variant, lambda layout: make(shape, call, layout, self.carrier, *tensors))
         self._plans[variant] = plan
         return plan
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from ...base.tiling import cdiv, default_tile, next_power_of_2
+from ...comm.backwards import FWD_EPOCHS
 from ...launch.plan import Buffer, Plan, Stored, words_of
 from ...launch.streams import LONG
-from ...scan.fwd_epochs import FWD_EPOCHS
 from ...shmem_kernels.gla_blocks import GLASizes
 from ...shmem_kernels.gla_bwd import da_kernel, grad_kernel, value_grad_kernel
 from ...shmem_kernels.gla_fwd import (
@@ -30,6 +30,7 @@ from ...shmem_kernels.segments import gated_segments_kernel
 from ...tokens.packing import CHUNK_TOKENS, Layout, carried_states, most_chunks, most_segments, segment_length
 from ..carrier import CarriedState, IncomingStates, InOrderCarrier, StateCarrier
 from ..gpu_blocks import HOPPER, fitted
+from ..operator import Call
 
 # Tokens of a sub-block (on a GPU its token pairs fill the registers) and of a step of keys_kernel. Larger on CPUs:
 # the interpreter's time grows with the number of operations.
@@ -297,9 +298,9 @@ class GLAPlan(CarryPlan):
     ``reverse``: backward.
     """
 
-    def __init__(self, carrier: StateCarrier, shape: Shape, scale: float, layout: Layout, reverse: bool) -> None:
+    def __init__(self, carrier: StateCarrier, shape: Shape, call: Call, layout: Layout, reverse: bool) -> None:
         super().__init__(carrier, shape, layout, reverse)
-        self.scale, self.BT = scale, CHUNK_TOKENS
+        self.call, self.scale, self.BT = call, call.scale, CHUNK_TOKENS
         self.BK, self.BV_max = max(16, next_power_of_2(self.K)), max(16, next_power_of_2(self.V))
         self.is_bf16 = is_bf16 = shape.dtype == torch.bfloat16  # 2-byte operands: blocks may be twice as large
         self.columns = min(64, self.BV_max)  # BV of kernels that hold no state
@@ -529,10 +530,10 @@ class GLAPlan(CarryPlan):
         )
 
 
-def forward_plan(shape: Shape, scale: float, layout: Layout, carrier: StateCarrier, *tensors: Tensor | None) -> GLAPlan:
+def forward_plan(shape: Shape, call: Call, layout: Layout, carrier: StateCarrier, *tensors: Tensor | None) -> GLAPlan:
     """Return the plan of forward, whose output is o. ``tensors``: q, k, v, g, initial or None, final or None,
     saved_buffer."""
-    plan = GLAPlan(carrier, shape, scale, layout, False)
+    plan = GLAPlan(carrier, shape, call, layout, False)
     buffers = plan.inputs(tensors)
     x, (initial, final, saved_buffer) = Inputs(*buffers[:4]), buffers[4:]
     fwd_epoch, incoming, *saved = plan.saved_parts(saved_buffer)
@@ -553,9 +554,7 @@ def forward_plan(shape: Shape, scale: float, layout: Layout, carrier: StateCarri
     return plan
 
 
-def backward_plan(
-    shape: Shape, scale: float, layout: Layout, carrier: StateCarrier, *tensors: Tensor | None
-) -> GLAPlan:
+def backward_plan(shape: Shape, call: Call, layout: Layout, carrier: StateCarrier, *tensors: Tensor | None) -> GLAPlan:
     """Return the plan of backward, whose outputs are dv, dq, dk, dg. ``tensors``: q, k, v, g, do, dfinal or None,
     dinitial or None, saved_buffer.
 
@@ -565,7 +564,7 @@ def backward_plan(
     1 x 16384 x 16 x 128 x 128 a waiting scan occupies the places of 10 to 40 of state_kernel's 512 programs. These
     programs start later and run together with da_kernel's; without da_kernel they would be an extra wave.
     """
-    plan = GLAPlan(carrier, shape, scale, layout, True)
+    plan = GLAPlan(carrier, shape, call, layout, True)
     buffers = plan.inputs(tensors)
     x, (do, dfinal, dinitial, saved_buffer) = Inputs(*buffers[:4]), buffers[4:]
     dv, *grads = (plan.output_like(t) for t in (x.v, x.q, x.k, x.g))

@@ -11,8 +11,7 @@ import torch.distributed as dist
 import torch.utils.checkpoint
 
 import allscan
-from allscan.ops.delta.delta_passes import StatePass
-from allscan.ops.delta.records import ChunkOperands, DeltaShape
+from allscan.ops.delta.delta_passes import ChunkOperands, DeltaShape, StatePass
 from allscan.reference import delta_reference
 from allscan.tokens.packing import Layout, TokenRange
 from support.delta import NAMES, DeltaCase, Whole, of_rank, operator_case, pass_case
