@@ -319,7 +319,7 @@ class _Input:
     in x, and read it once in each backward pass."""
 
     def __init__(self, x: Tensor, count: int) -> None:
-        self.node: Any = _Keep.apply(torch.empty(0, requires_grad=True), x).grad_fn
+        self.kept: Any = _Keep.apply(torch.empty(0, requires_grad=True), x)  # keeps its node's tensors
         self.x: Any = None
         self.count, self.left = count, 0
 
@@ -336,7 +336,7 @@ class _Input:
 
     def _read(self, first: int, tokens: int) -> torch.Tensor:
         if self.x is None:
-            (self.x,), self.left = self.node.saved_tensors, self.count
+            (self.x,), self.left = self.kept.grad_fn.saved_tensors, self.count
         part, self.left = self.x.narrow(-2, first, tokens), self.left - 1
         if not self.left:
             self.x = None
