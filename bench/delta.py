@@ -27,8 +27,9 @@ is not used; the check is against the recurrence in float64. Then allscan with t
     python -m bench.delta --rules gdn2 gated_delta_product dplr rwkv7      # writes bench/results/delta_fla.csv
 
 Rules that only fla has: its operator on one rank, its context parallelism, and the same with fla_cp, at the two longest
-shapes; fla_cp may be 1.1 times as far from one rank as fla's own exchange, which for gdn2 is 0.04. K = V = 64 for DPLR and RWKV-7, and two Householder steps a token for the gated delta product, whose backward
-runs with Triton from 3.7.1 on (``PYTHONPATH=folder``, as make test-triton).
+shapes. fla_cp may be 1.1 times as far from one rank as fla's own exchange is, which for gdn2 is 0.04. K = V = 64 for
+DPLR and RWKV-7, and two Householder steps a token for the gated delta product, whose backward runs with Triton from
+3.7.1 on (``PYTHONPATH=folder``, as make test-triton).
 """
 
 from __future__ import annotations

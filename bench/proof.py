@@ -69,15 +69,16 @@ def kernels(once) -> collections.Counter:
 
 
 def launched(once) -> list[Launched]:
-    """Return all launches of ``once()``."""
+    """Return all launches of ``once()``, from the profiler's own records: its ``events()`` take minutes for a long
+    step."""
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         once()
         torch.cuda.synchronize()
     return [
-        Launched(event.name, event.time_range.elapsed_us(), event.time_range.start)
-        for event in profile.events()
-        if event.device_type != torch.autograd.DeviceType.CPU and not getattr(event, "is_user_annotation", False)
+        Launched(event.name(), event.duration_ns() / 1e3, event.start_ns() / 1e3)
+        for event in profile.profiler.kineto_results.events()
+        if event.device_type() != torch.autograd.DeviceType.CPU and not event.is_user_annotation()
     ]
 
 

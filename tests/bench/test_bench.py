@@ -230,7 +230,7 @@ def test_the_loss_in_slices_without_gpus(capsys, monkeypatch):
 @pytest.mark.parametrize("name", ["gla", "qwen3_next"])
 def test_long_sequences_are_checked(run, name):
     """Loss and gradients of the split model, with everything recomputed and in slices, are those of one rank."""
-    assert max(run(2, long.check, name, 24)) < 1e-4
+    assert max(run(2, long.check, name, 24, {})) < 1e-4
 
 
 @pytest.mark.cpu

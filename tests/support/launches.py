@@ -60,7 +60,7 @@ class NoCarrier:
 
     class comm:  # noqa: N801
         size, device, streams, debug = 2, torch.device("cpu"), Streams(torch.device("cpu")), False
-        checked, rank, algorithm = NoCalls(), 0, "chain"
+        checked, rank, algorithm, order = NoCalls(), 0, "chain", types.SimpleNamespace()
 
         @staticmethod
         @contextlib.contextmanager
