@@ -656,7 +656,8 @@ def fla_cp() -> str:
     """docs/integrations/fla_cp.md: rules that only fla has."""
     names = {"gdn2": "Gated DeltaNet 2", "gated_delta_product": "Gated delta product, two Householder steps a token"}
     names |= {"dplr": "DPLR", "rwkv7": "RWKV-7"}
-    return "\n".join(f"{name}:\n\n{_delta_cp(rule, 'delta_fla')}" for rule, name in names.items())
+    measured = {row["rule"] for row in _rows("delta_fla")}
+    return "\n".join(f"{name}:\n\n{_delta_cp(rule, 'delta_fla')}" for rule, name in names.items() if rule in measured)
 
 
 def _chain(kind: str, size: int, ranks: int) -> dict[str, str]:
