@@ -9,6 +9,7 @@ import json
 import os
 import sys
 import time
+import warnings
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -113,6 +114,8 @@ def estimate(arguments: Sequence[str]) -> int:
     for name, default in (("batch", 1), ("depth", 3)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--multiprocessors", type=int, default=H100_MULTIPROCESSORS)
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # what it and fla lack here says nothing of the estimate
+    warnings.simplefilter("ignore")
     try:
         options = parser.parse_args(arguments)
         zigzag = options.layout == "zigzag"
