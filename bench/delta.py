@@ -27,9 +27,9 @@ is not used; the check is against the recurrence in float64. Then allscan with t
     python -m bench.delta --rules gdn2 gated_delta_product dplr rwkv7      # writes bench/results/delta_fla.csv
 
 Rules that only fla has: its operator on one rank, its context parallelism, and the same with fla_cp, at the two longest
-shapes. fla_cp may be 1.1 times as far from one rank as fla's own exchange is, which for gdn2 is 0.04. K = V = 64 for
-DPLR and RWKV-7, and two Householder steps a token for the gated delta product, whose backward runs with Triton from
-3.7.1 on (``PYTHONPATH=folder``, as make test-triton).
+shapes. fla_cp may be 1.1 times as far from one rank as fla's own exchange, if that is more than 0.02: for gdn2 it is
+0.04. K = V = 64 for DPLR and RWKV-7, and two Householder steps a token for the gated delta product, whose backward runs
+with Triton from 3.7.1 on (``PYTHONPATH=folder``, as make test-triton).
 """
 
 from __future__ import annotations
@@ -211,8 +211,8 @@ def check(rule, comm, found, T, H, gate, backward, failed, chunk) -> dict:
                 part = step(call, [own(x, mine) for x in given], do[:, mine], state, backward)
                 wanted = [own(x, mine) for x in expected["middle" in name]]
                 limit = 2e-2 if on_gpu else 1e-4
-                if rule in OF_FLA:  # as exact as fla's own exchange, which comes first
-                    limit = 1.1 * errors["fla cp_context"] + 1e-3 if "All-Scan" in name else 6e-2
+                if rule in OF_FLA:  # or as exact as fla's own exchange, which comes first
+                    limit = max(limit, 1.1 * errors.get("fla cp_context", 0.0)) if "All-Scan" in name else 6e-2
                 errors[name] = checked(name, part, wanted, limit)
     return errors
 

@@ -220,7 +220,7 @@ def measure(group, name: str, T: int, steps: int, only, warm: int | None, option
             for method in random.Random(turn).sample(list(methods), len(methods)):
                 once = functools.partial(timed, method, T if turn else warm or T)
                 with trained.method(methods[method]):
-                    if turn and steps == 1:
+                    if turn and steps == 1 and trained.softmax:
                         profiles[method] = launched(once)
                     else:
                         once()
@@ -283,7 +283,8 @@ def main() -> int:
         options, told = dict(offload=True), ", inputs on the host"
     if arguments.memory:
         options, told = dict(memory=arguments.memory), f", keys in steps of {arguments.memory / (1 << 30):g} GiB"
-    if options and (arguments.offload and arguments.memory or (arguments.model == ["gla"]) != arguments.offload):
+    wrong = {*arguments.model} - {"gla"} if arguments.offload else arguments.memory and "gla" in arguments.model
+    if wrong or arguments.offload and arguments.memory:
         parser.error("--offload is for --model gla, --memory for hybrids")
     if not torch.cuda.is_available():
         return check_on_cpus(functools.partial(check, options=options), arguments.model)

@@ -144,11 +144,8 @@ def measure(group, name: str, T: int, pieces, steps: int) -> list[dict]:
             row |= dict(host_ms=max(0.0, row["first_token_ms"] - busy))
             row["peak_gib"] = torch.cuda.max_memory_allocated() / (1 << 30)
             row["graph_ms"] = ""
-            if count == 1 and T <= GRAPHED:
-                try:
-                    row["graph_ms"] = graphed(model, prompt, comm, kind, steps)
-                except RuntimeError as failure:
-                    print(f"{name} T={T} on {comm.size} GPUs has no graph: {failure}", flush=True)
+            if count == 1 and T <= GRAPHED and comm.device.type == "cuda":
+                row["graph_ms"] = graphed(model, prompt, comm, kind, steps)
             rows.append(row)
         comm.barrier()
     return rows
@@ -159,14 +156,22 @@ def first_token(model, prompt, comm, pieces: int) -> list[int]:
     return logits[:, -1].argmax(-1).tolist()
 
 
-def graphed(model, prompt, comm, kind, steps: int) -> float:
-    """Return the milliseconds of a replayed CUDA graph of the call."""
+def graphed(model, prompt, comm, kind, steps: int) -> float | str:
+    """Return the milliseconds of a replayed CUDA graph of the call; "" on all ranks if one of them has none."""
     expected, graph, times = first_token(model, prompt, comm, 1), torch.cuda.CUDAGraph(), []
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        logits, cache = read(model, prompt, comm, 1)
-        token = logits[:, -1].argmax(-1)
+    failed = torch.zeros(1, device=comm.device)
+    try:
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            logits, cache = read(model, prompt, comm, 1)
+            token = logits[:, -1].argmax(-1)
+    except RuntimeError as failure:
+        print(f"rank {comm.rank} of {comm.size} has no graph: {failure}", flush=True)
+        failed += 1
+    dist.all_reduce(failed, group=comm.group)
+    if failed:
+        return ""
     for _ in range(steps + 1):
-        token.zero_()
+        token.fill_(-1)
         before = hybrid.scans(comm, kind.state(SIZES[kind.family][3]))
         comm.barrier()
         start = time.perf_counter()

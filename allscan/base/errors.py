@@ -63,7 +63,7 @@ class AllScanTimeout(AllScanError):
         others: reports of other ranks on calls that they rejected, as sentences; "" if there are none.
         job_ranks: global ranks (of the job) of ``rank`` and ``neighbour``.
         places: the last call, its shape and the step of both ranks' hosts, which may be ahead of their GPUs; the scans
-            that were given up; and which call a rank has left out, where counts show it. As sentences.
+            that were given up; and which rank has made fewer calls, where counts show it. As sentences.
     """
 
     def __init__(
@@ -84,10 +84,10 @@ class AllScanTimeout(AllScanError):
 
     def __str__(self) -> str:
         own, other = names_of((self.rank, self.neighbour), self.job_ranks)
+        guess = f"{other[0].upper()}{other[1:]} is late, has ended, or does not make the same calls in the same order. "
         return (
             f"{own} waited {self.timeout:g} s for {other}, tile {self.tile}: expected epoch {self.expected}, saw "
-            f"{self.seen}. {other[0].upper()}{other[1:]} is late, has ended, or does not make the same calls in the "
-            f"same order. {self.places}{self.others}{REMEDY}."
+            f"{self.seen}. {self.others or guess}{self.places}{REMEDY}."
         )
 
 

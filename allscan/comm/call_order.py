@@ -109,7 +109,7 @@ class Order:
         if not self._places:
             told_place = self.store_exchange.place(neighbour, HEARD_S)
             other = f"has reported nothing for {HEARD_S:g} s" if told_place is None else Place(*told_place)
-            self._places = told({rank: self._place(), neighbour: other})
+            self._places = told({rank: self._place(), neighbour: other}, cause=not (others or self.rejected))
         error.places = self._places
         return error
 

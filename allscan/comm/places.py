@@ -26,16 +26,17 @@ class Place(NamedTuple):
         return f"{calls}, the last is {self.what}, {step}{self.device}"
 
 
-def told(places: Mapping[int, Place | str]) -> str:
-    """Sentences that name the ``places`` of ranks and, where the counts show it, which call a rank has left out."""
+def told(places: Mapping[int, Place | str], cause: bool = True) -> str:
+    """Sentences that name the ``places`` of ranks and, with ``cause``, which rank has made fewer calls, where the counts
+    show it."""
     text = f"{'; '.join(f'rank {rank} {place}' for rank, place in places.items())}. "
-    known = {rank: place for rank, place in places.items() if isinstance(place, Place)}
+    known = {rank: place for rank, place in places.items() if cause and isinstance(place, Place)}
     for late, there in known.items():
         for ahead, here in known.items():
             # all calls of step n come before step n + 1: who is in a later step has made at least as many
             if here.steps > there.steps > 0 and (here.reverse < there.reverse or here.forward < there.forward):
-                what = "reverse call, such as a backward," if here.reverse < there.reverse else "forward call"
-                text += f"Rank {ahead} is in a later step and has left out a {what} that rank {late} has made. "
+                what = "reverse calls, such as backwards," if here.reverse < there.reverse else "forward calls"
+                text += f"Rank {ahead} is in a later step and has made fewer {what} than rank {late}. "
                 return text[0].upper() + text[1:]
     return text[0].upper() + text[1:]
 

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from ..base.autograd import second_derivative_error
 from ..base.checks import plain
 from ..base.errors import DeferredError
+from ..bindings.torch_compat import graph_task, tree_leaves
 from ..bindings.triton_compat import OPTIONS
 from ..comm.communicator import Communicator, check_communicator
 from ..launch.compiled_kernel import dynamo_disabled
@@ -272,9 +273,10 @@ def mlp_in_slices(module: nn.Module, slice_tokens: int | None) -> nn.Module:
     """Let ``module`` process ``slice_tokens`` tokens at a time, in place, and compute each slice again in the backward
     pass: beside its input and result it keeps nothing, and needs memory for one slice.
 
-    Each slice is one ``torch.utils.checkpoint``. The input of all slices is saved once, before the first one: a layer
-    that is itself checkpointed and ends with this module computes it twice in a step, not three times. Gradients of
-    parameters are added up slice by slice in their own dtype: take slices of some thousand tokens.
+    Each slice is one ``torch.utils.checkpoint``. If x is the only tensor of a call, it is saved once, before the first
+    slice: a layer that is itself checkpointed (``use_reentrant=False``, with early stop) and ends with this module
+    computes it twice in a step, not three times. Gradients of parameters are added up slice by slice in their own
+    dtype: take slices of some thousand tokens.
 
     Args:
         module: a module whose result for a token depends on that token alone, and whose forward takes x [..., D], first
@@ -311,32 +313,31 @@ class _Keep(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, connected: Tensor, x: Tensor) -> torch.Tensor:
         ctx.save_for_backward(x)
-        return x.new_empty(0)
+        return connected.new_empty(0)
 
 
 class _Input:
-    """The input x of slices of tokens, saved once. Checkpoints of slices that are made in ``of_slice`` save their place
-    in x, and read it once in each backward pass."""
+    """The input x of slices of tokens, saved once. The checkpoint of a slice that is made in ``of_slice``, with the slice
+    as its only tensor, saves the slice's place in x; a backward pass reads x once."""
 
     def __init__(self, x: Tensor, count: int) -> None:
         self.kept: Any = _Keep.apply(torch.empty(0, requires_grad=True), x)  # keeps its node's tensors
         self.x: Any = None
-        self.count, self.left = count, 0
+        self.count, self.left, self.task = count, 0, -1
 
-    def of_slice(self, part: Tensor, first: int) -> saved_tensors_hooks:
-        shape, address = part.shape, part.data_ptr()
-
+    def of_slice(self, first: int, tokens: int) -> saved_tensors_hooks:
         def pack(saved: Tensor) -> Any:
-            return None if saved.shape == shape and saved.data_ptr() == address else saved
+            return None if saved.numel() else saved  # checkpoint also saves an empty tensor of its own
 
         def unpack(saved: Any) -> Tensor:
-            return self._read(first, shape[-2]) if saved is None else saved
+            return self._read(first, tokens) if saved is None else saved
 
         return saved_tensors_hooks(pack, unpack)
 
     def _read(self, first: int, tokens: int) -> torch.Tensor:
-        if self.x is None:
-            (self.x,), self.left = self.kept.grad_fn.saved_tensors, self.count
+        task = graph_task()
+        if self.x is None or task != self.task:  # of an earlier pass that has read some slices only
+            (self.x,), self.left, self.task = self.kept.grad_fn.saved_tensors, self.count, task
         part, self.left = self.x.narrow(-2, first, tokens), self.left - 1
         if not self.left:
             self.x = None
@@ -348,10 +349,12 @@ def _in_slices(module: Any, slice_tokens: int, x: Tensor, *arguments: Any, **opt
     forward = functools.partial(type(module).forward, module)
     flat = x.reshape(*[1] * (x.ndim - 2), -1, x.shape[-1])  # contiguous slices
     parts, found = flat.split(slice_tokens, -2), []
-    kept = _Input(flat, len(parts)) if torch.is_grad_enabled() and not torch.compiler.is_compiling() else None
+    others = [y for y in tree_leaves((arguments, options)) if isinstance(y, Tensor)]
+    alone = type(x) is Tensor and x.is_floating_point() and x.numel() and not others  # else each slice saves its own
+    kept = _Input(flat, len(parts)) if alone and torch.is_grad_enabled() and not torch.compiler.is_compiling() else None
     for i, part in enumerate(parts):
         if torch.is_grad_enabled():
-            with contextlib.nullcontext() if kept is None else kept.of_slice(part, i * slice_tokens):
+            with contextlib.nullcontext() if kept is None else kept.of_slice(i * slice_tokens, part.shape[-2]):
                 y = checkpoint(forward, part, *arguments, use_reentrant=False, **options)
         else:
             y = forward(part, *arguments, **options)

@@ -63,7 +63,8 @@ class Asked(NamedTuple):
     """Options of a call as the caller passes them, unchecked: see ``zeco_gla``. more: those of one operator only, a
     tuple without tensors."""
 
-    output_final_state: bool | str = False  # first: no part of the key of a PreparedCall
+    output_final_state: bool | str = False  # no part of the key of a PreparedCall
+    more: Any = ()
     scale: float | None = None
     cu_seqlens: Tensor | Sequence[int] | None = None
     first_token: int | None = None
@@ -71,7 +72,6 @@ class Asked(NamedTuple):
     per_document: bool = False
     invariant: int | None = None
     recompute: bool | None = True
-    more: Any = ()
 
 
 class Call(NamedTuple):
@@ -83,15 +83,16 @@ class Call(NamedTuple):
     rule: str
     scale: float
     lower_bound: float | None = None  # of raw gates
+    more: str = ""  # options of one operator, "name=value,..."
     zigzag: int = 0  # see checks.zigzag_of
     invariant: int = 0
     of_all: bool = False  # see final_of_all
     saves: bool = False  # forward saves the intermediates of the chunks for backward
-    more: str = ""  # options of one operator, "name=value,..."
 
     @property
     def text(self) -> str:
-        return ";".join([self.rule, *[str(int(x)) for x in self[3:-1]], self.more])
+        rule, _, _, more, *numbers = self
+        return ";".join([rule, more, *[str(int(x)) for x in numbers]])
 
     @property
     def agreed(self) -> tuple[tuple[str, object], ...]:
@@ -107,8 +108,8 @@ class Call(NamedTuple):
 @functools.lru_cache(4096)
 def call_of(scale: float, lower_bound: float | None, text: str) -> Call:
     """The Call of a custom operator's arguments."""
-    rule, *numbers, more = text.split(";")
-    return Call._make([rule, scale, lower_bound, *map(int, numbers), more])
+    rule, more, *numbers = text.split(";")
+    return Call._make([rule, scale, lower_bound, more, *map(int, numbers)])
 
 
 class PreparedCall:
@@ -292,7 +293,7 @@ class SequenceOperator:
                 of_tensors = call_key(tensors)
                 differentiable = bool(of_tensors[-1])  # 2: there are inference tensors, which torch cannot save
                 # calls that need all checks bypass the cache: Decimal(1), an invalid scale, equals 1.0, and 1 is True
-                types = *map(type, asked[1:-1]), *map(type, asked.more)
+                types = *map(type, asked[2:]), *map(type, asked.more)
                 known = asked.first_token is None and not (comm.debug or asked.per_document or modes)
                 if known and KEYABLE.issuperset(types) and of_tensors[-1] != 2:
                     key = of_tensors, rule, asked[1:], types, carrier.handle, of_all

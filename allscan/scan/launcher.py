@@ -20,6 +20,7 @@ from ..bindings.torch_compat import current_stream_of
 from ..bindings.triton_compat import launchable
 from ..comm.backwards import Backwards
 from ..comm.communicator import Communicator
+from ..comm.host_exchange import ABORT_CHECK_S
 from ..launch.compiled_kernel import Launch, channel_addresses, prefer_shared_memory_carveout, with_nvshmem
 from ..launch.plan import Buffer, Plan
 from ..launch.streams import AsyncLaunches
@@ -138,7 +139,7 @@ class Launcher:
     def _look_for_backwards(self, reverse: bool) -> None:
         """Called after a call in direction ``reverse`` had no backward on this rank. Raise RuntimeError if the rank
         that sends to this one in the backward direction has run its backward; return once that rank has begun its next
-        call.
+        call, or a rank has reported a fault.
 
         Waits for that rank's next launch. Validation under torch.no_grad() avoids the wait: it has no backward.
         """
@@ -148,11 +149,12 @@ class Launcher:
         first = back.RECV == NONE if rails is None else rails.is_first(not reverse)
         if first or comm.streams.capturing():
             return  # this rank's backward waits for no rank: the others wait for it
-        peek, deadline = comm.streams.peek, time.monotonic() + comm.timeout
+        peek, now = comm.streams.peek, time.monotonic()
+        deadline, look = now + comm.timeout, now + ABORT_CHECK_S
         if comm.streams.cuda:
             torch.cuda.current_stream(comm.device).synchronize()
         launched, epoch = peek(there.epoch[:1])[0], peek(back.epoch[:1])[0]
-        while time.monotonic() < deadline and launched >= 0 <= epoch:
+        while now < deadline and launched >= 0 <= epoch:
             if rails is None:
                 begun = max(peek(there.freed[: self.spec.depth])) >= launched
                 arrived = peek(back.arrived[:: self.spec.num_tiles])
@@ -165,8 +167,10 @@ class Launcher:
                     "what the call returned, and its gradients since then lack that call's part. Use the "
                     f"result on every rank, 0 * result.sum() if need be; or torch.no_grad() on all. {REMEDY}."
                 )
-            if begun:
+            now = time.monotonic()
+            if begun or (now > look and comm.order.fault()):  # then another rank makes no further calls
                 return
+            look = now + ABORT_CHECK_S if now > look else look
             time.sleep(1e-3)
 
     def after_launch(self, compiled: Any) -> None:

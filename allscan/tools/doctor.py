@@ -96,6 +96,12 @@ class _Parser(argparse.ArgumentParser):
 
 def estimate(arguments: Sequence[str]) -> int:
     """``allscan estimate``: print the report; returns the exit status."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of packages that transformers and fla miss here
+        return _estimate(arguments)
+
+
+def _estimate(arguments: Sequence[str]) -> int:
     from ..base.tiling import H100_MULTIPROCESSORS
     from .estimate import Cut, check_cut, layers_of, report
 
@@ -114,8 +120,6 @@ def estimate(arguments: Sequence[str]) -> int:
     for name, default in (("batch", 1), ("depth", 3)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--multiprocessors", type=int, default=H100_MULTIPROCESSORS)
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # what it and fla lack here says nothing of the estimate
-    warnings.simplefilter("ignore")
     try:
         options = parser.parse_args(arguments)
         zigzag = options.layout == "zigzag"
@@ -127,6 +131,7 @@ def estimate(arguments: Sequence[str]) -> int:
         with open(options.config, encoding="utf-8") as file:
             config = json.load(file)
         if options.gpu is not None:
+            os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # what is not installed here is of no importance
             from .estimate_fit import Options, report_of_fit  # needs transformers
 
             if options.step:

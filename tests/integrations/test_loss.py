@@ -376,6 +376,27 @@ def test_mlps_of_checkpointed_layers_run_twice(of_layers):
     assert max(relative(a, b) for a, b in zip(*sums)) < 2e-6
 
 
+class Gated(nn.Linear):
+    def forward(self, x, other):
+        return super().forward(x) * x.shape[-2] + x @ other.to(x.dtype)
+
+
+@pytest.mark.parametrize("kind", ["transposed", "other dtype"])
+def test_slices_of_calls_with_another_tensor(kind):
+    """The other tensor has the shape and the address of a slice; what is changed in place before backward raises."""
+    torch.manual_seed(0)
+    whole, x = Gated(D, D), torch.randn(1, D, D)
+    module, other = mlp_in_slices(copy.deepcopy(whole), D), x.mT if kind == "transposed" else x.view(torch.int32)
+    for m in (module, whole):
+        m(x, other).square().sum().backward()
+    assert relative(module.weight.grad, whole.weight.grad) < 2e-6
+    changed = torch.ones(D, D)
+    y = module(x.clone().requires_grad_(), changed)
+    changed.zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
 @pytest.mark.quick
 def test_mlp_in_slices(run, size=1):
     ((errors, most, problems),) = run(size, mlp_case)

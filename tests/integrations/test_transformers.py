@@ -1054,7 +1054,7 @@ def test_an_error_tells_in_which_pass_of_the_model_each_rank_is(fresh, how):
     assert (kind, second[0]) == ("AllScanTimeout", "AllScanOutOfStep"), (kind, second[0])
     for one in (text, second[1]):
         assert "the last is the backward of zeco_ssd (tokens [1, 8], H 4, K 10, V 16), in step 2" in one, one
-        assert entry in one and one.count("Rank 1 is in a later step and has left out a reverse call") == 1, one
+        assert entry in one and one.count("Rank 1 is in a later step and has made fewer reverse calls") == 1, one
 
 
 def sharded_projection_case(group, memory):

@@ -106,7 +106,7 @@ def zeco_kda(
         lower_bound = None  # as in fla: it only restates the guarantee for gates that are not raw
     flags = use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval
     raw = InputTransforms(*flags, lower_bound, state_v_first, chunk)
-    asked = Asked(output_final_state, scale, cu_seqlens, first_token, layout, per_document, invariant, recompute, raw)
+    asked = Asked(output_final_state, raw, scale, cu_seqlens, first_token, layout, per_document, invariant, recompute)
     rule = "own_kda" if chunk == "allscan" else "safe_kda" if safe_gate else "kda"
     return _run(rule, (q, k, v, g, beta, initial_state, A_log, dt_bias), comm, asked)
 
@@ -168,7 +168,7 @@ def zeco_gated_delta_rule(
     """
     flags = use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval
     raw = InputTransforms(*flags, None, state_v_first, chunk)
-    asked = Asked(output_final_state, scale, cu_seqlens, first_token, layout, per_document, invariant, recompute, raw)
+    asked = Asked(output_final_state, raw, scale, cu_seqlens, first_token, layout, per_document, invariant, recompute)
     rule = "own_gated_delta_rule" if chunk == "allscan" else "gated_delta_rule"
     return _run(rule, (q, k, v, g, beta, initial_state, A_log, dt_bias), comm, asked)
 

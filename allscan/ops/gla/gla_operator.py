@@ -111,7 +111,7 @@ def zeco_gla(
     Source:
         ZeCO, arXiv 2507.01004, algorithms 1 and 2.
     """
-    asked = Asked(output_final_state, scale, cu_seqlens, first_token, layout, per_document, invariant, recompute)
+    asked = Asked(output_final_state, (), scale, cu_seqlens, first_token, layout, per_document, invariant, recompute)
     return GLA.run(comm, "zeco_gla", (q, k, v, g, initial_state), asked)
 
 

@@ -98,7 +98,7 @@ def zeco_ssd(
     """
     limit = tuple(dt_limit) if isinstance(dt_limit, tuple | list) else (dt_limit,)
     more = chunk_size, dt_softplus, *limit
-    asked = Asked(return_final_states, 1.0, cu_seqlens, first_token, layout, per_document, invariant, True, more)
+    asked = Asked(return_final_states, more, 1.0, cu_seqlens, first_token, layout, per_document, invariant, True)
     y, final_states = SSD.run(comm, "zeco_ssd", (x, dt, A, B, C, D, z, dt_bias, initial_states), asked)
     return y if final_states is None else (y, final_states)
 
@@ -156,7 +156,7 @@ def zeco_simple_gla(
     """
     if state_v_first and initial_state is not None and initial_state.ndim > 1:
         initial_state = initial_state.mT
-    asked = Asked(output_final_state, scale, cu_seqlens, first_token, layout, per_document, invariant)
+    asked = Asked(output_final_state, (), scale, cu_seqlens, first_token, layout, per_document, invariant)
     o, final_state = SIMPLE_GLA.run(comm, "zeco_simple_gla", (v, g, g_gamma, k, q, initial_state), asked)
     return o, final_state.mT if state_v_first and final_state is not None else final_state
 
