@@ -27,8 +27,8 @@ class Place(NamedTuple):
 
 
 def told(places: Mapping[int, Place | str], cause: bool = True) -> str:
-    """Sentences that name the ``places`` of ranks and, with ``cause``, which rank has made fewer calls, where the counts
-    show it."""
+    """Sentences that name the ``places`` of ranks and, with ``cause``, which rank has made fewer calls, where the
+    counts show it."""
     text = f"{'; '.join(f'rank {rank} {place}' for rank, place in places.items())}. "
     known = {rank: place for rank, place in places.items() if cause and isinstance(place, Place)}
     for late, there in known.items():

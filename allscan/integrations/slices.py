@@ -317,8 +317,8 @@ class _Keep(torch.autograd.Function):
 
 
 class _Input:
-    """The input x of slices of tokens, saved once. The checkpoint of a slice that is made in ``of_slice``, with the slice
-    as its only tensor, saves the slice's place in x; a backward pass reads x once."""
+    """The input x of slices of tokens, saved once. The checkpoint of a slice that is made in ``of_slice``, with the
+    slice as its only tensor, saves the slice's place in x; a backward pass reads x once."""
 
     def __init__(self, x: Tensor, count: int) -> None:
         self.kept: Any = _Keep.apply(torch.empty(0, requires_grad=True), x)  # keeps its node's tensors
