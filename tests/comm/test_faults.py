@@ -159,6 +159,28 @@ def test_fewer_calls_are_only_told_if_the_counts_say_so(there, here, left_out):
     assert left_out is None or f"Rank 1 is in a later step and has made fewer {left_out}" in found, found
 
 
+def ignored_results_case(timeout):
+    """Return the seconds until the error, and its type: no rank runs a backward, and rank 1 skips an iteration."""
+    comm, begin = allscan.Communicator(timeout=timeout), time.monotonic()
+    x = torch.ones(1, 20, 1, 16, device=comm.device, requires_grad=True)
+    try:
+        for step in range(1, 7):
+            comm.step()
+            if (comm.rank, step) != (1, 3):
+                allscan.zeco_gla(x, x, x, -0.1 * x.detach(), comm=comm)
+    except errors.AllScanError as error:
+        return time.monotonic() - begin, type(error).__name__
+
+
+@pytest.mark.cpu
+@pytest.mark.slow
+def test_calls_without_a_backward_wait_once_for_a_rank_that_has_stopped(fresh, timeout=8.0):
+    """Each of rank 0's further calls looks for a backward on rank 1, which has reported its error at once."""
+    first, second = fresh(2).run(ignored_results_case, timeout)
+    assert first[1] == "AllScanTimeout" and second[1] == "AllScanOutOfStep", (first, second)
+    assert first[0] < 2.5 * timeout, first  # 4 time-outs if each call waited
+
+
 @triton.jit
 def shift_kernel(p_out, channel):
     b_ones = tl.full([channel.BK, channel.BV], 1.0, tl.float32)
