@@ -36,9 +36,8 @@ each step all ranks and GPUs have ended the last one, as in training that reads 
 small model: loss and gradients against one rank with the whole sequence. Afterwards the kernels of one more step prove
 which method ran, for allscan also its counted scans (column ``proof``, of rank 0). ``bound_ms``: data parallel's step
 and, for each further rank, its softmax kernels once more, as a sequence over all ranks has as many times their work.
---profile prints the kernel times of
-that step, by kind and rank, and draws a softmax layer in zigzag. Without GPUs only the check runs, on 2 CPU ranks, with
-transformers' functions in torch in place of fla's.
+--profile prints the kernel times of that step, by kind and rank, and draws a softmax layer in zigzag. Without GPUs only
+the check runs, on 2 CPU ranks, with transformers' functions in torch in place of fla's.
 
 --compile: the model is compiled by ``model.compile()``, for allscan and data parallel (rows named "..., compiled").
 DistributedDataParallel then sums all gradients after the backward pass (torch._dynamo.config.optimize_ddp is off), and
@@ -538,13 +537,6 @@ def print_breakdown(answers) -> None:
             print(f"  {total}: {values}; NCCL beside softmax {beside:.1f}", flush=True)
 
 
-def softmax_ms(answers, name: str) -> float:
-    """Return the time of the softmax kernels in a step, a mean over the ranks, without what merges blocks."""
-    merging = ("merge_kernel", "fold_kernel", "reverse_kernel")
-    found = [x for answer in answers for x in answer[name][4] if kind_of(x.name) == "softmax"]
-    return sum(x.us for x in found if not any(part in x.name for part in merging)) / 1e3 / len(answers)
-
-
 def softmax_layers(found) -> list[tuple[float, float]]:
     """Return (begin, end) in us of each softmax layer's kernels in a step, forward, then backward."""
     layers: list[list[float]] = []
@@ -656,12 +648,13 @@ def run(ranks, hybrid, names, count: int, arguments, table) -> None:
     for T in arguments.tokens:
         answers = ranks.run(on_first, count, measure, hybrid, names, T, shape, arguments.steps, timeout=570.0)
         in_a_row = {name: 1e3 * max(answer[name][5] for answer in answers) for name in answers[0]}
+        alone = [answer["data parallel"] for answer in answers]
+        softmax = statistics.mean(breakdown(found)["softmax"] for *_, found, _ in alone)
+        bound = 1e3 * max(step for step, *_ in alone) + (count - 1) * softmax
         for row in training_rows(answers, T):
             row["in_a_row_ms"] = ms = in_a_row[row["method"]]
             row["percent_in_a_row"] = 100 * in_a_row["data parallel"] / ms
-            extra = (len(answers) - 1) * softmax_ms(answers, "data parallel")  # keys of all ranks, in equal parts
-            row["bound_ms"] = 1e3 * max(answer["data parallel"][0] for answer in answers) + extra
-            row["percent_of_bound"] = 100 * row["bound_ms"] / row["step_ms"]
+            row |= dict(bound_ms=bound, percent_of_bound=100 * bound / row["step_ms"])
             told = f"{row['percent_in_a_row']:.1f} %; {row['percent_of_bound']:.1f} % of the bound"
             print(f"{'':13} in a row: {ms:.1f} ms, {told}", flush=True)
             rule = "All-Scan's" if row["method"].startswith("allscan") else one

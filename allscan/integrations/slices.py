@@ -351,9 +351,10 @@ def _in_slices(module: Any, slice_tokens: int, x: Tensor, *arguments: Any, **opt
     parts, found = flat.split(slice_tokens, -2), []
     others = [y for y in tree_leaves((arguments, options)) if isinstance(y, Tensor)]
     alone = type(x) is Tensor and x.is_floating_point() and x.numel() and not others  # else each slice saves its own
-    kept = _Input(flat, len(parts)) if alone and torch.is_grad_enabled() and not torch.compiler.is_compiling() else None
+    recomputed = torch.is_grad_enabled()
+    kept = _Input(flat, len(parts)) if recomputed and alone and not torch.compiler.is_compiling() else None
     for i, part in enumerate(parts):
-        if torch.is_grad_enabled():
+        if recomputed:
             with contextlib.nullcontext() if kept is None else kept.of_slice(i * slice_tokens, part.shape[-2]):
                 y = checkpoint(forward, part, *arguments, use_reentrant=False, **options)
         else:

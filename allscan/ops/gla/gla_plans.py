@@ -300,7 +300,7 @@ class GLAPlan(CarryPlan):
 
     def __init__(self, carrier: StateCarrier, shape: Shape, call: Call, layout: Layout, reverse: bool) -> None:
         super().__init__(carrier, shape, layout, reverse)
-        self.call, self.scale, self.BT = call, call.scale, CHUNK_TOKENS
+        self.scale, self.BT = call.scale, CHUNK_TOKENS
         self.BK, self.BV_max = max(16, next_power_of_2(self.K)), max(16, next_power_of_2(self.V))
         self.is_bf16 = is_bf16 = shape.dtype == torch.bfloat16  # 2-byte operands: blocks may be twice as large
         self.columns = min(64, self.BV_max)  # BV of kernels that hold no state
