@@ -115,10 +115,10 @@ class Gla:
 class Hybrid:
     """A model of bench.hybrid in zigzag, and its two methods."""
 
-    def __init__(self, comm, one, small: bool, family: str, memory: int | None = None) -> None:
+    def __init__(self, comm, one, small: bool, family: str, offload: bool = False, memory: int | None = None) -> None:
         self.kind = hybrid.Hybrid(family, 128 if family == "kimi_linear" else 0)
         self.comm, self.one, self.words = comm, one, 97 if small else hybrid.VOCABULARY
-        self.attention = Attention(memory=memory)
+        self.attention, self.offload = Attention(memory=memory), offload and comm.device.type == "cuda"
         sizes = (4, 64, 4, 16, 97) if small else (12, 2048, 16, 128, self.words)
         self.slice, dtype = 16 if small else SLICE, torch.float32 if comm.device.type == "cpu" else torch.bfloat16
         self.model = hybrid.made(self.kind, comm.device, dtype, *sizes)
@@ -140,7 +140,7 @@ class Hybrid:
         comm, layout = (self.comm, "zigzag") if split else (self.one, "contiguous")
         how = dict(loss_in_slices=True, mlp_in_slices=self.slice, attention=self.attention)
         sequence_parallel(self.model, comm=comm, layout=layout, **how)
-        self.model.gradient_checkpointing_enable(dict(use_reentrant=False))
+        self.model.activation_checkpointing_enable(dict(use_reentrant=False), offload=self.offload)
         yield
         sequence_parallel(self.model, comm=None)
 
@@ -274,7 +274,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--only", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--warm", type=int, help="tokens per rank of the step before; default --tokens")
-    parser.add_argument("--offload", action="store_true", help="gla: keep the layers' inputs in the host's memory")
+    parser.add_argument("--offload", action="store_true", help="keep the layers' inputs in the host's memory")
     parser.add_argument("--memory", type=int, help="hybrids: Attention(memory=), bytes")
     parser.add_argument("--csv", default=results("long.csv"))
     arguments = parser.parse_args()
@@ -283,9 +283,8 @@ def main() -> int:
         options, told = dict(offload=True), ", inputs on the host"
     if arguments.memory:
         options, told = dict(memory=arguments.memory), f", keys in steps of {arguments.memory / (1 << 30):g} GiB"
-    wrong = {*arguments.model} - {"gla"} if arguments.offload else arguments.memory and "gla" in arguments.model
-    if wrong or arguments.offload and arguments.memory:
-        parser.error("--offload is for --model gla, --memory for hybrids")
+    if arguments.memory and ("gla" in arguments.model or arguments.offload):
+        parser.error("--memory is for hybrids, and without --offload")
     if not torch.cuda.is_available():
         return check_on_cpus(functools.partial(check, options=options), arguments.model)
     counts = arguments.ranks or [torch.cuda.device_count()]

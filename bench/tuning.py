@@ -171,7 +171,8 @@ class Job(NamedTuple):
             return getattr(self, f"_{self.rule}")(T, device)
         for tokens in self.normalized:
             self._normalize(tokens, device)
-        given, do, state = inputs(self.rule, T, self.H, 0.1, device, 1, V=self.V)
+        V = None if self.rule in OF_FLA else self.V  # the width that inputs() has for the rule
+        given, do, state = inputs(self.rule, T, self.H, 0.1, device, 1, V=V)
         if self.rule not in OF_FLA:
             given[4] = given[4].to(self.beta)
         operator, options = fla_operator(self.rule), {}
