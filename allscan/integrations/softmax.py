@@ -341,7 +341,7 @@ IN_FLOAT32 = 8  # from this number of ranks on, gradients are summed in float32
 
 
 class Start(torch.autograd.Function):
-    """Starts a Gather or ChunkedGather; its backward waits for the sums of the tensors' gradients."""
+    """Starts a Gather; its backward waits for the sums of the tensors' gradients."""
 
     @staticmethod
     def forward(ctx: Any, gather: Any, *tensors: Tensor) -> torch.Tensor:

@@ -134,12 +134,10 @@ def of_first(comm, call, fla, kind, model, whole, **options):
     return answers
 
 
-def model_case(group, tokens, kind, choices, packed, layout, attention=()):
+def model_case(group, tokens, kind, choices, packed, layout, merged=True):
     """Return errors of logits, loss and each gradient against the recurrence; on GPUs also against fla's kernels, and
     of these against the recurrence, except where fla rejects their backward, see ON_HOPPER."""
     fla = import_fla()
-    from allscan.integrations.attention import Attention
-
     on_gpu = torch.cuda.is_available()
     with allscan.Communicator(group) as comm:
         torch.manual_seed(0)
@@ -159,7 +157,7 @@ def model_case(group, tokens, kind, choices, packed, layout, attention=()):
         expected = [of_first(comm, call, fla, kind, model, whole, labels=labels, cu_seqlens=lengths) for call in calls]
         mine = place(comm, tokens, layout == "zigzag", documents)
         where = dict(layout="contiguous" if layout == "contiguous" else "zigzag", per_document=documents is not None)
-        assert sequence_parallel(model, comm=comm, attention=Attention(*attention), **where) is model
+        assert sequence_parallel(model, comm=comm, merged_attention=merged, **where) is model
         model = copy.deepcopy(model)  # as for averaged weights
         logits, *sums = answers_of(model, whole[:, mine], cu_seqlens=lengths)
         sums = [added_up(x, comm.group) for x in sums]
@@ -238,12 +236,11 @@ def test_models(run, choice, size, layout):
         assert all(max(errors) < max(limit(kind), limit("rwkv7")) for errors in of_fla)
 
 
-@pytest.mark.slow(but="contiguous-attention0")
+@pytest.mark.slow(but="contiguous")
 @pytest.mark.cpu
-@pytest.mark.parametrize("attention", [(False,), (True, 2000)])
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
-def test_how_attention_runs(run, layout, attention, size=2):
-    """One kernel runs over keys in sequence order; or steps with limited memory."""
+def test_attention_without_a_merge(run, layout, size=2):
+    """One kernel runs over keys in sequence order."""
     tokens = (EVEN if layout == "zigzag" else TOKENS)[size]
     for errors, *_ in run(
         size,
@@ -253,7 +250,7 @@ def test_how_attention_runs(run, layout, attention, size=2):
         choices=dict(attn=SOFTMAX),
         packed=False,
         layout=layout,
-        attention=attention,
+        merged=False,
     ):
         assert max(errors) < 1e-5, errors
 
