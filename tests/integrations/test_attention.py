@@ -219,6 +219,21 @@ def test_cudnn_where_it_was_tested(monkeypatch, capability, version, widths, cho
     assert (kernel and kernel.name) == chosen
 
 
+def test_the_choice_is_traced(monkeypatch):
+    """torch.compile asks for the GPU and for torch's switches once, without a graph break."""
+    monkeypatch.setattr(attention_kernels, "_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
+
+    def number(q, k, v):
+        kernel = attention.kernel_for(q, k, v)
+        return q * [x.name for x in attention_kernels.KERNELS].index(kernel.name) + attention.takes_packed(q, k, v)
+
+    torch._dynamo.reset()
+    q = torch.ones(1, 1, 256, 64, dtype=torch.bfloat16)
+    (found,) = torch.compile(number, backend="eager", fullgraph=True)(q, q, q).unique().tolist()
+    assert found == [x.name for x in attention_kernels.KERNELS].index("cudnn") + 1
+
+
 def packed_on_cpu_case(group, zigzag, kind, per_document):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention, "flash_packed", varlen)
