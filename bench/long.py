@@ -232,6 +232,8 @@ def measure(group, name: str, T: int, steps: int, only, warm: int | None, option
             peak, proof, loss = kept[method]
             parameters = sum(p.numel() for p in model.parameters())
             share = loss if not split else sum_over(comm, loss)
+            if comm.rank == 0:
+                print(f"{name}, {method}: {', '.join(f'{x:.2f}' for x in times[method])} s", flush=True)
             flops = trained.softmax * T * (T * comm.size if split else T)  # of one forward, causal
             answers[method] = statistics.median(times[method][1:]), peak, parameters, proof, share, of_softmax, flops
         return answers
