@@ -266,25 +266,43 @@ class Turn(torch.autograd.Function):
     """All-to-all between tokens split over the ranks [1, T, H, W] and heads split over them [1, P * T, H / P, W]."""
 
     @staticmethod
-    def forward(ctx, x, comm, to_heads):
-        ctx.comm, ctx.to_heads = comm, to_heads
+    def forward(ctx, x, comm, to_heads, exchange):
+        ctx.comm, ctx.to_heads, ctx.exchange = comm, to_heads, exchange
         P = comm.size
-        if to_heads:
-            send = x[0].unflatten(1, (P, -1)).transpose(0, 1).contiguous()  # [P, T, H / P, W]
-        else:
-            send = x[0].unflatten(0, (P, -1)).contiguous()  # [P, T, H / P, W]
-        received = torch.empty_like(send)
-        dist.all_to_all_single(received, send, group=comm.group)
+        parts = x[0].unflatten(1, (P, -1)).transpose(0, 1) if to_heads else x[0].unflatten(0, (P, -1))
+        received = exchange(comm, parts)  # [P, T, H / P, W]
         received = received.flatten(0, 1) if to_heads else received.transpose(0, 1).flatten(1, 2)
         return received.contiguous()[None]
 
     @staticmethod
     def backward(ctx, dx):
-        return Turn.apply(dx.contiguous(), ctx.comm, not ctx.to_heads), None, None
+        return Turn.apply(dx.contiguous(), ctx.comm, not ctx.to_heads, ctx.exchange), None, None, None
 
 
-def all_to_all(q, k, v, g, *, comm, alone):
+def by_nccl(comm, parts):
+    """Send parts[r] to rank r; return what all ranks have sent to this one, in their order."""
+    sent = parts.contiguous()
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=comm.group)
+    return received
+
+
+def by_copies(comm, parts):
+    """``by_nccl`` by copies out of the other ranks' memory, which the GPU's copy engines run, through PyTorch's
+    symmetric memory, as fast-ulysses."""
+    (buffer, handle), _ = symmetric(comm, -(-parts.numel() * parts.element_size() // 4))
+    buffer.view(parts.dtype)[: parts.numel()].view(parts.shape).copy_(parts)
+    received = parts.new_empty(parts.shape)
+    handle.barrier(channel=0)
+    for rank in (*range(comm.rank, comm.size), *range(comm.rank)):
+        sent = handle.get_buffer(rank, parts.shape[1:], parts.dtype, comm.rank * parts[0].numel())
+        received[rank].copy_(sent)
+    handle.barrier(channel=1)
+    return received
+
+
+def all_to_all(q, k, v, g, *, comm, alone, exchange=by_nccl):
     """DeepSpeed-Ulysses: each rank computes the whole sequence for its share of the heads. B = 1; H is a multiple of
     the number of ranks."""
-    o, _ = allscan.zeco_gla(*(Turn.apply(x, comm, True) for x in (q, k, v, g)), comm=alone)
-    return Turn.apply(o, comm, False)
+    o, _ = allscan.zeco_gla(*(Turn.apply(x, comm, True, exchange) for x in (q, k, v, g)), comm=alone)
+    return Turn.apply(o, comm, False, exchange)
