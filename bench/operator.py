@@ -6,7 +6,8 @@ Weak scaling: T tokens a rank. Methods, all with the same local kernels: zeco_gl
 fold), blocking and overlapped with kernels without remote inputs; overlapped also without multiprocessors, by NCCL's
 symmetric windows with NCCL_CTA_POLICY=2, in separate processes, and by PyTorch's low-contention all-gather; LASP-1's
 ring; Ulysses' all-to-all, by NCCL and, as fast-ulysses does it, by copy engines through PyTorch's symmetric memory;
-zeco_gla with tokens in the zigzag layout, natively and with tokens moved to rank order and back; zeco_gla with the same bits for every number of ranks (invariant=), in segments of 2,048 and of 1,024 tokens;
+zeco_gla with tokens in the zigzag layout, natively and with tokens moved to rank order and back; zeco_gla with the same
+bits for every number of ranks (invariant=), in segments of 2,048 and of 1,024 tokens;
 zeco_gla on one rank, the ideal, since it is the same work without communication; and, if fla is installed, its
 chunk_gla on one rank. All are CUDA graphs, replayed on the same GPUs in the same processes, in turns in a new random
 order each time. A time is the median over samples of STEP_REPLAYS consecutive replays, of the slowest rank. Every

@@ -76,7 +76,11 @@ def operator(table, path):
     """Draw each method's additional time over one rank, in percent, the worst of all gates; a panel per pass."""
     from matplotlib.figure import Figure
 
-    methods = [m for m in dict.fromkeys(row["method"] for row in table) if m not in ("all_to_all", "fla, one rank")]
+    methods = [
+        m
+        for m in dict.fromkeys(row["method"] for row in table)
+        if m != "fla, one rank" and not m.startswith("all_to_all")
+    ]
     passes = list(dict.fromkeys(row["pass"] for row in table))
     counts = sorted({int(row["ranks"]) for row in table})
     figure = Figure(figsize=(10, 1.2 + 0.32 * len(counts) * (len(methods) + 1)), layout="constrained")
