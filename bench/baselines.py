@@ -151,6 +151,42 @@ class Pull:
         return self.out
 
 
+class SignalChain:
+    """A chain by PyTorch's symmetric memory: a kernel of torch computes the outgoing state into the next rank's memory,
+    between its waits for and signals of arrived data and of free memory."""
+
+    ARRIVED, FREE = 0, 1  # channels
+
+    def __init__(self, comm, state, decay):
+        self.state, self.decay, self.out = state, decay, torch.empty_like(state)
+        (own, self.handle), _ = symmetric(comm, state.numel(), "chain")
+        self.arrived = own.view(state.shape)
+        self.before = comm.rank - 1 if comm.rank else None
+        self.after = comm.rank + 1 if comm.rank + 1 < comm.size else None
+        if self.after is not None:
+            self.inbox = self.handle.get_buffer(self.after, state.shape, state.dtype)
+        if self.before is not None:
+            self.handle.put_signal(self.before, self.FREE)
+
+    def __call__(self):
+        handle = self.handle
+        if self.before is not None:
+            handle.wait_signal(self.before, self.ARRIVED)
+        if self.after is not None:
+            handle.wait_signal(self.after, self.FREE)
+            if self.before is None:
+                self.inbox.copy_(self.state)
+            else:
+                torch.addcmul(self.state, self.arrived, self.decay[..., None], out=self.inbox)
+            handle.put_signal(self.after, self.ARRIVED)
+        if self.before is None:
+            self.out.zero_()
+        else:
+            self.out.copy_(self.arrived)
+            handle.put_signal(self.before, self.FREE)
+        return self.out
+
+
 _symmetric: dict = {}
 
 
