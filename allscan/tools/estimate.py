@@ -27,7 +27,6 @@ from ..ops.gla.gla_operator import GLA
 from ..ops.gla.gla_plans import backward_plan, forward_plan, shape_of
 from ..ops.gpu_blocks import HOPPER
 from ..ops.operator import Call
-from ..ops.ssd.ssd_plans import Options as SSDOptions
 from ..ops.ssd.ssd_plans import backward_plan as ssd_backward_plan
 from ..ops.ssd.ssd_plans import forward_plan as ssd_forward_plan
 from ..ops.ssd.ssd_plans import shape_of as ssd_shape_of
@@ -177,11 +176,11 @@ def ssd_peak(tensors: Sequence[torch.Tensor | None], cut: Cut) -> Peak:
     bf16 = x.dtype == B.dtype == torch.bfloat16
     how = "cuda", int(cut.zigzag), cut.multiprocessors, False, 0, HOPPER, G, bf16
     shape = ssd_shape_of(batch, T, H, N, P, batch, x.dtype, torch.float32, *how)
-    layout, apart = cut.layout(shape.segment), _Apart(cut.ranks)
+    layout, apart, call = cut.layout(shape.segment), _Apart(cut.ranks), Call("zeco_ssd", 1.0)
     taken, strides = strides_of(tensors)
     saved = torch.empty(shape.saved_words, dtype=torch.float32, device="meta")
-    forward = ssd_forward_plan(shape, SSDOptions(), strides, layout, apart, *taken, None, None, saved)
-    backward = ssd_backward_plan(shape, SSDOptions(), strides, layout, apart, *taken, x, None, None, saved)
+    forward = ssd_forward_plan(shape, call, strides, layout, apart, *taken, None, None, saved)
+    backward = ssd_backward_plan(shape, call, strides, layout, apart, *taken, x, None, None, saved)
     y, gradients = 2 * x.numel(), sum(t.nbytes for t in taken if t is not None)
     stays = y + saved.nbytes
     return Peak(stays + forward.bytes, stays + max(forward.bytes, gradients + backward.bytes), stays)
