@@ -20,7 +20,7 @@ from ..comm.backwards import FWD_EPOCHS
 from ..launch.plan import Plan, words_of
 from ..ops.carrier import AllScanCarrier, CarriedState, record_call
 from ..ops.delta.delta_operator import DELTA
-from ..ops.delta.delta_passes import BoundaryStates, DeltaShape, Inputs, LocalGrads, SavedStates, delta_segment_length
+from ..ops.delta.delta_passes import DeltaShape, Inputs, LocalGrads, SavedStates, delta_segment_length
 from ..ops.delta.gdn_plans import ScalarChunkPass
 from ..ops.delta.kda_plans import ChunkPass
 from ..ops.gla.gla_operator import GLA
@@ -160,9 +160,9 @@ def delta_peak(layer: Recurrent, cut: Cut) -> Peak:
     x = Inputs(q, q, v, g[..., 0] if scalar else g, beta)
     transitions, incoming = _of_meta([segments, H, K], [K, V], torch.float32)
     saved_states = SavedStates(transitions, incoming, torch.empty(FWD_EPOCHS, dtype=torch.int64, device="meta"), kept)
-    d, ends = LocalGrads(v, None, scores, scores), BoundaryStates(None, None)
-    forward, _ = states.recorded("whole_forward", x, ends, saved_states, 1.0)
-    backward, _ = states.recorded("whole_backward", x, d, ends, saved_states, 1.0)
+    d = LocalGrads(v, None, scores, scores)
+    forward, _ = states.recorded("whole_forward", x, None, None, saved_states, 1.0)
+    backward, _ = states.recorded("whole_backward", x, d, None, None, saved_states, 1.0)
     stays = sum(y.nbytes for y in (v, scores, scores, transitions, incoming, kept))
     gradients = sum(y.numel() * y.element_size() for y in x)
     return Peak(stays + forward.bytes, stays + max(forward.bytes, gradients + backward.bytes), stays)

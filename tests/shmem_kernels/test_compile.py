@@ -20,7 +20,7 @@ from allscan.bindings import nvshmem_device as nvshmem
 from allscan.bindings.versions import number, version_of
 from allscan.ops.carrier import AllScanCarrier, IncomingStates
 from allscan.ops.delta import delta_passes
-from allscan.ops.delta.delta_passes import BoundaryStates, ChunkOperands, DeltaShape, LocalGrads
+from allscan.ops.delta.delta_passes import ChunkOperands, DeltaShape, LocalGrads
 from allscan.shmem_kernels import (
     blocks,
     delta_state,
@@ -574,7 +574,7 @@ def launch_states(K, V, scalar, monkeypatch, capability):
     sums = torch.zeros((1, T, H) if scalar else (1, T, H, K))
     outside = torch.zeros(1, H, K, V)
     kept = saved_states_for(states)
-    states.forward(ChunkOperands(narrow, narrow, wide, sums), BoundaryStates(outside, outside), kept)
+    states.forward(ChunkOperands(narrow, narrow, wide, sums), outside, outside, kept)
     between, d, scores = (
         ChunkOperands(narrow, narrow, wide, sums, narrow),
         LocalGrads(wide, wide),

@@ -15,7 +15,7 @@ from allscan.launch.plan import words_of
 from allscan.launch.streams import Streams
 from allscan.ops import operator
 from allscan.ops.delta import delta_passes, gdn_plans, kda_plans
-from allscan.ops.delta.delta_passes import BoundaryStates, DeltaShape, Inputs, LocalGrads
+from allscan.ops.delta.delta_passes import DeltaShape, Inputs, LocalGrads
 from allscan.ops.gla import GLA, gla_operator, gla_plans
 from allscan.ops.gpu_blocks import A100, BLACKWELL, HOPPER, SHARED_MEMORY, SMALL
 from allscan.ops.operator import Call
@@ -270,6 +270,5 @@ def launch_chunks(K, V, dtype, scalar, monkeypatch, capability=90, saves=False):
         words = sum(words_of(states.intermediates(v.shape, K, layout.num_chunks, dtype)))
         kept = kept._replace(intermediates=torch.empty(words, dtype=torch.int32))
     inputs = Inputs(x, x, v, beta if scalar else torch.zeros(1, T, H, K), beta)
-    ends = BoundaryStates(outside, outside)
-    _, _, *solved = states.whole_forward(inputs, ends, kept, 0.1)
-    states.whole_backward(inputs, LocalGrads(v, None, *solved), ends, kept, 0.1)
+    _, _, *solved = states.whole_forward(inputs, outside, outside, kept, 0.1)
+    states.whole_backward(inputs, LocalGrads(v, None, *solved), outside, outside, kept, 0.1)
