@@ -99,7 +99,7 @@ class _Apart:
         attributes = {(AllScanCarrier, True): self}
         self.comm: Any = types.SimpleNamespace(size=ranks, attributes=attributes, device=torch.device("cuda"))
 
-    def prepare(self, *_: Any, **__: Any) -> None:
+    def get_or_create_scan(self, *_: Any, **__: Any) -> None:
         """No agreement with other ranks."""
 
     def stream(self, *_: Any) -> contextlib.nullcontext:
@@ -241,7 +241,7 @@ def workspace(layer: Recurrent, cut: Cut) -> int:
     if cut.ranks == 1:
         return 0
     G = cut.batch * layer.heads
-    if layer.rule in ("gla", "ssd"):  # half of the programs that may wait, see AllScanCarrier.prepare
+    if layer.rule in ("gla", "ssd"):  # half of the programs that may wait, see AllScanCarrier._variant
         device = torch.device("cuda")
         tile = scan_tile((G, layer.K, layer.V), max(1, cut.multiprocessors // 4), not cut.puts, device)
     else:

@@ -256,7 +256,7 @@ def pass_case(group, case: DeltaCase):
         cu_seqlens = None if lengths is None else torch.tensor(lengths)
         layout = find_layout(comm, OwnTokens(1, T, cu_seqlens), segment)
         passes = state_pass(comm, layout, shapes_of(whole.q, whole.v), Call(rule, 1.0))
-        AllScanCarrier.of(comm, dense=True).prepare((HV, K, V))
+        AllScanCarrier.of(comm, dense=True).get_or_create_scan((HV, K, V))
         found_final, found_dinitial = torch.zeros_like(whole.initial), torch.zeros_like(whole.initial)
         saved_states = saved_states_for(passes)
         between = ChunkOperands(k, w, u, sums, q)

@@ -67,7 +67,7 @@ class NoCarrier:
         def call(*_):
             yield
 
-    def prepare(self, *_, **__):
+    def get_or_create_scan(self, *_, **__):
         pass
 
     def stream(self, *_):

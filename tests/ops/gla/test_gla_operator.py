@@ -518,7 +518,7 @@ class Filled:
     def __init__(self, comm, value, waits=True):
         self.comm, self.handle, self.value, self.waits = comm, register(self), value, waits
 
-    def prepare(self, shape, agree=None, deferred=None, *, first_call_only=False):
+    def get_or_create_scan(self, shape, agree=None, deferred=None, *, first_call_only=False):
         self.comm.agreed.arguments.remember((shape, agree))
 
     def stream(self, priority=0):
