@@ -213,7 +213,7 @@ class NoScan:
 
 def with_gla_blocks(monkeypatch, capability):
     """Give zeco_gla of CPU tensors the block sizes of a GPU."""
-    for sizes in ("SUB_BLOCK", "STEP", "LOOK", "CARRY_WORDS"):
+    for sizes in ("SUB_BLOCK", "STEP", "LOOK", "STATE_PASSING_WORDS"):
         if (of := getattr(gla_plans, sizes)).keys() > {"cpu"}:
             monkeypatch.setattr(gla_plans, sizes, {"cpu": of["cuda"]})
     monkeypatch.setattr(gla_operator, "multiprocessors", lambda device: H100_MULTIPROCESSORS)

@@ -17,7 +17,7 @@ from ...launch.plan import Buffer, Plan, with_places
 from ...shmem_kernels.delta_state import (
     DeltaSizes,
     adjoint_kernel,
-    delta_carry_kernel,
+    delta_state_passing_kernel,
     delta_states_kernel,
     scalar_gradient_kernel,
     summary_kernel,
@@ -117,7 +117,7 @@ def blocks(BK: int, BV_max: int, dtype: torch.dtype) -> dict[str, dict[str, int]
     several = dict(BV=columns, BJ=BJ, num_warps=8 if wide or columns == 128 else 4, num_stages=1 if wide else 2)
     return dict(
         summary=summary | dict(BR=min(rows, BK), BV=min(64 if wide else 128, BV_max)),
-        carry=dict(BC=16, BJ=min(64, BK), num_warps=4 if BK <= 128 else 8),
+        state_passing=dict(BC=16, BJ=min(64, BK), num_warps=4 if BK <= 128 else 8),
         states=several if wide else several | dict(BV=min(64, BV_max), num_warps=4),
         local=several if wide else several | dict(num_stages=3),
         adjoint=several,
@@ -130,7 +130,7 @@ def blocks_of_cpus(BK: int, BV_max: int) -> dict[str, dict[str, int]]:
     several = dict(BV=BV_max, BJ=BK)
     return dict(
         summary=dict(BR=BK, BV=BV_max),
-        carry=dict(BC=max(BK, BV_max), BJ=BK),
+        state_passing=dict(BC=max(BK, BV_max), BJ=BK),
         states=several,
         local=several,
         adjoint=several,
@@ -336,14 +336,14 @@ class StatePass:
         """
         segments, rank = segments or plan.scratch, rank or plan.scratch
         states, through, dense = self.num_states * self.H, None, None
-        own, block = rank(states, self.K, self.V), self.blocks["carry"]["BC"]
+        own, block = rank(states, self.K, self.V), self.blocks["state_passing"]["BC"]
         programs = cdiv(self.V, block)
         if not self.alone and (self.layout.left if reverse else self.layout.entered):
             through, dense = segments(*self.of_transitions), rank(states, self.K, self.K)
             programs += cdiv(self.K, block)
         tables = self._segments(plan), self._table(plan, "segments_of_states")
         tensors = saved_states.transitions, local, *tables, outside, saved_states.incoming, through, own, dense
-        self._launch(plan, "carry", delta_carry_kernel, (programs, states), *tensors, REVERSE=reverse)
+        self._launch(plan, "state_passing", delta_state_passing_kernel, (programs, states), *tensors, REVERSE=reverse)
         return own, through, dense
 
     def _carry(

@@ -18,12 +18,12 @@ from ...launch.streams import LONG
 from ...shmem_kernels.gla_blocks import GLASizes
 from ...shmem_kernels.gla_bwd import da_kernel, grad_kernel, value_grad_kernel
 from ...shmem_kernels.gla_fwd import (
-    carry_kernel,
     final_kernel,
     keys_kernel,
     operands_kernel,
     output_kernel,
     state_kernel,
+    state_passing_kernel,
 )
 from ...shmem_kernels.gla_strong import strong_decay_grad_kernel, strong_decay_kernel
 from ...shmem_kernels.segments import gated_segments_kernel
@@ -53,7 +53,7 @@ TUNED = dict(
     output={256: (64, 4, 1)},
     output_reverse={16: (64, 4, 2), 32: (64, 4, 2), 64: (64, 4, 3), 128: (64, 4, 2)},
 )
-CARRY_WORDS = {"cuda": 256, "cpu": 8192}  # words of a state in a program of carry_kernel
+STATE_PASSING_WORDS = {"cuda": 256, "cpu": 8192}  # words of a state in a program of state_passing_kernel
 
 # Precision of products, by input dtype. float16 cannot represent the smallest decays, so products of float16
 # inputs are of three TF32 parts, as those of float32.
@@ -178,19 +178,20 @@ class CarryPlan(Plan):
         fwd_epoch: Buffer,
         long: Callable[[], Any] | None = None,
     ) -> Any:
-        """Record the scan over this rank's segments (carry_kernel), then the scan over the ranks. Both overlap with the
-        kernels that are recorded before ``join_carry``.
+        """Record the scan over this rank's segments (state_passing_kernel), then the scan over the ranks. Both overlap
+        with the kernels that are recorded before ``join_carry``.
 
         Afterwards ``states`` and ``gates`` give each segment's incoming state, ``prev`` [states, H, K, V] is this
         rank's incoming state, and ``final`` holds the final states of the sequences.
 
         Forward has little work to overlap with the scan over the ranks: operands_kernel if keys_kernel is separate,
-        otherwise none. The last rank sends to no rank, so it starts that scan first and runs carry_kernel while the
-        scan waits. The first rank receives from no rank, so it does not wait for its scan until ``end``.
+        otherwise none. The last rank sends to no rank, so it starts that scan first and runs state_passing_kernel while
+        the scan waits. The first rank receives from no rank, so it does not wait for its scan until ``end``.
 
-        ``long`` records kernels with few long programs, which need neither the results of carry_kernel nor those of the
-        scan. They run after carry_kernel on a stream of their own (LONG). When multiprocessors become free, the GPU
-        starts their programs after the scan's and before the pending programs of the current stream.
+        ``long`` records kernels with few long programs, which need neither the results of state_passing_kernel nor
+        those of the scan. They run after state_passing_kernel on a stream of their own (LONG). When multiprocessors
+        become free, the GPU starts their programs after the scan's and before the pending programs of the current
+        stream.
         Returns the result of ``long``."""
         if self.shape.invariant:
             assert isinstance(carrier, InOrderCarrier)
@@ -199,7 +200,7 @@ class CarryPlan(Plan):
         H, K, V, reverse, zigzag = self.H, self.K, self.V, self.reverse, bool(self.shape.zigzag)
         halves = 1 + zigzag, self.shape.carried, H, K
         own, decay = self.scratch(*halves, V), self.scratch(*halves)
-        BK, BV = default_tile(K, V, CARRY_WORDS[self.shape.device])
+        BK, BV = default_tile(K, V, STATE_PASSING_WORDS[self.shape.device])
         grid = cdiv(K, BK), cdiv(V, BV), self.shape.states * H
         blocks: dict[str, Any] = dict(d=GLASizes(H=H, K=K, V=V, BK=BK, BV=BV), REVERSE=reverse, num_warps=1)
         tables = self.segments, self.segments_of_states
@@ -211,7 +212,7 @@ class CarryPlan(Plan):
         out = own if first else self.view(prev, 0, *halves, V)
 
         def segments() -> None:
-            self.launch(carry_kernel, grid, states, sums, gates, *tables, outside, own, decay, final, **blocks)
+            self.launch(state_passing_kernel, grid, states, sums, gates, *tables, outside, own, decay, final, **blocks)
 
         if first:
             segments()
