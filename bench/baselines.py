@@ -263,7 +263,7 @@ class Baseline:
         self._method, self._overlapped, self.nccl = (METHODS | METHODS_OF_GPUS)[method]
         self.scans = 0
 
-    def prepare(self, shape, agree=None, problem=None, *, first_call_only=False):
+    def get_or_create_scan(self, shape, agree=None, problem=None, *, first_call_only=False):
         if problem is not None:
             raise problem
         self.comm.agreed.arguments.remember((shape, agree))  # gates are inspected once only: that waits for the GPU
