@@ -45,7 +45,7 @@ class Blocks(NamedTuple):
     has it.
     """
 
-    gather: Any
+    gather: Gather | None
     scale: float | None = None
     project: Callable[..., Any] | None = None
     dropout: float = 0.0
