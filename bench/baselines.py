@@ -152,14 +152,15 @@ class Pull:
 
 
 class SignalChain:
-    """A chain by PyTorch's symmetric memory: a kernel of torch computes the outgoing state into the next rank's memory,
-    between its waits for and signals of arrived data and of free memory."""
+    """A chain by PyTorch's symmetric memory: a kernel of torch computes the outgoing state into the next rank's memory
+    (the first rank copies its own), between its waits for and signals of arrived data and of free memory."""
 
     ARRIVED, FREE = 0, 1  # channels
 
     def __init__(self, comm, state, decay):
         self.state, self.decay, self.out = state, decay, torch.empty_like(state)
-        (own, self.handle), _ = symmetric(comm, state.numel(), "chain")
+        # of its own, since an earlier chain has left its last signal of free memory
+        (own, self.handle), _ = symmetric(comm, state.numel(), ("chain", len(_symmetric)))
         self.arrived = own.view(state.shape)
         self.before = comm.rank - 1 if comm.rank else None
         self.after = comm.rank + 1 if comm.rank + 1 < comm.size else None

@@ -3,7 +3,7 @@
     python -m bench.long                                         # all GPUs; writes bench/results/long.csv
     python -m bench.long --model kimi_linear qwen3_next --tokens 131072 262144 --steps 2
     python -m bench.long --model kimi_linear --tokens 524288 --only split --steps 1 --warm 16384    # minutes a step
-    python -m bench.long --tokens 1048576 --offload --only split --steps 1    # the layers' inputs in the host's memory
+    python -m bench.long --tokens 1048576 --offload --only split --steps 1 --warm 16384    # inputs in the host's memory
 
 Models: ``gla``, that of bench.model (1.24 billion parameters, vocabulary 32,000), and the hybrids of bench.hybrid, in
 zigzag; bfloat16, for gla autocast. T tokens a rank (--tokens). Methods, in turns:

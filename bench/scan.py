@@ -10,7 +10,7 @@ WINDOWS is timed in separate processes. A latency is the median over replays of 
 graph of scans without barriers, the cost of a scan if ranks may run ahead; "eager": REPEATS consecutive calls from
 Python without a graph. "whole_gpu": sentinel links with as many programs as multiprocessors, as the pull has; the
 default is half of them, which leaves the others to NCCL. "rails": algorithm="rails" inside the host, where each rank
-scans a slice of the state. "put_signal": a chain of torch's kernels that store into PyTorch's symmetric memory. Without
+scans a slice of the state. "put_signal": a chain of torch's kernels and copies into PyTorch's symmetric memory. Without
 GPUs the methods that need none of that are checked, on 3 CPU ranks.
 """
 

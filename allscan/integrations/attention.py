@@ -64,6 +64,7 @@ def attend(
         own = [x.transpose(1, 2) for x in (q, k, v)]
         if not dropout and (kernel := kernel_for(*own)) is not None:
             return merged(own[0], own[1], own[2], blocks, kernel)
+        assert gather is not None  # of several ranks
         found = row.in_order(gather)
         if project is not None:
             found = [x.transpose(1, 2) for x in project(*(x.transpose(1, 2) for x in found))]

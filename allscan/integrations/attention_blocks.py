@@ -45,7 +45,7 @@ class Blocks(NamedTuple):
     has it.
     """
 
-    gather: Any
+    gather: Gather | None
     scale: float | None = None
     project: Callable[..., Any] | None = None
     dropout: float = 0.0
@@ -174,8 +174,9 @@ _saved: dict[tuple, Any] = {}
 def _own_traced(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
     if not q.shape[2]:
         return _own_fake(q, k, v)
-    kernel = kernel_for(q, k, v)
-    o, lse, more = kernel.forward(q, k, v, True, scale)  # type: ignore[union-attr]
+    if (kernel := kernel_for(q, k, v)) is None:  # there was one when the layer was traced
+        raise RuntimeError("torch's switches have changed since torch.compile: call torch.compiler.reset()")
+    o, lse, more = kernel.forward(q, k, v, True, scale)
     _saved[_key(q, k, v)] = kernel, more
     return tokens_first(o), lse.contiguous()
 

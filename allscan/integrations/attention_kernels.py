@@ -32,7 +32,9 @@ class Kernel(NamedTuple):
 
 
 def kernel_for(q: Tensor, k: Tensor, v: Tensor) -> Kernel | None:
-    """The fastest kernel for these tensors, or None. The result depends on torch's current backend switches."""
+    """The fastest kernel for these tensors, or None. The result depends on torch's current backend switches.
+
+    torch.compile asks for the switches when it traces a function, and not when that runs."""
     return next((kernel for kernel in KERNELS if kernel.fits(q, k, v)), None)
 
 
@@ -74,7 +76,7 @@ def _cudnn_fits(q: Tensor, k: Tensor, v: Tensor) -> bool:
     return min(q.shape[2], k.shape[2]) >= CUDNN_TOKENS and (q.shape[-1], v.shape[-1]) in CUDNN_WIDTHS
 
 
-@torch.compiler.assume_constant_result  # what it asks is not traced
+@torch.compiler.assume_constant_result  # torch.compile does not trace it, but calls it once
 def _has_cudnn(device: torch.device) -> bool:
     """Whether cuDNN's kernels are enabled, and were tested on this GPU and in this version."""
     known = CUDNN_IS_KNOWN and _capability(device) == CUDNN_GPU
@@ -139,7 +141,7 @@ def flash_fits(q: Tensor, k: Tensor, v: Tensor) -> bool:
     return q.dtype in HALF and _has_flash(q.device) and max(q.shape[-1], v.shape[-1]) <= 256
 
 
-@torch.compiler.assume_constant_result  # what it asks is not traced
+@torch.compiler.assume_constant_result
 def _has_flash(device: torch.device) -> bool:
     return FLASH_IS_KNOWN and _capability(device) >= (8, 0) and torch.backends.cuda.flash_sdp_enabled()
 

@@ -403,9 +403,7 @@ def _channel_mixing(
     return fla_rwkv7.channel_mixing(module, x, _shifted(x, where)), state
 
 
-def _softmax(
-    layer: Any, x: Tensor, cache: Any, where: dict[str, Any], stamp: Any = None, merged: bool = True
-) -> torch.Tensor:
+def _softmax(layer: Any, x: Tensor, cache: Any, where: dict[str, Any], stamp: Any, merged: bool) -> torch.Tensor:
     """Causal softmax attention of this rank's queries over the tokens of all ranks."""
     comm: Communicator = where["comm"]
     packed = where["cu_seqlens"] is not None

@@ -150,17 +150,15 @@ def sequence_parallel(
     Raises:
         ValueError: for unsupported models, with a forward that was replaced (install such hooks afterwards), with hub
             kernels, another attention function or loss, a sliding window, rotary embeddings that depend on the length
-            ("dynamic", "longrope"), a z-loss, for a limit of memory without merged blocks under "sdpa", for other
-            options of ``loss_in_slices``, for ``mlp_in_slices`` with MiniMax's jitter of routers, which writes to its
-            input; when called, for a head that was replaced or wrapped since, with ``loss_in_slices`` (LoRA of the
-            head, ``resize_token_embeddings``), for an attention mask that masks anything (pack instead), for a cache
-            of packed sequences, for ``use_cache=True`` where the last rank, in zigzag a half, has fewer tokens than a
-            convolution's kernel, for a cache that is not empty where any rank, in zigzag any half, has, or whose
-            tensors require a gradient, for ``output_attentions`` and ``output_router_logits``; with a
-            limit of memory for ``use_cache=True``, packed sequences, dropout and dtypes without a kernel; in zigzag for
-            an odd number of tokens or one that differs between ranks, and for ``position_ids`` that begin a sequence
-            with another number than 0; with per_document=True for lengths that are no multiples of 2P, and for packed
-            sequences without ``cu_seq_lens_q``.
+            ("dynamic", "longrope"), a z-loss, for other options of ``loss_in_slices``, for ``mlp_in_slices`` with
+            MiniMax's jitter of routers, which writes to its input; when called, for a head that was replaced or wrapped
+            since, with ``loss_in_slices`` (LoRA of the head, ``resize_token_embeddings``), for an attention mask that
+            masks anything (pack instead), for a cache of packed sequences, for ``use_cache=True`` where the last rank,
+            in zigzag a half, has fewer tokens than a convolution's kernel, for a cache that is not empty where any
+            rank, in zigzag any half, has, or whose tensors require a gradient, for ``output_attentions`` and
+            ``output_router_logits``; in zigzag for an odd number of tokens or one that differs between ranks, and for
+            ``position_ids`` that begin a sequence with another number than 0; with per_document=True for lengths that
+            are no multiples of 2P, and for packed sequences without ``cu_seq_lens_q``.
 
     Example:
         >>> model = sequence_parallel(Qwen3NextForCausalLM(config).cuda(), comm=comm)

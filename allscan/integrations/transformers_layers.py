@@ -19,7 +19,7 @@ from . import needing
 from .attention import Blocks, attend, attend_packed, takes_packed
 from .latents import expansion_of
 from .recurrent import conv_with_halo, names_of, run_delta_rule
-from .softmax import reject
+from .softmax import Gather, reject
 from .transformers_sequence import SplitSequence
 
 with needing(f"{__package__}.transformers", "transformers"):
@@ -250,7 +250,7 @@ class _Keys:
 
     def __init__(self, sequence: SplitSequence, cache: Any) -> None:
         self.sequence, self.cache = sequence, cache
-        self.gather: Any = None
+        self.gather: Gather | None = None
 
     def update(
         self, key: Tensor, value: Tensor, layer_idx: int, *arguments: Any, **options: Any

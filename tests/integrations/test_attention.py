@@ -234,6 +234,15 @@ def test_the_choice_is_traced(monkeypatch):
     assert found == [x.name for x in attention_kernels.KERNELS].index("cudnn") + 1
 
 
+def test_switches_that_change_after_compiling(monkeypatch):
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: attention_blocks.merged(x, x, x, attention_blocks.Blocks(None)), backend="eager")
+    compiled(torch.ones(1, 1, 8, 8))
+    monkeypatch.setattr(attention_kernels, "KERNELS", ())
+    with pytest.raises(RuntimeError, match="have changed since torch.compile"):
+        compiled(torch.ones(1, 1, 8, 8))
+
+
 def packed_on_cpu_case(group, zigzag, kind, per_document):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention, "flash_packed", varlen)

@@ -475,6 +475,9 @@ def one_rank_case(group):
             answers["torch.is_grad_enabled(): True on rank 0; False on rank 1"] = raised(model, **batch)
         text = "call: with use_cache=False on rank 0; with use_cache=True on rank 1"
         answers[text] = raised(model, **batch | dict(use_cache=comm.rank == 1))
+        sequence_parallel(model, comm=comm, merged_attention=comm.rank == 0)
+        answers["merged_attention: True on rank 0; False on rank 1"] = raised(model, **batch)
+        sequence_parallel(model, comm=comm)
         with torch.autocast(comm.device.type, torch.bfloat16, enabled=comm.rank == 1):
             text = "float32, torch.float32 on rank 0; torch.bfloat16, torch.bfloat16 on rank 1"
             answers[text] = raised(model, **batch)
