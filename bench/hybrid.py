@@ -110,7 +110,7 @@ COLUMNS = (
 )
 METHODS = ("allscan", "allscan, zigzag", "heads", "gathered")
 COPY_ENGINES = "heads, copy engines"  # needs GPUs
-EXCHANGES = {"heads": by_nccl, COPY_ENGINES: by_copies}
+EXCHANGES = {"heads": by_nccl, COPY_ENGINES: by_copies}  # method: see Turn
 STATE = *DELTA_STATES, "transition_kernel"
 
 
@@ -285,18 +285,15 @@ def made(hybrid, device, dtype, layers=12, width=2048, heads=16, head=128, vocab
     return model.to(device, dtype).train()
 
 
-def turned(comm, tensors, function):
+def turned(exchange, comm, tensors, function):
     """Call ``function`` on tensors with all tokens and a share of the heads, [1, P * T, H / P, ...], made from tensors
     [1, T, H, ...] by all-to-all; convert its results back."""
-    wide = Turn.apply(torch.cat(tensors, -1), comm, True, _exchange[0])
+    wide = Turn.apply(torch.cat(tensors, -1), comm, True, exchange)
     o = function(*wide.split([t.shape[-1] for t in tensors], -1)).contiguous()
-    return Turn.apply(o, comm, False, _exchange[0])
+    return Turn.apply(o, comm, False, exchange)
 
 
-_exchange = [by_nccl]  # the one that ``method`` has set
-
-
-def rule_of_heads(original, sequence, q, k, v, g, beta, use_qk_l2norm_in_kernel=False, **_):
+def rule_of_heads(exchange, original, sequence, q, k, v, g, beta, use_qk_l2norm_in_kernel=False, **_):
     each = v.shape[2] // q.shape[2]  # value heads per key head
     ends = v.shape[3:], g.shape[3:], beta.shape[3:]
 
@@ -307,10 +304,10 @@ def rule_of_heads(original, sequence, q, k, v, g, beta, use_qk_l2norm_in_kernel=
         return o.unflatten(2, (-1, each)).flatten(3)
 
     of_values = (t.to(q.dtype).unflatten(2, (-1, each)).flatten(3) for t in (v, g, beta))
-    return turned(sequence.comm, (q, k, *of_values), rule).unflatten(3, (each, -1)).flatten(2, 3), None
+    return turned(exchange, sequence.comm, (q, k, *of_values), rule).unflatten(3, (each, -1)).flatten(2, 3), None
 
 
-def scan_of_heads(original, sequence, x, dt, A, B, C, chunk_size, *, D, dt_bias, **options):
+def scan_of_heads(exchange, original, sequence, x, dt, A, B, C, chunk_size, *, D, dt_bias, **options):
     """As rule_of_heads, for Mamba2: a rank has some groups, with their heads."""
     comm, each = sequence.comm, x.shape[2] // B.shape[2]  # heads per group
     A, D, dt_bias = (t.chunk(comm.size)[comm.rank] for t in (A, D, dt_bias))
@@ -321,10 +318,10 @@ def scan_of_heads(original, sequence, x, dt, A, B, C, chunk_size, *, D, dt_bias,
         return y.unflatten(2, (-1, each)).flatten(3)
 
     x = x.unflatten(2, (-1, each)).flatten(3)
-    return turned(comm, (x, dt.unflatten(2, (-1, each)), B, C), scan).unflatten(3, (each, -1)).flatten(2, 3)
+    return turned(exchange, comm, (x, dt.unflatten(2, (-1, each)), B, C), scan).unflatten(3, (each, -1)).flatten(2, 3)
 
 
-def attention_of_heads(module, query, key, value, attention_mask, scaling=None, allscan_sequence=None, **_):
+def attention_of_heads(exchange, module, query, key, value, attention_mask, scaling=None, allscan_sequence=None, **_):
     comm, (_, heads, _, width) = allscan_sequence.comm, query.shape
     query, key, value = (t.transpose(1, 2) for t in (query, key, value))
     if key.shape[2] < comm.size:  # each rank needs one
@@ -335,7 +332,7 @@ def attention_of_heads(module, query, key, value, attention_mask, scaling=None, 
         q, k, v = (t.transpose(1, 2) for t in (q.unflatten(3, (together, width)).flatten(2, 3), k, v))
         return causal(q, k, v, scaling).unflatten(2, (-1, together)).flatten(3)
 
-    o = turned(comm, [query.unflatten(2, (-1, together)).flatten(3), key, value], attend)
+    o = turned(exchange, comm, [query.unflatten(2, (-1, together)).flatten(3), key, value], attend)
     return o.unflatten(3, (together, -1)).flatten(2, 3), None
 
 
@@ -373,10 +370,9 @@ def method(name, hybrid, model, comm, one):
         own = hybrid.alone_by(one)
     try:
         if name in EXCHANGES:
-            _exchange[0] = EXCHANGES[name]
-            of_heads = scan_of_heads if hybrid.is_ssd else rule_of_heads
+            of_heads = functools.partial(scan_of_heads if hybrid.is_ssd else rule_of_heads, EXCHANGES[name])
             setattr(modeling, name_of_rule, layers.SplitOperator(own, of_heads))
-            AttentionInterface.register(layers.NAME, attention_of_heads)
+            AttentionInterface.register(layers.NAME, functools.partial(attention_of_heads, EXCHANGES[name]))
             for layer in attentions:
                 del layer.forward
         if name == "gathered":
@@ -617,7 +613,7 @@ def rehearse(count: int, hybrids, names, heads: int, head: int = 128) -> None:
     fla's before the measured ranks need them in sequence. Errors are left to the real check."""
     begin, cases = time.monotonic(), [(hybrid, name) for hybrid in hybrids for name in names]
     with contextlib.ExitStack() as stack:
-        stack.enter_context(environment(WITHOUT_MULTICAST))
+        stack.enter_context(environment(variables(names)))
         many = [stack.enter_context(Ranks(count, "cuda")) for _ in cases]
         for ranks, (hybrid, name) in zip(many, cases, strict=True):
             ranks.start(on_first, count, rehearsal, hybrid, (name,), CHECKED, heads, head)
@@ -634,9 +630,14 @@ def kill(ranks: Ranks) -> None:
         process.kill()
 
 
-def started(count: int, hybrids) -> Ranks:
+def variables(names) -> dict[str, str]:
+    """Return the environment variables of the ranks that measure these methods."""
+    return WITHOUT_MULTICAST if COPY_ENGINES in names else {}
+
+
+def started(count: int, hybrids, names) -> Ranks:
     """Start ranks that import the models' packages; the next call waits for the imports."""
-    with environment(WITHOUT_MULTICAST):
+    with environment(variables(names)):
         ranks = Ranks(count, "cuda")
     ranks.start(load, hybrids)
     return ranks
@@ -711,13 +712,15 @@ def main() -> int:
     if arguments.compile:
         names = tuple(name for name in names if name.startswith("allscan"))
     if torch.cuda.device_count() < 2:
+        if COPY_ENGINES in names:
+            parser.error(f"{COPY_ENGINES!r} needs two GPUs")
         print("No two GPUs here: a check of every method on 2 CPU ranks.")
         with Ranks(2, "cpu") as ranks:
             for hybrid in hybrids:
                 for name, error in ranks.run(check, None, hybrid, names, 24, 4, 16)[0].items():
                     print(f"{hybrid.name:22} {name:22} error {error:.1e}")
         return 0
-    failed, ranks = False, started(count, hybrids)
+    failed, ranks = False, started(count, hybrids, names)
     if not arguments.tuned:
         ahead = functools.partial(rehearse, count, hybrids, names, arguments.heads)
         if arguments.chunk == "allscan":
@@ -734,7 +737,7 @@ def main() -> int:
                 failed = True
                 print(f"{hybrid.name}: {error}", file=sys.stderr, flush=True)
                 kill(ranks)
-                ranks = started(count, hybrids)
+                ranks = started(count, hybrids, names)
     ranks.close()
     print(f"wrote {arguments.csv}")
     return int(failed)

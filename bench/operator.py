@@ -109,7 +109,7 @@ def calls(comm, one, others, zigzags, ordered) -> dict:
     found["all_to_all"] = Method(lambda *x: all_to_all(*x, comm=comm, alone=one), one, nccl="SendRecv")
     if comm.device.type == "cuda":
         by_peer = functools.partial(all_to_all, comm=comm, alone=one, exchange=by_copies)
-        found["all_to_all, copy engines"] = Method(by_peer, one, nccl="Memcpy")
+        found["all_to_all, copy engines"] = Method(by_peer, one, nccl="barrier_kernel")  # of symmetric memory
     found["one rank"] = Method(lambda *x: allscan.zeco_gla(*x, comm=one)[0], one)
     if comm.device.type == "cuda":
         with contextlib.suppress(ImportError):

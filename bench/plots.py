@@ -222,14 +222,10 @@ def long(table, path):
             of = [row for row in table if row["model"] == model and (axes is memory or "host" not in row["method"])]
             points = {float(row[x]): float(row[y]) for row in of}
             axes.plot(*zip(*sorted(points.items())), color=f"C{i}", marker="o", label=MODELS.get(model, model))
-            for row in of:
-                told = (
-                    "inputs on the host"
-                    if "host" in row["method"]
-                    else f"{row['ranks']} GPU" + "s" * (row["ranks"] != "1")
-                )
-                place = float(row[x]), points[float(row[x])]
-                axes.annotate(f"{told}  ", place, fontsize="x-small", ha="right", va="top")
+            labels = {float(row[x]): "inputs on the host" if "host" in row["method"] else row["ranks"] for row in of}
+            for place, told in labels.items():
+                told = told if "host" in told else f"{told} GPU" + "s" * (told != "1")
+                axes.annotate(f"{told}  ", (place, points[place]), fontsize="x-small", ha="right", va="top")
     for gigabytes in (80, 141):
         memory.axhline(gigabytes * 1e9 / 2**30, color="black", linewidth=0.8, linestyle="--")
         memory.text(1 << 16, gigabytes * 1e9 / 2**30, f"a GPU of {gigabytes} GB", fontsize="x-small", va="top")
