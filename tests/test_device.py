@@ -16,7 +16,7 @@ import triton.language as tl
 import allscan
 from allscan import device
 from support.segments import bits
-from support.values import error, late, raised
+from support.values import error, late, raised, value_or_error
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
@@ -359,6 +359,15 @@ def shift_kernel(p_x, p_out, channel):
     tl.store(p_out + at, device.shift(channel, 0, tl.load(p_x + at), b_first))
 
 
+def error_with_causes(launch, *arguments):
+    """Return the text of a launch's error and of its causes, such as the compiler's; "" without an error."""
+    try:
+        launch(*arguments, num_warps=1)
+    except Exception as error:
+        return "".join(traceback.format_exception(error))
+    return ""
+
+
 def dtypes_case(group, protocol):
     """Return the error of a launch that sends a tile of each of some dtypes, and whether float32 arrives after that."""
     with allscan.Communicator(group, timeout=60) as comm:
@@ -366,10 +375,7 @@ def dtypes_case(group, protocol):
         x, found = torch.full((2, 8), 1.0 + comm.rank, device=comm.device), []
         out = torch.zeros_like(x)
         for dtype in (torch.int32, torch.uint32, torch.int64, torch.float16, torch.bfloat16, torch.float64):
-            try:
-                scan.launch(shift_kernel, (1,), x.to(dtype), out, scan.channel(), num_warps=1)
-            except Exception as error:
-                found.append("".join(traceback.format_exception(error)))  # the compiler's error has a cause
+            found.append(error_with_causes(scan.launch, shift_kernel, (1,), x.to(dtype), out, scan.channel()))
         scan.launch(shift_kernel, (1,), x, out, scan.channel(), num_warps=1)
         return found, torch.equal(out, torch.full_like(x, comm.rank))
 
@@ -422,11 +428,7 @@ def shapes_case(group, others):
         scan, out, found = allscan.AllScan(comm, (8, 8), tile=(8, 8)), torch.zeros(8, 8, device=comm.device), []
         allowed = [("b_decay", *size) for size in ((8, 8), (8, 1), (1, 8), (1, 1), (0, 0))]
         for which, BK, BV in (*others, *allowed):
-            try:
-                scan.launch(any_kernel, (1,), out, scan.channel(), BK, BV, which, num_warps=1)
-                found.append("")
-            except Exception as error:
-                found.append("".join(traceback.format_exception(error)))
+            found.append(error_with_causes(scan.launch, any_kernel, (1,), out, scan.channel(), BK, BV, which))
         return found
 
 
@@ -453,14 +455,12 @@ def opposite_case(group):
             out = torch.full((2, 8), -1.0, device=comm.device)
             channel = scan.channel(reverse=reverse)
             scan.launch(shift_kernel, (1,), torch.full_like(out, value), out, channel, num_warps=1)
-            return out[0, 0].item()
+            received = out[0, 0].item()
+            comm.check()
+            return received
 
         for i in range(4):
-            try:
-                found.append(launch(10.0 * i + comm.rank, reverse=i == 0 and comm.rank == comm.size - 1))
-                comm.check()
-            except RuntimeError as error:
-                found.append(type(error).__name__)
+            found.append(value_or_error(launch, 10.0 * i + comm.rank, i == 0 and comm.rank == comm.size - 1))
         comm.resync()
         return found, launch(7.0 + comm.rank, False) == (7.0 + comm.rank - 1 if comm.rank else 0.0)
 

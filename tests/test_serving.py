@@ -287,8 +287,7 @@ def rejected_case(group, name):
 
         def call(operator, **options):
             serving.prefill(operator, *tensors, **options)
-            if comm.device.type == "cuda":
-                torch.cuda.synchronize()
+            comm.streams.synchronize()
             comm.check()
 
         call(**right)
@@ -318,8 +317,7 @@ def failing_convolution_case(group):
         def call(conv):
             batch = dict(slots=[0], query_start_loc=[0, 5 * comm.size], first_token=5 * comm.rank)
             serving.convolve(conv, x, comm=comm, pool=pool, **batch)
-            if comm.device.type == "cuda":
-                torch.cuda.synchronize()
+            comm.streams.synchronize()
             comm.check()
 
         call(torch.neg)
@@ -360,8 +358,7 @@ def slots_on_device_case(group, slots):
         requests = serving._Requests(comm, pool, [0, 1], [0, 3, 5], None)
         requests.slots = torch.tensor(slots, device=comm.device)
         requests.write(requests.read() + 1)
-        if comm.device.type == "cuda":
-            torch.cuda.synchronize()
+        comm.streams.synchronize()
         found = raised(comm.check)
         comm.resync()
         comm.check()

@@ -212,8 +212,7 @@ def checked_call(comm, rule, query_start_loc, cut):
     where = dict(slots=[0, 1, 2], query_start_loc=boundaries, cut=cut, on_device=True)
     pool = torch.zeros(3, H, K, V, device=comm.device)
     serving.prefill(getattr(allscan, f"zeco_{rule}"), *own, comm=comm, pool=pool, **where)
-    if comm.device.type == "cuda":
-        torch.cuda.synchronize()
+    comm.streams.synchronize()
     comm.check()
 
 

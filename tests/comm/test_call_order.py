@@ -40,7 +40,7 @@ from support.call_order import (
     validation_case,
 )
 from support.fla import import_fla
-from support.values import pairs, raised
+from support.values import pairs, raised, value_or_error
 
 
 def check_no_values_of_others(answers):
@@ -69,13 +69,9 @@ def other_shape_case(group, options):
     found, right = [], []
     for i in range(1, 7):
         state = torch.full((3 if i == 4 and comm.rank == 1 else 1, 2), float(i), device=comm.device)
-        try:
-            found.append(allscan.allscan(state, comm=comm).mean().item())
-        except RuntimeError as problem:
-            found.append(type(problem).__name__)
+        found.append(value_or_error(lambda state=state: allscan.allscan(state, comm=comm).mean().item()))
         right.append(float(i * comm.rank))
-    if comm.device.type == "cuda":
-        torch.cuda.synchronize()
+    comm.streams.synchronize()
     end = raised(comm.barrier)
     comm.resync()
     again = (allscan.allscan(torch.ones(1, 2, device=comm.device), comm=comm) == comm.rank).all().item()
@@ -247,8 +243,7 @@ def known_fault_case(group, kind, where):
 
     if last:
         call(allscan.allscan, state.double() if kind == "rejected" else state, comm=comm)
-        if comm.device.type == "cuda":
-            torch.cuda.synchronize()
+        comm.streams.synchronize()
         call(allscan.allscan, state, comm=comm)
         call(comm.barrier)
         store.set(f"{key}0", b"")
@@ -763,8 +758,7 @@ MIXED = {  # arguments that ranks mix after agreeing on both, and tokens of a ra
 
 def fault_at_the_end(comm):
     """Return the error of a barrier after mixed calls, and resync()."""
-    if comm.device.type == "cuda":
-        torch.cuda.synchronize()
+    comm.streams.synchronize()
     found = raised(comm.barrier)
     comm.resync()
     return found
@@ -807,12 +801,7 @@ def mixed_case(group, operator, what):
         return o.detach().norm().item(), leaf.grad.norm().item()
 
     right = [call(**ways[i]) for i in (0, 1, 0)]
-    found = []
-    for _ in range(3):
-        try:
-            found.append(call(**ways[comm.rank == comm.size - 1]))
-        except RuntimeError as problem:
-            found.append(type(problem).__name__)
+    found = [value_or_error(call, **ways[comm.rank == comm.size - 1]) for _ in range(3)]
     end = fault_at_the_end(comm)
     again = all(
         math.isclose(a, b, rel_tol=1e-4) for i in (1, 0) for a, b in zip(call(**ways[i]), right[i], strict=True)
@@ -880,12 +869,7 @@ def mixed_reverse_case(group, operator):
 
     right = {reverse: call(reverse) for reverse in (False, True)}
     call(comm.rank == comm.size - 1)
-    found = []
-    for reverse in (False, True):
-        try:
-            found.append(torch.equal(call(reverse), right[reverse]))
-        except RuntimeError as problem:
-            found.append(type(problem).__name__)
+    found = [value_or_error(lambda way=way: torch.equal(call(way), right[way])) for way in (False, True)]
     end = fault_at_the_end(comm)
     again = all(torch.equal(call(reverse), x) for reverse, x in right.items())
     comm.close()
@@ -974,10 +958,7 @@ def fails_before_its_launch_case(group):
         found = []
         for value in (1.0, 10.0, 20.0):
             with mock.patch.object(launcher.Launcher, "before_launch", failing if value == 1.0 else launch):
-                try:
-                    found.append(allscan.allscan(value * x, comm=comm)[0, 0, 0].item())
-                except RuntimeError as error:
-                    found.append(type(error).__name__)
+                found.append(value_or_error(lambda n=value: allscan.allscan(n * x, comm=comm)[0, 0, 0].item()))
         end = raised(comm.barrier)
         comm.resync()
         return found, end[0], allscan.allscan(x, comm=comm)[0, 0, 0].item() == comm.rank

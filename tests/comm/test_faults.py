@@ -11,10 +11,10 @@ import os
 import pickle
 import signal
 import tempfile
-import threading
 import time
 import warnings
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
 import conftest
@@ -112,8 +112,7 @@ def left_out_case(ended):
                     o, _ = allscan.zeco_gla(x, x, x, -0.1 * x.detach(), comm=comm)
                 elif (comm.rank, step) != (1, 2):
                     o.sum().backward()
-                if comm.device.type == "cuda":
-                    torch.cuda.synchronize()  # a host is in the call that its GPU is in
+                comm.streams.synchronize()  # a host is in the call that its GPU is in
                 comm.check()
         except allscan.AllScanTimeout as timeout:
             return str(pickle.loads(pickle.dumps(timeout)))
@@ -395,11 +394,8 @@ def two_threads_case():
                 found[i].append(f"{type(problem).__name__}: {problem}")
                 return
 
-    threads = [threading.Thread(target=calls, args=(i,)) for i in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(calls, range(2)))
     return found
 
 
@@ -537,17 +533,14 @@ def test_a_block_left_with_an_error_on_one_rank(fresh):
 
 def threads_case():
     """Two communicators of one group make their first calls in a thread each, in a different order on each rank."""
-    comms, scans = [allscan.Communicator() for _ in range(2)], [None, None]
+    comms = [allscan.Communicator() for _ in range(2)]
 
-    def work(i, delay):  # Triton's interpreter itself is single-threaded
-        time.sleep(delay)
-        scans[i] = allscan.AllScan(comms[i], (1, 16))
+    def made(comm):  # Triton's interpreter itself is single-threaded
+        time.sleep(0.3 * (comm is comms[comm.rank]))
+        return allscan.AllScan(comm, (1, 16))
 
-    threads = [threading.Thread(target=work, args=(i, 0.3 * (i == comms[0].rank))) for i in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(2) as threads:
+        scans = [*threads.map(made, comms)]
     results = [scan.scan(torch.full((1, 16), value)).mean().item() for scan, value in zip(scans, (10.0, 20.0))]
     for comm in comms:
         comm.close()
@@ -631,8 +624,7 @@ def failing_steps_case(group, failing):
                     x = torch.ones(1, 4, 1, 16, device=comm.device, requires_grad=True)
                     o, _ = allscan.zeco_gla(x, x, x, -0.1 * x, comm=comm)
                     o.sum().backward()
-                if comm.device.type == "cuda":
-                    torch.cuda.synchronize()
+                comm.streams.synchronize()
                 comm.check()
                 losses.append(round(o.sum().item(), 2))
             except (torch.cuda.OutOfMemoryError, allscan.AllScanError) as caught:

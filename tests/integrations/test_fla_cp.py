@@ -4,7 +4,6 @@ and with fla's kernels in Triton's interpreter; on GPUs compared with fla's own 
 from __future__ import annotations
 
 import sys
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -15,7 +14,8 @@ from support.delta import DeltaCase, Parts, Whole
 from support.fla import import_fla
 from support.fla_rules import rules
 from support.gla import BF16, F32
-from support.values import error, in_ranks, pairs, place, raised, relative
+from support.properties.draw import Place
+from support.values import error, in_ranks, pairs, place, raised, relative, value_or_error
 
 context_parallel = in_ranks("fla_cp", "context_parallel")
 T = 192  # tokens of a rank
@@ -139,13 +139,6 @@ def own_summary_case(group, rule, cuts):
     return error(prev, expected[0]), error(after, expected[1])
 
 
-class Place(NamedTuple):
-    """The attributes of a communicator that Parts uses."""
-
-    rank: int
-    size: int
-
-
 @pytest.mark.cpu
 @pytest.mark.parametrize("rule, cuts, size", pairs(["kda", "gated_delta_rule"], [*CUTS], [2, 4]))
 def test_own_summaries(run, size, cuts, rule):
@@ -179,12 +172,7 @@ def mixed_case(group, what):
     for way in ways:
         call(way)
     comm.barrier()
-    found = []
-    for _ in range(2):
-        try:
-            found.append(bool(call(ways[other]).isfinite().all()))
-        except RuntimeError as problem:
-            found.append(type(problem).__name__)
+    found = [value_or_error(lambda: bool(call(ways[other]).isfinite().all())) for _ in range(2)]
     return found, raised(comm.barrier)
 
 

@@ -23,7 +23,7 @@ from allscan.reference import allscan_reference
 from allscan.scan.launcher import PreparedScan
 from support.fla import import_fla
 from support.scans import ScanCase, gradient_case, scan_case
-from support.values import backend_of_gpus, error, inputs, late, raised
+from support.values import backend_of_gpus, error, inputs, late, raised, value_or_error
 
 SIZES = [1, 2, 4, 8]
 CASES = [
@@ -224,16 +224,13 @@ def failing_case(group):
     comm = allscan.Communicator(group, timeout=4)
     state = torch.ones(1, 8, device=comm.device)
     allscan.allscan(state, comm=comm)
-    answers = []
-    if comm.rank:
-        for _ in range(2):
-            try:
-                work = allscan.allscan(state, comm=comm, async_op=True)
-                if comm.device.type == "cuda":
-                    torch.cuda.synchronize()
-                work.wait()
-            except RuntimeError as error:
-                answers.append(type(error).__name__)
+
+    def waited():
+        work = allscan.allscan(state, comm=comm, async_op=True)
+        comm.streams.synchronize()
+        return work.wait()
+
+    answers = [value_or_error(waited) for _ in range(2)] if comm.rank else []
     dist.barrier(group)
     comm.resync()
     again = allscan.allscan(state, comm=comm, async_op=True).wait().mean().item() == comm.rank
@@ -316,8 +313,7 @@ def received_case(group, dense):
         for calls in (not last, last):
             if calls:
                 scan.scan(state, transition=transition if dense else None)
-            if comm.device.type == "cuda":
-                torch.cuda.synchronize()
+            comm.streams.synchronize()
             dist.barrier(group)
             if last and not calls:
                 parts = zip(words.split(1 << 20), before.split(1 << 20))

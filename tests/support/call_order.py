@@ -95,8 +95,7 @@ def shifted_case(group, how, step, options=None):
                 comm.step()
         found.append(value(comm, how, i, i == 4 and comm.rank == last))
         right.append(expected(how, comm, i))
-    if comm.device.type == "cuda":
-        torch.cuda.synchronize()
+    comm.streams.synchronize()
     end = raised(comm.barrier) or ("nothing", "")
     comm.resync()
     again = value(comm, how, 7, False) == expected(how, comm, 7)
@@ -172,8 +171,7 @@ def other_backward_case(group, options=None):
     prevs = [allscan.allscan(state, comm=comm) for state in states]
     try:
         prevs[comm.rank == 0].sum().backward()
-        if comm.device.type == "cuda":
-            torch.cuda.synchronize()
+        comm.streams.synchronize()
         comm.check()
         found = "nothing"
     except RuntimeError as problem:
@@ -196,8 +194,7 @@ def resync_case(group, options=None):
         if comm.rank != 1:
             try:
                 scan.scan(state)
-                if comm.device.type == "cuda":
-                    torch.cuda.synchronize()
+                comm.streams.synchronize()
                 comm.check()
             except allscan.AllScanTimeout:
                 pass

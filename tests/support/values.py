@@ -136,6 +136,14 @@ def raised(function, *arguments, **options):
     return None
 
 
+def value_or_error(function, *arguments, **options):
+    """Return the call's value, or the type name of its RuntimeError."""
+    try:
+        return function(*arguments, **options)
+    except RuntimeError as problem:
+        return type(problem).__name__
+
+
 def in_ranks(module, name):
     """A function of allscan.integrations that is imported when it is called: the packages behind it take seconds."""
     return lambda *given, **how: getattr(importlib.import_module(f"allscan.integrations.{module}"), name)(*given, **how)
