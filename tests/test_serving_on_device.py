@@ -9,20 +9,18 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
+from test_serving import H, K, V, reference, tensors_of
 
 import allscan
 from allscan import serving
 from allscan.base.tiling import next_power_of_2
 from allscan.launch.plan import Plan
-from allscan.reference import delta_reference
 from allscan.scan.launcher import ChannelUse, Launcher
 from allscan.shmem_kernels.channel import STEPS_A_STAMP, Channel
 from allscan.shmem_kernels.device_tables import COUNT_WORDS, PASSES, SEGMENTS, TOKENS, tables_kernel
 from allscan.shmem_kernels.segment_table import LAST, UNUSED
 from allscan.tokens.packing import CHUNK_TOKENS, Layout, cut, most_segments
 from support.values import raised, random_requests, relative
-
-H, K, V = 2, 16, 8
 
 
 def tables_case(group, layouts):
@@ -68,16 +66,24 @@ def test_tables(run):
     assert run(1, tables_case, 60)[0] > 55
 
 
-def inputs(rule, T, generator):
-    q, k, v = (torch.randn(1, T, H, n, generator=generator) for n in (K, K, V))
-    g, beta = -torch.rand(1, T, H, K, generator=generator), torch.rand(1, T, H, generator=generator)
-    return q, F.normalize(k, dim=-1), v, g if rule == "kda" else g[..., 0], beta
-
-
 def rows_of(tensors, mine, T):
     """This rank's tokens in the first of T rows; others are padding that must not matter."""
     parts = [x[:, mine] for x in tensors]
     return [F.pad(x, (0, 0) * (x.ndim - 2) + (0, T - x.shape[1]), value=-3.0) for x in parts]
+
+
+def drawn_batch(comm, order, requests, T, uneven, dtypes):
+    """Draw a batch with one slot of -1; dtypes: of query_start_loc and cut. Return (boundaries of the requests, this
+    rank's tokens, arguments of both calls, of the call with lengths on the device, of the one with them on the
+    host)."""
+    lengths, row = random_requests(order, requests, comm.size, T, uneven)
+    begin, end = (min(x, lengths[-1]) for x in row[comm.rank : comm.rank + 2])
+    slots, begun = order.sample(range(requests), requests), [order.random() < 0.5 for _ in range(requests)]
+    slots[order.randrange(requests)] = -1
+    boundaries, places = (torch.tensor(x, dtype=d, device=comm.device) for x, d in zip((lengths, row), dtypes))
+    on_device = dict(query_start_loc=boundaries, on_device=True, **dict(cut=places) if uneven else {})
+    on_host = dict(query_start_loc=lengths, first_token=begin)
+    return lengths, slice(begin, end), dict(comm=comm, slots=slots, has_initial_state=begun), on_device, on_host
 
 
 def lengths_case(group, rule, layouts, T=150, requests=5):
@@ -86,34 +92,23 @@ def lengths_case(group, rule, layouts, T=150, requests=5):
     operator, order, same, errors = getattr(allscan, f"zeco_{rule}"), random.Random(2), [], [0.0]
     with allscan.Communicator(group) as comm:
         for i in range(layouts):
-            uneven, generator = i % 2 == 1, torch.Generator().manual_seed(i)
-            lengths, row = random_requests(order, requests, comm.size, T, uneven)
-            begin, end = (min(x, lengths[-1]) for x in row[comm.rank : comm.rank + 2])
-            whole, mine = inputs(rule, lengths[-1], generator), slice(begin, end)
+            dtypes = torch.int64, torch.int32
+            lengths, mine, batch, on_device, on_host = drawn_batch(comm, order, requests, T, i % 2 == 1, dtypes)
+            generator, n = torch.Generator().manual_seed(i), mine.stop - mine.start
+            whole = tensors_of(rule, lengths[-1], generator)
             own = [x.to(comm.device) for x in rows_of(whole, mine, T)]
             pool = torch.randn(requests, H, K, V, generator=generator).to(comm.device)
-            slots, begun = order.sample(range(requests), requests), [order.random() < 0.5 for _ in range(requests)]
-            slots[order.randrange(requests)] = -1
-            batch = dict(comm=comm, slots=slots, has_initial_state=begun)
-            pools, found = [pool.clone() for _ in range(2)], []
-            boundaries, places = (torch.tensor(x, device=comm.device) for x in (lengths, row))
-            where = dict(cut=places.int()) if uneven else {}
-            given = dict(query_start_loc=boundaries, on_device=True, **where)
-            o = serving.prefill(operator, *own, pool=pools[0], **batch, **given)
-            tokens = [x[:, : end - begin] for x in own]
-            given = dict(query_start_loc=lengths, first_token=begin)
-            found = serving.prefill(operator, *tokens, pool=pools[1], **batch, **given)
-            same.append(torch.equal(o[:, : end - begin], found) and not o[:, end - begin :].any())
-            same.append(torch.equal(*pools))
-            if i < 4 and end > begin:
-                g = whole[3] if rule == "kda" else whole[3][..., None].expand(*whole[3].shape, K)
+            pools = [pool.clone() for _ in range(2)]
+            o = serving.prefill(operator, *own, pool=pools[0], **batch, **on_device)
+            found = serving.prefill(operator, *[x[:, :n] for x in own], pool=pools[1], **batch, **on_host)
+            same += [torch.equal(o[:, :n], found) and not o[:, n:].any(), torch.equal(*pools)]
+            if i < 4 and n:
                 expected = []
-                for a, b, slot, continues in zip(lengths, lengths[1:], slots, begun, strict=False):
+                for a, b, slot, continues in zip(lengths, lengths[1:], batch["slots"], batch["has_initial_state"]):
                     state = pool[slot][None].cpu() if continues and slot >= 0 else None
                     if b > a:
-                        part = [x[:, a:b] for x in (*whole[:3], g, whole[4])]
-                        expected.append(delta_reference(*part, initial_state=state)[0])
-                errors.append(relative(o[:, : end - begin], torch.cat(expected, 1)[:, mine]))
+                        expected.append(reference(rule, [x[:, a:b] for x in whole], state)[0])
+                errors.append(relative(o[:, :n], torch.cat(expected, 1)[:, mine]))
         comm.check()
     return all(same), max(errors)
 
@@ -145,23 +140,17 @@ def convolution_case(group, T, layouts, dtype, n=3, C=6, requests=6):
 
     with allscan.Communicator(group) as comm:
         for i in range(layouts):
-            uneven = i % 2 == 1
-            lengths, row = random_requests(order, requests, comm.size, T, uneven)
-            begin, end = (min(x, lengths[-1]) for x in row[comm.rank : comm.rank + 2])
+            dtypes = torch.int32, torch.int64
+            lengths, mine, batch, on_device, on_host = drawn_batch(comm, order, requests, T, i % 2 == 1, dtypes)
             whole = torch.randn(1, lengths[-1], C, generator=generator).to(dtype)
-            own = [x.to(comm.device) for x in rows_of([whole], slice(begin, end), T)]
+            [own], tokens = rows_of([whole.to(comm.device)], mine, T), mine.stop - mine.start
             pool = torch.randn(requests, C, n, generator=generator).to(comm.device)
-            slots, begun = order.sample(range(requests), requests), [order.random() < 0.5 for _ in range(requests)]
-            slots[order.randrange(requests)] = -1
-            batch, pools = dict(comm=comm, slots=slots, has_initial_state=begun), [pool.clone() for _ in range(2)]
-            boundaries, places = (torch.tensor(x, device=comm.device) for x in (lengths, row))
-            given = dict(query_start_loc=boundaries.int(), on_device=True, **(dict(cut=places) if uneven else {}))
-            y = serving.convolve(conv, *own, pool=pools[0], **batch, **given)
-            given = dict(query_start_loc=lengths, first_token=begin)
-            expected = serving.convolve(conv, own[0][:, : end - begin], pool=pools[1], **batch, **given)
-            same.append(torch.equal(*pools) and not y[:, end - begin :].any())
-            if end > begin:
-                errors.append(relative(y[:, : end - begin], expected))
+            pools = [pool, pool.clone()]
+            y = serving.convolve(conv, own, pool=pools[0], **batch, **on_device)
+            expected = serving.convolve(conv, own[:, :tokens], pool=pools[1], **batch, **on_host)
+            same.append(torch.equal(*pools) and not y[:, tokens:].any())
+            if tokens:
+                errors.append(relative(y[:, :tokens], expected))
         comm.check()
     return max(errors), all(same)
 
@@ -207,7 +196,7 @@ OTHER = {  # what rank 1 has in place of these requests
 
 def checked_call(comm, rule, query_start_loc, cut):
     """Prefill three requests, each rank with 60 rows, and check the communicator afterwards."""
-    own = [x.to(comm.device) for x in inputs(rule, 60, torch.Generator().manual_seed(0))]
+    own = [x.to(comm.device) for x in tensors_of(rule, 60, torch.Generator().manual_seed(0))]
     boundaries, cut = (torch.tensor(x, device=comm.device) for x in (query_start_loc, cut))
     where = dict(slots=[0, 1, 2], query_start_loc=boundaries, cut=cut, on_device=True)
     pool = torch.zeros(3, H, K, V, device=comm.device)
@@ -244,7 +233,7 @@ def replay_case(group, rule):
     """Return the exception of a call in which rank 1 has other lengths, and no rank looks at its fault record before
     the end: as in the replay of a CUDA graph."""
     with allscan.Communicator(group, timeout=5) as comm:
-        own = [x.to(comm.device) for x in inputs(rule, 60, torch.Generator().manual_seed(0))]
+        own = [x.to(comm.device) for x in tensors_of(rule, 60, torch.Generator().manual_seed(0))]
         pool, boundaries = torch.zeros(3, H, K, V), torch.tensor([0, 30, 60 * comm.size - 20, 60 * comm.size])
         where = dict(slots=[0, 1, 2], query_start_loc=boundaries, on_device=True)
 
@@ -340,7 +329,7 @@ def refused_case(group, name):
         options = {n: x.to(comm.device) if torch.is_tensor(x) else x for n, x in options.items()}
         boundaries = torch.tensor([0, 3, 5], device=comm.device)
         given = dict(slots=[0, 1], query_start_loc=boundaries, on_device=True, operator=allscan.zeco_kda) | options
-        own = [x.to(comm.device) for x in inputs("kda", 5, torch.Generator().manual_seed(0))]
+        own = [x.to(comm.device) for x in tensors_of("kda", 5, torch.Generator().manual_seed(0))]
         pool = torch.zeros(2, H, K, V, device=comm.device)
         return raised(serving.prefill, given.pop("operator"), *own, comm=comm, pool=pool, **given)
 
@@ -356,7 +345,7 @@ def test_refused_arguments(run, name):
 def debug_case(group):
     """Return the exception of a call whose lengths differ on rank 1, in debug mode, which reads them."""
     with allscan.Communicator(group, timeout=20, debug=True) as comm:
-        own = [x.to(comm.device) for x in inputs("kda", 5, torch.Generator().manual_seed(0))]
+        own = [x.to(comm.device) for x in tensors_of("kda", 5, torch.Generator().manual_seed(0))]
         pool = torch.zeros(2, H, K, V, device=comm.device)
         boundaries = torch.tensor([0, 3 + comm.rank, 5], device=comm.device)
         batch = dict(slots=[0, 1], query_start_loc=boundaries, on_device=True)
