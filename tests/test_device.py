@@ -40,25 +40,24 @@ def dense_kernel(p_state, p_transition, p_initial, p_out, channel, V, K: tl.cons
     tl.store(p_out + offsets, b_prev, mask=inside)
 
 
-def dense_case(group, protocol):
-    with allscan.Communicator(group) as comm:
-        heads, K, V = 2, 16, 40
-        scan = allscan.AllScan(comm, (heads, K, V), tile=(K, 16), protocol=protocol)
-        worst = 0.0
-        for epoch in range(6):
-            generator = torch.Generator().manual_seed(epoch)
-            states = [torch.randn(heads, K, V, generator=generator) for _ in range(comm.size)]
-            transitions = [torch.randn(heads, K, K, generator=generator) / 4 for _ in range(comm.size)]
-            initial = torch.randn(heads, K, V, generator=generator)
-            expected = initial.double()
-            for state, transition in zip(states[: comm.rank], transitions):
-                expected = transition.double() @ expected + state
-            late(epoch, comm.rank, 5)
-            mine = (x.to(comm.device) for x in (states[comm.rank], transitions[comm.rank], initial))
-            out = torch.full((heads, K, V), float("nan"), device=comm.device)
-            scan.launch(dense_kernel, (scan.num_tiles,), *mine, out, scan.channel(), V, K, num_warps=2)
-            worst = max(worst, error(out, expected))
-        return worst
+def dense_case(comm, protocol):
+    heads, K, V = 2, 16, 40
+    scan = allscan.AllScan(comm, (heads, K, V), tile=(K, 16), protocol=protocol)
+    worst = 0.0
+    for epoch in range(6):
+        generator = torch.Generator().manual_seed(epoch)
+        states = [torch.randn(heads, K, V, generator=generator) for _ in range(comm.size)]
+        transitions = [torch.randn(heads, K, K, generator=generator) / 4 for _ in range(comm.size)]
+        initial = torch.randn(heads, K, V, generator=generator)
+        expected = initial.double()
+        for state, transition in zip(states[: comm.rank], transitions):
+            expected = transition.double() @ expected + state
+        late(epoch, comm.rank, 5)
+        mine = (x.to(comm.device) for x in (states[comm.rank], transitions[comm.rank], initial))
+        out = torch.full((heads, K, V), float("nan"), device=comm.device)
+        scan.launch(dense_kernel, (scan.num_tiles,), *mine, out, scan.channel(), V, K, num_warps=2)
+        worst = max(worst, error(out, expected))
+    return worst
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
@@ -368,16 +367,15 @@ def error_with_causes(launch, *arguments):
     return ""
 
 
-def dtypes_case(group, protocol):
+def dtypes_case(comm, protocol):
     """Return the error of a launch that sends a tile of each of some dtypes, and whether float32 arrives after that."""
-    with allscan.Communicator(group, timeout=60) as comm:
-        scan = allscan.AllScan(comm, (2, 8), tile=(2, 8), protocol=protocol)
-        x, found = torch.full((2, 8), 1.0 + comm.rank, device=comm.device), []
-        out = torch.zeros_like(x)
-        for dtype in (torch.int32, torch.uint32, torch.int64, torch.float16, torch.bfloat16, torch.float64):
-            found.append(error_with_causes(scan.launch, shift_kernel, (1,), x.to(dtype), out, scan.channel()))
-        scan.launch(shift_kernel, (1,), x, out, scan.channel(), num_warps=1)
-        return found, torch.equal(out, torch.full_like(x, comm.rank))
+    scan = allscan.AllScan(comm, (2, 8), tile=(2, 8), protocol=protocol)
+    x, found = torch.full((2, 8), 1.0 + comm.rank, device=comm.device), []
+    out = torch.zeros_like(x)
+    for dtype in (torch.int32, torch.uint32, torch.int64, torch.float16, torch.bfloat16, torch.float64):
+        found.append(error_with_causes(scan.launch, shift_kernel, (1,), x.to(dtype), out, scan.channel()))
+    scan.launch(shift_kernel, (1,), x, out, scan.channel(), num_warps=1)
+    return found, torch.equal(out, torch.full_like(x, comm.rank))
 
 
 @pytest.mark.parametrize("protocol", ["sentinel", "signal"])
@@ -422,14 +420,13 @@ OTHERS = [(name, *size) for name in ("b_state", "b_first", "b_value") for size i
 OTHERS += [(name, *size) for name in ("b_decay", "begun") for size in ((0, 8), (8, 4), (2, 8))]
 
 
-def shapes_case(group, others):
+def shapes_case(comm, others):
     """Return the error of a launch for each of ``others``, and those of launches with decays of all allowed shapes."""
-    with allscan.Communicator(group, timeout=60) as comm:
-        scan, out, found = allscan.AllScan(comm, (8, 8), tile=(8, 8)), torch.zeros(8, 8, device=comm.device), []
-        allowed = [("b_decay", *size) for size in ((8, 8), (8, 1), (1, 8), (1, 1), (0, 0))]
-        for which, BK, BV in (*others, *allowed):
-            found.append(error_with_causes(scan.launch, any_kernel, (1,), out, scan.channel(), BK, BV, which))
-        return found
+    scan, out, found = allscan.AllScan(comm, (8, 8), tile=(8, 8)), torch.zeros(8, 8, device=comm.device), []
+    allowed = [("b_decay", *size) for size in ((8, 8), (8, 1), (1, 8), (1, 1), (0, 0))]
+    for which, BK, BV in (*others, *allowed):
+        found.append(error_with_causes(scan.launch, any_kernel, (1,), out, scan.channel(), BK, BV, which))
+    return found
 
 
 @pytest.mark.parametrize("size", [1, 2])

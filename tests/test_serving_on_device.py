@@ -169,15 +169,14 @@ def test_convolutions(run, size, T, layouts, dtype):
         assert same and error < 1e-6, error
 
 
-def arguments_case(group):
+def arguments_case(comm):
     """The fields of the channel of a compiled launch with a step word of its own, and of one without."""
-    with allscan.Communicator(group) as comm:
-        launcher, buffer = allscan.AllScan(comm, (1, 16, 16)).launcher, Plan().scratch(1, dtype=torch.int64)
-        steps, found = comm.memory.steps.data_ptr(), []
-        for stamp, addresses in (buffer, [11, 22, 33]), (5, [11, 33]):
-            first, channel = launcher._with_channel(ChannelUse(False, False, stamp), addresses)
-            found.append((first, channel[Channel._fields.index("step")], channel[Channel._fields.index("fwd_epoch")]))
-        return found == [(11, 22, 33), (11, steps + 16 * 5, 33)]
+    launcher, buffer = allscan.AllScan(comm, (1, 16, 16)).launcher, Plan().scratch(1, dtype=torch.int64)
+    steps, found = comm.memory.steps.data_ptr(), []
+    for stamp, addresses in (buffer, [11, 22, 33]), (5, [11, 33]):
+        first, channel = launcher._with_channel(ChannelUse(False, False, stamp), addresses)
+        found.append((first, channel[Channel._fields.index("step")], channel[Channel._fields.index("fwd_epoch")]))
+    return found == [(11, 22, 33), (11, steps + 16 * 5, 33)]
 
 
 @pytest.mark.cpu
@@ -291,21 +290,20 @@ def test_wrong_boundaries(run, kind, size=2):
         assert name == "ValueError" and "query_start_loc must rise from 0 to at most" in text, (name, text)
 
 
-def nan_case(group, K):
+def nan_case(comm, K):
     """Return whether a request without NaN has none in its output and its state, beside one with NaN."""
-    with allscan.Communicator(group) as comm:
-        generator = torch.Generator().manual_seed(0)
-        q, k, v = (torch.randn(1, 20, H, n, generator=generator) for n in (K, K, V))
-        own = [x.to(comm.device) for x in (q, F.normalize(k, dim=-1), v, *-torch.rand(2, 1, 20, H))]
-        own[4] = -own[4]
-        if comm.rank == 0:
-            own[2][:, 3] = float("nan")
-        pool = torch.zeros(2, H, K, V, device=comm.device)
-        boundaries = torch.tensor([0, 30, 20 * comm.size], device=comm.device)
-        batch = dict(comm=comm, pool=pool, slots=[0, 1], query_start_loc=boundaries, on_device=True)
-        o = serving.prefill(allscan.zeco_gated_delta_rule, *own, **batch)
-        first = max(0, 30 - 20 * comm.rank)
-        return [bool(x.isnan().any()) for x in (pool[0], pool[1], o[:, first:])]
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 20, H, n, generator=generator) for n in (K, K, V))
+    own = [x.to(comm.device) for x in (q, F.normalize(k, dim=-1), v, *-torch.rand(2, 1, 20, H))]
+    own[4] = -own[4]
+    if comm.rank == 0:
+        own[2][:, 3] = float("nan")
+    pool = torch.zeros(2, H, K, V, device=comm.device)
+    boundaries = torch.tensor([0, 30, 20 * comm.size], device=comm.device)
+    batch = dict(comm=comm, pool=pool, slots=[0, 1], query_start_loc=boundaries, on_device=True)
+    o = serving.prefill(allscan.zeco_gated_delta_rule, *own, **batch)
+    first = max(0, 30 - 20 * comm.rank)
+    return [bool(x.isnan().any()) for x in (pool[0], pool[1], o[:, first:])]
 
 
 @pytest.mark.parametrize("K", [16, 144])  # transitions that the scan's kernel holds, and that it does not

@@ -178,16 +178,15 @@ def test_a_loop_without_step(run, size, debug):
             assert turns == [0, int(warns and size > 1 and rank == 0), 0, 0], (rank, name, turns)
 
 
-def stale_case(group):
+def stale_case(comm):
     """Backward of a graph from before resync() raises."""
-    with allscan.Communicator(group) as comm:
-        prev = allscan.allscan(torch.ones(1, 16, device=comm.device, requires_grad=True), comm=comm)
-        comm.resync()
-        with pytest.raises(RuntimeError, match="before Communicator.resync"):
-            prev.sum().backward()
-        del prev
-        gc.collect()
-        return [scan.launcher.backwards.dropped for scan in comm.collectives]
+    prev = allscan.allscan(torch.ones(1, 16, device=comm.device, requires_grad=True), comm=comm)
+    comm.resync()
+    with pytest.raises(RuntimeError, match="before Communicator.resync"):
+        prev.sum().backward()
+    del prev
+    gc.collect()
+    return [scan.launcher.backwards.dropped for scan in comm.collectives]
 
 
 def test_a_graph_from_before_resync_is_not_missed(run):
@@ -461,39 +460,38 @@ def recomputed_operators(comm):
     return made, learned
 
 
-def recomputed_case(group, scans_only):
+def recomputed_case(comm, scans_only):
     """Return differences of gradients to those without checkpointing, by operator, place in the region, early_stop."""
     from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-    with allscan.Communicator(group, timeout=60) as comm:
-        operators, learned = recomputed_operators(comm)
-        found = {}
-        chosen = [*operators.items()][: SCANS if scans_only else None]
-        for (name, function), last in product(chosen, (False, True)):
+    operators, learned = recomputed_operators(comm)
+    found = {}
+    chosen = [*operators.items()][: SCANS if scans_only else None]
+    for (name, function), last in product(chosen, (False, True)):
 
-            def region(x, function=function, last=last):
-                y = function(x.sin())
-                return y if last else y.cos().square()
+        def region(x, function=function, last=last):
+            y = function(x.sin())
+            return y if last else y.cos().square()
 
-            def gradients(call):
-                x = torch.linspace(0.1, 1.0, 64, device=comm.device).view(1, 4, 2, 8).requires_grad_()
-                learned.grad = None
-                call(x).square().sum().backward()
-                return x.grad, torch.zeros_like(learned) if learned.grad is None else learned.grad
+        def gradients(call):
+            x = torch.linspace(0.1, 1.0, 64, device=comm.device).view(1, 4, 2, 8).requires_grad_()
+            learned.grad = None
+            call(x).square().sum().backward()
+            return x.grad, torch.zeros_like(learned) if learned.grad is None else learned.grad
 
-            expected = gradients(region)
-            for early_stop in (True, False):
+        expected = gradients(region)
+        for early_stop in (True, False):
 
-                def checkpointed(x, region=region, early_stop=early_stop):
-                    with set_checkpoint_early_stop(early_stop):
-                        return checkpoint(region, x, use_reentrant=False)
+            def checkpointed(x, region=region, early_stop=early_stop):
+                with set_checkpoint_early_stop(early_stop):
+                    return checkpoint(region, x, use_reentrant=False)
 
-                found[name, last, early_stop] = max(
-                    (a - b).abs().max().item() for a, b in zip(expected, gradients(checkpointed), strict=True)
-                )
-        assert comm.order.rejected is None and not any(any(x.launcher.backwards.dropped) for x in comm.collectives)
-        comm.barrier()
-        return found
+            found[name, last, early_stop] = max(
+                (a - b).abs().max().item() for a, b in zip(expected, gradients(checkpointed), strict=True)
+            )
+    assert comm.order.rejected is None and not any(any(x.launcher.backwards.dropped) for x in comm.collectives)
+    comm.barrier()
+    return found
 
 
 @pytest.mark.slow(but="3")
@@ -536,26 +534,25 @@ def test_resync_in_different_steps(run):
         assert all("rank 0: 2; rank 1: 2; rank 2: 3" in text for _, text in answers), answers
 
 
-def interrupted_case(group):
+def interrupted_case(comm):
     """Rank 1 is interrupted after all ranks have agreed on a call and before it has recorded that."""
-    with allscan.Communicator(group, timeout=60) as comm:
-        x = torch.ones(1, 20, 1, 16, device=comm.device)
+    x = torch.ones(1, 20, 1, 16, device=comm.device)
 
-        def call(cu_seqlens=None):
-            return allscan.zeco_gla(x, x, x, -0.1 * x, comm=comm, cu_seqlens=cu_seqlens)[0]
+    def call(cu_seqlens=None):
+        return allscan.zeco_gla(x, x, x, -0.1 * x, comm=comm, cu_seqlens=cu_seqlens)[0]
 
-        call()
-        if comm.rank == 1:
-            with (
-                mock.patch.object(Agreement, "remember", side_effect=KeyboardInterrupt),
-                contextlib.suppress(KeyboardInterrupt),
-            ):
-                call([0, 25, 40])
-        else:
-            raised(call, [0, 25, 40])
-        comm.resync()
-        again = [raised(call), raised(call, [0, 25, 40]), raised(call, [0, 25, 40]), raised(comm.barrier)]
-        return again, len(comm.agreed.arguments)
+    call()
+    if comm.rank == 1:
+        with (
+            mock.patch.object(Agreement, "remember", side_effect=KeyboardInterrupt),
+            contextlib.suppress(KeyboardInterrupt),
+        ):
+            call([0, 25, 40])
+    else:
+        raised(call, [0, 25, 40])
+    comm.resync()
+    again = [raised(call), raised(call, [0, 25, 40]), raised(call, [0, 25, 40]), raised(comm.barrier)]
+    return again, len(comm.agreed.arguments)
 
 
 def interrupted_first_call_case(group):
@@ -633,13 +630,12 @@ def test_a_tile_with_zero_decays_waits_for_one_rank(run, size, how):
     assert run(size, neighbour_shift_case, uuid.uuid4().hex, how) == [True] * size
 
 
-def nan_decay_case(group):
+def nan_decay_case(comm):
     """A NaN decay is not 0: its tile waits, and NaN is sent on."""
-    with allscan.Communicator(group) as comm:
-        state, decay = torch.ones(1, 2, 2, device=comm.device), torch.full((1, 2), float("nan"), device=comm.device)
-        allscan.allscan(state, torch.ones_like(decay), comm=comm)  # a first call rejects NaN
-        prev = allscan.allscan(state, decay, comm=comm)
-        return prev.isnan().all().item() if comm.rank > 1 else (prev == comm.rank).all().item() or comm.rank == 1
+    state, decay = torch.ones(1, 2, 2, device=comm.device), torch.full((1, 2), float("nan"), device=comm.device)
+    allscan.allscan(state, torch.ones_like(decay), comm=comm)  # a first call rejects NaN
+    prev = allscan.allscan(state, decay, comm=comm)
+    return prev.isnan().all().item() if comm.rank > 1 else (prev == comm.rank).all().item() or comm.rank == 1
 
 
 def test_a_decay_that_is_nan(run, pool):
@@ -694,23 +690,22 @@ def test_puts_that_overtake_each_other(run, depth):
     assert run(3, overtaking_case, depth) == [[], [], []]
 
 
-def transforms_case(group):
+def transforms_case(comm):
     """torch.func's transforms are rejected by name, and the next call is right."""
-    with allscan.Communicator(group, timeout=60) as comm:
-        x = torch.ones(2, 1, 3, 1, 2, device=comm.device)
-        calls = {
-            "allscan": lambda x: allscan.allscan(x[0].transpose(0, 1), comm=comm),
-            "halo": lambda x: allscan.halo(x, 1, comm=comm),
-            "zeco_gla": lambda x: allscan.zeco_gla(x, x, x, -x, comm=comm, scale=1.0)[0],
-        }
-        found = []
-        for first in (True, False):  # False: the call repeats a shape
-            for call in calls.values():
-                if not first:
-                    call(x[0])
-                for transformed in (torch.func.vmap(call), torch.func.grad(lambda x, call=call: call(x[0]).sum())):
-                    found.append(raised(transformed, x))
-        return found, allscan.allscan(x[0, 0], comm=comm).mean().item() == comm.rank
+    x = torch.ones(2, 1, 3, 1, 2, device=comm.device)
+    calls = {
+        "allscan": lambda x: allscan.allscan(x[0].transpose(0, 1), comm=comm),
+        "halo": lambda x: allscan.halo(x, 1, comm=comm),
+        "zeco_gla": lambda x: allscan.zeco_gla(x, x, x, -x, comm=comm, scale=1.0)[0],
+    }
+    found = []
+    for first in (True, False):  # False: the call repeats a shape
+        for call in calls.values():
+            if not first:
+                call(x[0])
+            for transformed in (torch.func.vmap(call), torch.func.grad(lambda x, call=call: call(x[0]).sum())):
+                found.append(raised(transformed, x))
+    return found, allscan.allscan(x[0, 0], comm=comm).mean().item() == comm.rank
 
 
 @pytest.mark.cpu
@@ -1081,19 +1076,18 @@ def test_stamps():
     assert stamp((0, 12, 40), 1, 128) == int.from_bytes(digest, "little") % STAMPS.value
 
 
-def failed_resync_case(group):
+def failed_resync_case(comm):
     """Return the errors of resync() calls where rank 1 fails inside of one; whether a scan is right afterwards."""
-    with allscan.Communicator(group, timeout=60) as comm:
-        x = torch.ones(2, 16, 16, device=comm.device)
-        for _ in range(3):
-            comm.step()
-            allscan.allscan(x, comm=comm)
-        if comm.rank == 1:
-            comm.memory.reset = mock.Mock(side_effect=torch.OutOfMemoryError("no memory"))
-        first = raised(comm.resync)
-        vars(comm.memory).pop("reset", None)
-        again = raised(comm.resync)
-        return first[0], again, allscan.allscan(x, comm=comm)[0, 0, 0].item() == comm.rank
+    x = torch.ones(2, 16, 16, device=comm.device)
+    for _ in range(3):
+        comm.step()
+        allscan.allscan(x, comm=comm)
+    if comm.rank == 1:
+        comm.memory.reset = mock.Mock(side_effect=torch.OutOfMemoryError("no memory"))
+    first = raised(comm.resync)
+    vars(comm.memory).pop("reset", None)
+    again = raised(comm.resync)
+    return first[0], again, allscan.allscan(x, comm=comm)[0, 0, 0].item() == comm.rank
 
 
 def test_resync_again_after_one_that_failed_on_one_rank(run):
@@ -1102,29 +1096,28 @@ def test_resync_again_after_one_that_failed_on_one_rank(run):
     assert rest_of_0 == rest_of_1 == [None, True]
 
 
-def interrupted_resync_case(group):
+def interrupted_resync_case(comm):
     """Rank 1 gets Ctrl-C once the others go on in resync(), twice; it calls step() between the attempts."""
-    with allscan.Communicator(group, timeout=60) as comm:
-        x, exchange = torch.ones(2, 16, 16, device=comm.device), comm.order.store_exchange.exchange
+    x, exchange = torch.ones(2, 16, 16, device=comm.device), comm.order.store_exchange.exchange
 
-        def interrupted(value, what, *rest, **options):
-            exchange(value, what, *rest, **options)
-            raise KeyboardInterrupt
+    def interrupted(value, what, *rest, **options):
+        exchange(value, what, *rest, **options)
+        raise KeyboardInterrupt
 
-        found = []
-        for attempt in range(2):
-            comm.step()
-            allscan.allscan(x, comm=comm)
-            if comm.rank == 1:
-                with mock.patch.object(comm.order.store_exchange, "exchange", interrupted):
-                    with pytest.raises(KeyboardInterrupt):
-                        comm.resync()
-            else:
-                found.append(raised(comm.resync)[0])
-            if attempt:
-                comm.order.missed_steps += 1  # as a step() that raises
-            found.append(raised(comm.resync))
-        return found, comm._steps(), allscan.allscan(x, comm=comm)[0, 0, 0].item() == comm.rank
+    found = []
+    for attempt in range(2):
+        comm.step()
+        allscan.allscan(x, comm=comm)
+        if comm.rank == 1:
+            with mock.patch.object(comm.order.store_exchange, "exchange", interrupted):
+                with pytest.raises(KeyboardInterrupt):
+                    comm.resync()
+        else:
+            found.append(raised(comm.resync)[0])
+        if attempt:
+            comm.order.missed_steps += 1  # as a step() that raises
+        found.append(raised(comm.resync))
+    return found, comm._steps(), allscan.allscan(x, comm=comm)[0, 0, 0].item() == comm.rank
 
 
 def test_resync_again_after_ctrl_c_in_it(run):

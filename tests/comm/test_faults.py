@@ -835,15 +835,14 @@ def test_a_later_call_that_one_rank_rejects(answers, kind, size=2):
         assert answer[1][:40] in other[1], (name, answer, other)
 
 
-def captured_case(group):
+def captured_case(comm):
     """A first call in a capture allocates nothing. The capture is mocked: CPU ranks have no CUDA graphs."""
-    with allscan.Communicator(group) as comm:
-        free, capturing = comm.memory.heap.arena.free_bytes, comm.streams.capturing
-        comm.streams.capturing = lambda: True
-        answer = raised(allscan.allscan, torch.ones(2, 16), comm=comm)
-        comm.streams.capturing = capturing
-        assert comm.memory.heap.arena.free_bytes == free
-        return answer, allscan.allscan(torch.ones(2, 16), comm=comm).sum().item()
+    free, capturing = comm.memory.heap.arena.free_bytes, comm.streams.capturing
+    comm.streams.capturing = lambda: True
+    answer = raised(allscan.allscan, torch.ones(2, 16), comm=comm)
+    comm.streams.capturing = capturing
+    assert comm.memory.heap.arena.free_bytes == free
+    return answer, allscan.allscan(torch.ones(2, 16), comm=comm).sum().item()
 
 
 @pytest.mark.cpu
@@ -853,22 +852,21 @@ def test_a_first_call_in_a_capture(run):
         assert total == 32.0 * rank
 
 
-def full_case(group):
+def full_case(comm):
     """The memory of rank 1's host is full: all ranks get an error, and everything allocated is freed."""
-    with allscan.Communicator(group) as comm:
-        free, fallocate = comm.memory.heap.arena.free_bytes, os.posix_fallocate
+    free, fallocate = comm.memory.heap.arena.free_bytes, os.posix_fallocate
 
-        def full(*_):
-            raise OSError(errno.ENOSPC, "No space left on device")
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
 
-        if comm.rank == 1:
-            os.posix_fallocate = full
-        try:
-            answer = raised(allscan.allscan, torch.ones(2, 16), comm=comm)
-        finally:
-            os.posix_fallocate = fallocate
-        assert comm.memory.heap.arena.free_bytes == free
-        return answer, allscan.allscan(torch.ones(2, 16), comm=comm).sum().item()
+    if comm.rank == 1:
+        os.posix_fallocate = full
+    try:
+        answer = raised(allscan.allscan, torch.ones(2, 16), comm=comm)
+    finally:
+        os.posix_fallocate = fallocate
+    assert comm.memory.heap.arena.free_bytes == free
+    return answer, allscan.allscan(torch.ones(2, 16), comm=comm).sum().item()
 
 
 @pytest.mark.cpu
@@ -878,11 +876,10 @@ def test_a_host_without_memory(run):
         assert total == 32.0 * rank
 
 
-def pickled_case(group):
+def pickled_case(comm):
     module = torch.nn.Linear(2, 2)
-    with allscan.Communicator(group) as comm:
-        module.comm = comm
-        return copy.deepcopy(module).comm is comm, raised(pickle.dumps, module)
+    module.comm = comm
+    return copy.deepcopy(module).comm is comm, raised(pickle.dumps, module)
 
 
 @pytest.mark.cpu

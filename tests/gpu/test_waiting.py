@@ -298,7 +298,7 @@ def test_backward_has_100_us_of_work_for_a_straggling_neighbour(run, pool, size=
     assert all(late - on_time < 15 for on_time, late in others), others
 
 
-def proof_case(group):
+def proof_case(comm):
     """Return proofs of execution for All-Scan and for a baseline that runs All-Scan itself."""
     from bench.baselines import Baseline
 
@@ -312,21 +312,20 @@ def proof_case(group):
 
     from bench.baselines import gla
 
-    with allscan.Communicator(group) as comm:
-        leaves, do = harness.inputs(256, 2, 64, comm.device)
-        answers = []
-        for carrier in (Baseline(comm, "all_gather"), Fraud(comm, "all_gather")):
-            method = Method(lambda *x, c=carrier: gla(*x, carrier=c), comm, nccl=carrier.nccl)
-            graph, *_ = harness.capture(leaves, do, method, True)
-            before = method.epochs()
-            for _ in range(3):
-                graph.replay()
-            try:
-                answers.append(method.prove("all_gather", before, 3, 1, True, graph.replay))
-            except AssertionError as problem:
-                answers.append(f"rejected: {problem}")
-        comm.barrier()
-        return answers
+    leaves, do = harness.inputs(256, 2, 64, comm.device)
+    answers = []
+    for carrier in (Baseline(comm, "all_gather"), Fraud(comm, "all_gather")):
+        method = Method(lambda *x, c=carrier: gla(*x, carrier=c), comm, nccl=carrier.nccl)
+        graph, *_ = harness.capture(leaves, do, method, True)
+        before = method.epochs()
+        for _ in range(3):
+            graph.replay()
+        try:
+            answers.append(method.prove("all_gather", before, 3, 1, True, graph.replay))
+        except AssertionError as problem:
+            answers.append(f"rejected: {problem}")
+    comm.barrier()
+    return answers
 
 
 def test_a_row_is_of_the_method_that_it_names(run):

@@ -134,44 +134,43 @@ def of_first(comm, call, fla, kind, model, whole, **options):
     return answers
 
 
-def model_case(group, tokens, kind, choices, packed, layout, attention=()):
+def model_case(comm, tokens, kind, choices, packed, layout, attention=()):
     """Return errors of logits, loss and each gradient against the recurrence; on GPUs also against fla's kernels, and
     of these against the recurrence, except where fla rejects their backward, see ON_HOPPER."""
     fla = import_fla()
     from allscan.integrations.attention import Attention
 
     on_gpu = torch.cuda.is_available()
-    with allscan.Communicator(group) as comm:
-        torch.manual_seed(0)
-        model = model_of(fla, kind, fuse_cross_entropy=on_gpu, **choices).to(comm.device).train()
-        whole = torch.randint(97, (1 if packed else 2, sum(tokens))).to(comm.device)
-        lengths = torch.tensor([*CUTS[:-1], sum(tokens)], dtype=torch.int32).to(comm.device) if packed else None
-        documents = None
-        if layout == "documents":
-            documents = [2 * comm.size * n for n in DOCUMENTS]
-            lengths = torch.tensor(documents, dtype=torch.int32).to(comm.device)
-        rejected = on_gpu and kind in ON_HOPPER and torch.cuda.get_device_capability()[0] == 9
-        alone = rejected or (not on_gpu and kind != "rwkv7") or kind == "mamba2"  # whose own forward runs in any case
-        calls = [RECURRENCES[kind]] if alone else [RECURRENCES[kind], None]
-        labels = whole.clone()
-        if documents:  # the layout shifts labels within each document
-            labels[:, [a for a in documents if a < sum(tokens)]] = -100
-        expected = [of_first(comm, call, fla, kind, model, whole, labels=labels, cu_seqlens=lengths) for call in calls]
-        mine = place(comm, tokens, layout == "zigzag", documents)
-        where = dict(layout="contiguous" if layout == "contiguous" else "zigzag", per_document=documents is not None)
-        assert sequence_parallel(model, comm=comm, attention=Attention(*attention), **where) is model
-        model = copy.deepcopy(model)  # as for averaged weights
-        logits, *sums = answers_of(model, whole[:, mine], cu_seqlens=lengths)
-        sums = [added_up(x, comm.group) for x in sums]
-        with pytest.raises(ValueError, match="pack the sequences"):
-            model(input_ids=whole[:, mine], attention_mask=torch.zeros_like(whole[:, mine]))
-        errors = [
-            [relative(logits, e[0][:, mine]), *(relative(*pair) for pair in zip(sums, e[1:], strict=True))]
-            for e in expected
-        ]
-        if len(expected) > 1:
-            errors.append([relative(*pair) for pair in zip(*expected[::-1], strict=True)])
-        return errors
+    torch.manual_seed(0)
+    model = model_of(fla, kind, fuse_cross_entropy=on_gpu, **choices).to(comm.device).train()
+    whole = torch.randint(97, (1 if packed else 2, sum(tokens))).to(comm.device)
+    lengths = torch.tensor([*CUTS[:-1], sum(tokens)], dtype=torch.int32).to(comm.device) if packed else None
+    documents = None
+    if layout == "documents":
+        documents = [2 * comm.size * n for n in DOCUMENTS]
+        lengths = torch.tensor(documents, dtype=torch.int32).to(comm.device)
+    rejected = on_gpu and kind in ON_HOPPER and torch.cuda.get_device_capability()[0] == 9
+    alone = rejected or (not on_gpu and kind != "rwkv7") or kind == "mamba2"  # whose own forward runs in any case
+    calls = [RECURRENCES[kind]] if alone else [RECURRENCES[kind], None]
+    labels = whole.clone()
+    if documents:  # the layout shifts labels within each document
+        labels[:, [a for a in documents if a < sum(tokens)]] = -100
+    expected = [of_first(comm, call, fla, kind, model, whole, labels=labels, cu_seqlens=lengths) for call in calls]
+    mine = place(comm, tokens, layout == "zigzag", documents)
+    where = dict(layout="contiguous" if layout == "contiguous" else "zigzag", per_document=documents is not None)
+    assert sequence_parallel(model, comm=comm, attention=Attention(*attention), **where) is model
+    model = copy.deepcopy(model)  # as for averaged weights
+    logits, *sums = answers_of(model, whole[:, mine], cu_seqlens=lengths)
+    sums = [added_up(x, comm.group) for x in sums]
+    with pytest.raises(ValueError, match="pack the sequences"):
+        model(input_ids=whole[:, mine], attention_mask=torch.zeros_like(whole[:, mine]))
+    errors = [
+        [relative(logits, e[0][:, mine]), *(relative(*pair) for pair in zip(sums, e[1:], strict=True))]
+        for e in expected
+    ]
+    if len(expected) > 1:
+        errors.append([relative(*pair) for pair in zip(*expected[::-1], strict=True)])
+    return errors
 
 
 @pytest.mark.slow(
@@ -272,26 +271,25 @@ FEW = [
 ]
 
 
-def few_case(group, kind, choices, batches, layout):
+def few_case(comm, kind, choices, batches, layout):
     """Return errors of logits, loss and each gradient for several batches."""
     fla = import_fla()
-    with allscan.Communicator(group, timeout=60) as comm:
-        torch.manual_seed(0)
-        model = model_of(fla, kind, fuse_cross_entropy=torch.cuda.is_available(), **choices).to(comm.device).train()
-        errors = []
-        for tokens, packed in batches:
-            total = sum(tokens)
-            whole = torch.randint(1, 97, (1 if packed else 2, total)).to(comm.device)
-            lengths = torch.tensor([0, 3, 8, total], dtype=torch.int32).to(comm.device) if packed else None
-            sequence_parallel(model, comm=None)
-            expected = of_first(comm, RECURRENCES[kind], fla, kind, model, whole, cu_seqlens=lengths)
-            sequence_parallel(model, comm=comm, layout=layout)
-            mine = place(comm, tokens, layout == "zigzag")
-            logits, *sums = answers_of(model, whole[:, mine], cu_seqlens=lengths)
-            sums = [added_up(x, comm.group) for x in sums]
-            pairs = [(logits, expected[0][:, mine]), *zip(sums, expected[1:], strict=True)]
-            errors.append(max(relative(*pair) for pair in pairs))
-        return errors
+    torch.manual_seed(0)
+    model = model_of(fla, kind, fuse_cross_entropy=torch.cuda.is_available(), **choices).to(comm.device).train()
+    errors = []
+    for tokens, packed in batches:
+        total = sum(tokens)
+        whole = torch.randint(1, 97, (1 if packed else 2, total)).to(comm.device)
+        lengths = torch.tensor([0, 3, 8, total], dtype=torch.int32).to(comm.device) if packed else None
+        sequence_parallel(model, comm=None)
+        expected = of_first(comm, RECURRENCES[kind], fla, kind, model, whole, cu_seqlens=lengths)
+        sequence_parallel(model, comm=comm, layout=layout)
+        mine = place(comm, tokens, layout == "zigzag")
+        logits, *sums = answers_of(model, whole[:, mine], cu_seqlens=lengths)
+        sums = [added_up(x, comm.group) for x in sums]
+        pairs = [(logits, expected[0][:, mine]), *zip(sums, expected[1:], strict=True)]
+        errors.append(max(relative(*pair) for pair in pairs))
+    return errors
 
 
 @pytest.mark.slow(but="gla, hybrid")
@@ -316,38 +314,37 @@ def test_few_tokens(run, choice, layout, size=3):
         assert max(errors) < limit(kind), errors
 
 
-def steep_case(group, kind, layout, T=24):
+def steep_case(comm, kind, layout, T=24):
     """Return, for each convolution, the largest relative difference of a token's gradient to the unsplit model's."""
     fla = import_fla()
-    with allscan.Communicator(group) as comm:
-        torch.manual_seed(0)
-        model, found = model_of(fla, kind, num_hidden_layers=1, use_short_conv=True).to(comm.device).train(), {}
-        layer = model.model.layers[0].attn
-        for name in "qkv":
-            # with inputs of about 6.5 the history turns sums of -0.1 into -12
-            weight = getattr(layer, f"{name}_conv1d").weight
-            weight.data.copy_(torch.tensor([-0.6, -0.6, -0.6, -0.02]))
+    torch.manual_seed(0)
+    model, found = model_of(fla, kind, num_hidden_layers=1, use_short_conv=True).to(comm.device).train(), {}
+    layer = model.model.layers[0].attn
+    for name in "qkv":
+        # with inputs of about 6.5 the history turns sums of -0.1 into -12
+        weight = getattr(layer, f"{name}_conv1d").weight
+        weight.data.copy_(torch.tensor([-0.6, -0.6, -0.6, -0.02]))
 
-            def with_offset(_, __, y, name=name):
-                y = y + 6.5
-                y.register_hook(lambda dy: found.__setitem__(name, dy[0]))
-                return y
+        def with_offset(_, __, y, name=name):
+            y = y + 6.5
+            y.register_hook(lambda dy: found.__setitem__(name, dy[0]))
+            return y
 
-            getattr(layer, f"{name}_proj").register_forward_hook(with_offset)
-        whole, weights = torch.randint(97, (1, T)), torch.randn(1, T, 97)
+        getattr(layer, f"{name}_proj").register_forward_hook(with_offset)
+    whole, weights = torch.randint(97, (1, T)), torch.randn(1, T, 97)
 
-        def gradients(part):
-            logits = model(input_ids=whole[:, part].to(comm.device), use_cache=False).logits
-            (logits * weights[:, part].to(comm.device)).sum().backward()
-            return dict(found)
+    def gradients(part):
+        logits = model(input_ids=whole[:, part].to(comm.device), use_cache=False).logits
+        (logits * weights[:, part].to(comm.device)).sum().backward()
+        return dict(found)
 
-        with computed_by(fla, kind, RECURRENCES[kind]):
-            alone = gradients(slice(None))
-        part = place(comm, [T // comm.size] * comm.size, layout == "zigzag")
-        sequence_parallel(model, comm=comm, layout=layout)
-        split = gradients(part)
-        expected = {name: x[part] for name, x in alone.items()}
-        return [((split[x] - expected[x]).norm(dim=1) / expected[x].norm(dim=1)).max().item() for x in "qkv"]
+    with computed_by(fla, kind, RECURRENCES[kind]):
+        alone = gradients(slice(None))
+    part = place(comm, [T // comm.size] * comm.size, layout == "zigzag")
+    sequence_parallel(model, comm=comm, layout=layout)
+    split = gradients(part)
+    expected = {name: x[part] for name, x in alone.items()}
+    return [((split[x] - expected[x]).norm(dim=1) / expected[x].norm(dim=1)).max().item() for x in "qkv"]
 
 
 @pytest.mark.slow(but="gla")

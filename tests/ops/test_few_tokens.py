@@ -242,35 +242,34 @@ def test_halo_in_zigzag(run, size, reverse, packed):
     run(size, halo_case, n=3, batches=batches, reverse=reverse, packed=packed, layout="zigzag")
 
 
-def tiles_case(group, depth, protocol, reverse):
+def tiles_case(comm, depth, protocol, reverse):
     """Send rows past ranks with few tokens, with tiles of part of the rows and columns; other ranks send ahead; more
     scans than the next rank's inbox holds. Every rank has a different number of tokens."""
-    with allscan.Communicator(group, timeout=60) as comm:
-        n, words = 7, 9
-        scan = allscan.AllScan(comm, (2, n, words), tile=(2, 4), depth=depth, protocol=protocol)
-        order = range(comm.size)[:: -1 if reverse else 1]
-        for number in range(12):
-            generator = torch.Generator().manual_seed(number)
-            tokens = [(0, 9, 3, 5, 1, 7, 6)[(number + 2 * rank) % 7] for rank in range(comm.size)]
-            for adjoint in (False, True):
-                states = [torch.randn(2, n, words, generator=generator) for _ in order]
-                carry = torch.zeros(2, n, words)
-                for rank in order:
-                    if rank == comm.rank:
-                        expected = carry
-                    rows = -tokens[rank] if adjoint else tokens[rank]
-                    shifted = torch.stack(
-                        [carry[:, k + rows] if 0 <= k + rows < n else torch.zeros(2, words) for k in range(n)], 1
-                    )
-                    carry = shifted + states[rank]
-                few = tokens[comm.rank] < n
-                found = scan.scan(
-                    states[comm.rank].to(comm.device),
-                    Shift(tokens[comm.rank]) if few else 0.0,
-                    transpose=adjoint,
-                    reverse=reverse,
+    n, words = 7, 9
+    scan = allscan.AllScan(comm, (2, n, words), tile=(2, 4), depth=depth, protocol=protocol)
+    order = range(comm.size)[:: -1 if reverse else 1]
+    for number in range(12):
+        generator = torch.Generator().manual_seed(number)
+        tokens = [(0, 9, 3, 5, 1, 7, 6)[(number + 2 * rank) % 7] for rank in range(comm.size)]
+        for adjoint in (False, True):
+            states = [torch.randn(2, n, words, generator=generator) for _ in order]
+            carry = torch.zeros(2, n, words)
+            for rank in order:
+                if rank == comm.rank:
+                    expected = carry
+                rows = -tokens[rank] if adjoint else tokens[rank]
+                shifted = torch.stack(
+                    [carry[:, k + rows] if 0 <= k + rows < n else torch.zeros(2, words) for k in range(n)], 1
                 )
-                assert torch.equal(found.cpu(), expected), (number, adjoint)
+                carry = shifted + states[rank]
+            few = tokens[comm.rank] < n
+            found = scan.scan(
+                states[comm.rank].to(comm.device),
+                Shift(tokens[comm.rank]) if few else 0.0,
+                transpose=adjoint,
+                reverse=reverse,
+            )
+            assert torch.equal(found.cpu(), expected), (number, adjoint)
 
 
 @pytest.mark.slow(but=("1", "4-2"))
@@ -281,33 +280,32 @@ def test_shifted_rows(run, size, depth, protocol, reverse):
     run(size, tiles_case, depth, protocol, reverse)
 
 
-def compiled_case(group):
+def compiled_case(comm):
     """Compile a convolution, as Megatron's layers call it, and an operator in one full graph."""
-    with allscan.Communicator(group, timeout=60) as comm:
 
-        def convolution(x):
-            both = F.pad(x, (0, 0, 3, 0))
-            return sum(both[:, i : i + x.shape[1]] for i in range(4))
+    def convolution(x):
+        both = F.pad(x, (0, 0, 3, 0))
+        return sum(both[:, i : i + x.shape[1]] for i in range(4))
 
-        def layer(x):
-            pieces, where = [TokenRange(0, x.shape[1])], dict(comm=comm, layout="contiguous")
-            y = conv_with_halo(convolution, 3, x, pieces, {}, **where)
-            q = y.unflatten(-1, (1, 16))
-            o, _ = allscan.zeco_gla(q, q, q, F.logsigmoid(q), comm=comm)
-            return o.flatten(2)
+    def layer(x):
+        pieces, where = [TokenRange(0, x.shape[1])], dict(comm=comm, layout="contiguous")
+        y = conv_with_halo(convolution, 3, x, pieces, {}, **where)
+        q = y.unflatten(-1, (1, 16))
+        o, _ = allscan.zeco_gla(q, q, q, F.logsigmoid(q), comm=comm)
+        return o.flatten(2)
 
-        compiled, errors = torch.compile(layer, fullgraph=True, backend="aot_eager"), []
-        for tokens, _ in SHORT[:6]:
-            tokens = tokens[: comm.size]
-            x = torch.randn(2, sum(tokens), 16, generator=torch.Generator().manual_seed(0)).to(comm.device)
-            found = []
-            for function in (layer, compiled):
-                own = x[:, place(comm, tokens)].clone().requires_grad_()
-                o = function(own)
-                o.square().sum().backward()
-                found += o.detach(), own.grad
-            errors += error(found[2], found[0]), error(found[3], found[1])
-        return max(errors)
+    compiled, errors = torch.compile(layer, fullgraph=True, backend="aot_eager"), []
+    for tokens, _ in SHORT[:6]:
+        tokens = tokens[: comm.size]
+        x = torch.randn(2, sum(tokens), 16, generator=torch.Generator().manual_seed(0)).to(comm.device)
+        found = []
+        for function in (layer, compiled):
+            own = x[:, place(comm, tokens)].clone().requires_grad_()
+            o = function(own)
+            o.square().sum().backward()
+            found += o.detach(), own.grad
+        errors += error(found[2], found[0]), error(found[3], found[1])
+    return max(errors)
 
 
 @pytest.mark.slow
@@ -316,28 +314,27 @@ def test_compiled(run, size=3):
     assert max(run(size, compiled_case)) < 1e-6
 
 
-def gather_case(group):
+def gather_case(comm):
     """Check gathers of softmax layers by the back end, labels across rank boundaries, and moves to the zigzag
     layout."""
-    with allscan.Communicator(group, timeout=60) as comm:
-        for tokens, _ in SHORT:
-            tokens = tokens[: comm.size]
-            generator = torch.Generator().manual_seed(0)
-            whole = torch.randn(2, sum(tokens), 3, generator=generator).to(comm.device)
-            mine = place(comm, tokens)
-            own = whole[:, mine].clone().requires_grad_()
-            gather = softmax.Gather(comm, tokens, False, own)
-            (found,) = gather.read(gather.in_order())
-            assert torch.equal(found, whole)
-            (found * (1 + comm.rank)).sum().backward()
-            assert torch.equal(own.grad, torch.full_like(own, comm.size * (comm.size + 1) / 2 if sum(tokens) else 0))
-            labels = torch.randint(9, (2, sum(tokens)), generator=generator).to(comm.device)
-            following = F.pad(labels[:, 1:], (0, 1 if sum(tokens) else 0), value=-100)
-            assert torch.equal(softmax.shifted(labels[:, mine], -100, comm), following[:, mine]), tokens
-        x = torch.zeros(2, 0, 3, device=comm.device, requires_grad=True)
-        y = from_zigzag(to_zigzag(x, comm=comm), comm=comm)
-        y.sum().backward()
-        assert y.shape == x.shape == x.grad.shape and zigzag_positions(0, comm=comm).shape == (0,)
+    for tokens, _ in SHORT:
+        tokens = tokens[: comm.size]
+        generator = torch.Generator().manual_seed(0)
+        whole = torch.randn(2, sum(tokens), 3, generator=generator).to(comm.device)
+        mine = place(comm, tokens)
+        own = whole[:, mine].clone().requires_grad_()
+        gather = softmax.Gather(comm, tokens, False, own)
+        (found,) = gather.read(gather.in_order())
+        assert torch.equal(found, whole)
+        (found * (1 + comm.rank)).sum().backward()
+        assert torch.equal(own.grad, torch.full_like(own, comm.size * (comm.size + 1) / 2 if sum(tokens) else 0))
+        labels = torch.randint(9, (2, sum(tokens)), generator=generator).to(comm.device)
+        following = F.pad(labels[:, 1:], (0, 1 if sum(tokens) else 0), value=-100)
+        assert torch.equal(softmax.shifted(labels[:, mine], -100, comm), following[:, mine]), tokens
+    x = torch.zeros(2, 0, 3, device=comm.device, requires_grad=True)
+    y = from_zigzag(to_zigzag(x, comm=comm), comm=comm)
+    y.sum().backward()
+    assert y.shape == x.shape == x.grad.shape and zigzag_positions(0, comm=comm).shape == (0,)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])

@@ -131,19 +131,18 @@ def test_without_it_bits_differ(run, rule, size=2):
     assert not {"o", "dq", "dk", "dv", "dg", "dx", "dB"} & {*same(rule, one, two)}
 
 
-def _documents(group, before, length):
+def _documents(comm, before, length):
     """Return (o, final state) of a document after ``before`` tokens of another one."""
-    with allscan.Communicator(group) as comm:
-        generator = torch.Generator().manual_seed(3)
-        own = [torch.randn(1, length, 2, 16, generator=generator) for _ in range(4)]
-        rows = []
-        for x in own:
-            other = torch.randn(1, before, 2, 16, generator=generator)
-            rows.append(torch.cat([other, x, other[:, :64]], 1).to(comm.device))
-        q, k, v, g = rows
-        cuts = [0, before, before + length, before + length + min(before, 64)]
-        o, final = allscan.zeco_gla(q, k, v, -g.abs(), comm=comm, cu_seqlens=cuts, output_final_state=True, invariant=S)
-        return o[:, before : before + length].cpu(), final[1].cpu()
+    generator = torch.Generator().manual_seed(3)
+    own = [torch.randn(1, length, 2, 16, generator=generator) for _ in range(4)]
+    rows = []
+    for x in own:
+        other = torch.randn(1, before, 2, 16, generator=generator)
+        rows.append(torch.cat([other, x, other[:, :64]], 1).to(comm.device))
+    q, k, v, g = rows
+    cuts = [0, before, before + length, before + length + min(before, 64)]
+    o, final = allscan.zeco_gla(q, k, v, -g.abs(), comm=comm, cu_seqlens=cuts, output_final_state=True, invariant=S)
+    return o[:, before : before + length].cpu(), final[1].cpu()
 
 
 def test_a_document_has_its_bits_wherever_it_lies(run):

@@ -51,16 +51,15 @@ SIMPLE_GLA = Operator(
 )
 
 
-def random_case(group, seed):
-    with allscan.Communicator(group) as comm:
-        draw = random.Random(seed)
-        split, batch, sequences = random_split(draw, comm.size)
-        H = draw.choice([1, 2, 3])
-        sizes = H, H * draw.choice([1, 2, 3]), draw.choice([1, 16, 48, 130]), draw.choice([1, 8, 33, 70])
-        decay, initial = ("g", "g", "g_gamma", None)[seed % 4], draw.random() < 0.5
-        gates = draw.choice(["weak", "mild", "strong"])
-        given = drawn(seed, sum(split.tokens), batch, sequences, sizes, gates, decay, initial)
-        return compared(SIMPLE_GLA, comm, split, *given, scale=draw.choice([None, 1.0, -0.3]))
+def random_case(comm, seed):
+    draw = random.Random(seed)
+    split, batch, sequences = random_split(draw, comm.size)
+    H = draw.choice([1, 2, 3])
+    sizes = H, H * draw.choice([1, 2, 3]), draw.choice([1, 16, 48, 130]), draw.choice([1, 8, 33, 70])
+    decay, initial = ("g", "g", "g_gamma", None)[seed % 4], draw.random() < 0.5
+    gates = draw.choice(["weak", "mild", "strong"])
+    given = drawn(seed, sum(split.tokens), batch, sequences, sizes, gates, decay, initial)
+    return compared(SIMPLE_GLA, comm, split, *given, scale=draw.choice([None, 1.0, -0.3]))
 
 
 @pytest.mark.slow(but=("0", "1", "2", "3", "7"))
@@ -71,12 +70,11 @@ def test_random_options(run, seed):
         assert max(errors.values()) < 2e-5, errors
 
 
-def half_case(group, dtype):
-    with allscan.Communicator(group) as comm:
-        tokens = [100] * comm.size
-        given, grads = drawn(3, sum(tokens), 1, 1, (2, 4, 32, 32), "weak", "g", True)
-        given = {name: x.to(dtype) if name in "qkv" else x for name, x in given.items()}
-        return compared(SIMPLE_GLA, comm, Split(tokens), given, grads)
+def half_case(comm, dtype):
+    tokens = [100] * comm.size
+    given, grads = drawn(3, sum(tokens), 1, 1, (2, 4, 32, 32), "weak", "g", True)
+    given = {name: x.to(dtype) if name in "qkv" else x for name, x in given.items()}
+    return compared(SIMPLE_GLA, comm, Split(tokens), given, grads)
 
 
 @pytest.mark.kernels
@@ -86,23 +84,22 @@ def test_half_precision(run, dtype, size=2):
         assert max(errors.values()) < (2**-7 if dtype == torch.bfloat16 else 2**-10), errors
 
 
-def arguments_case(group):
-    with allscan.Communicator(group) as comm:
-        shapes = (2, 4), (4, 4), (4,), (2, 257)
-        q, v, g, wide = (torch.zeros(1, 8, *of, device=comm.device) for of in shapes)
-        return [
-            raised(allscan.zeco_simple_gla, *tensors, comm=comm)
-            for tensors in (
-                (q, q, v, g, g[0, 0]),
-                (q, q, v, g[..., :2]),
-                (q, q, v[:, :, :3], g[..., :3]),
-                (q, q, v.half(), g),
-                (wide, wide, v, g),
-                (q, q, v, g + 1),
-                (q, q, v, None, g[0, 0] + 1),
-                (q, q, v, g.int()),
-            )
-        ]
+def arguments_case(comm):
+    shapes = (2, 4), (4, 4), (4,), (2, 257)
+    q, v, g, wide = (torch.zeros(1, 8, *of, device=comm.device) for of in shapes)
+    return [
+        raised(allscan.zeco_simple_gla, *tensors, comm=comm)
+        for tensors in (
+            (q, q, v, g, g[0, 0]),
+            (q, q, v, g[..., :2]),
+            (q, q, v[:, :, :3], g[..., :3]),
+            (q, q, v.half(), g),
+            (wide, wide, v, g),
+            (q, q, v, g + 1),
+            (q, q, v, None, g[0, 0] + 1),
+            (q, q, v, g.int()),
+        )
+    ]
 
 
 def test_wrong_arguments(run, size=2):

@@ -343,34 +343,33 @@ def test_settings_of_torch(run, size):
         assert max(found.values()) < EXACT, {name: e for name, e in found.items() if e >= EXACT}
 
 
-def results_case(group):
+def results_case(comm):
     """Results own their memory: writing to one changes no other result, input or gradient; also with gradients."""
-    with allscan.Communicator(group) as comm:
-        for name, (function, shapes) in calls_on(comm).items():
-            tensors = drawn(comm, shapes)
-            for wanted in (False, True):
-                given = [x.clone().requires_grad_(wanted) for x in tensors]
-                results = as_tuple(function(comm, *given))
-                expected = [y.detach().clone() for y in results]
-                addresses = [y.untyped_storage().data_ptr() for y in (*results, *given)]
-                assert len({*addresses}) == len(addresses), name
-                for i, y in enumerate(results):
-                    assert y.untyped_storage().nbytes() == y.nbytes, (name, i)
-                    y.mul_(2.0)
-                    assert all(torch.equal(a, (1 + (j <= i)) * b) for j, (a, b) in enumerate(zip(results, expected)))
-                assert all(torch.equal(a, b) for a, b in zip(given, tensors, strict=True)), name
-                if not wanted:
-                    continue
-                grads = [1.5 + y.sin() for y in expected]
-                try:
-                    found = torch.autograd.grad(results, given, grads)
-                except RuntimeError as error:  # torch's own, for a saved result: of a decay, of silu
-                    assert "modified by an inplace operation" in str(error), (name, error)
-                    assert "decay" in name or "transition" in name or "zigzag" in name, name
-                    comm.resync()
-                    continue
-                exact = with_gradients(comm, function, tensors)[len(results) :]
-                assert worst(found, [2 * x for x in exact]) < EXACT, name
+    for name, (function, shapes) in calls_on(comm).items():
+        tensors = drawn(comm, shapes)
+        for wanted in (False, True):
+            given = [x.clone().requires_grad_(wanted) for x in tensors]
+            results = as_tuple(function(comm, *given))
+            expected = [y.detach().clone() for y in results]
+            addresses = [y.untyped_storage().data_ptr() for y in (*results, *given)]
+            assert len({*addresses}) == len(addresses), name
+            for i, y in enumerate(results):
+                assert y.untyped_storage().nbytes() == y.nbytes, (name, i)
+                y.mul_(2.0)
+                assert all(torch.equal(a, (1 + (j <= i)) * b) for j, (a, b) in enumerate(zip(results, expected)))
+            assert all(torch.equal(a, b) for a, b in zip(given, tensors, strict=True)), name
+            if not wanted:
+                continue
+            grads = [1.5 + y.sin() for y in expected]
+            try:
+                found = torch.autograd.grad(results, given, grads)
+            except RuntimeError as error:  # torch's own, for a saved result: of a decay, of silu
+                assert "modified by an inplace operation" in str(error), (name, error)
+                assert "decay" in name or "transition" in name or "zigzag" in name, name
+                comm.resync()
+                continue
+            exact = with_gradients(comm, function, tensors)[len(results) :]
+            assert worst(found, [2 * x for x in exact]) < EXACT, name
 
 
 @pytest.mark.slow(but="1")

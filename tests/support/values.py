@@ -16,6 +16,8 @@ import torch.distributed as dist
 import triton
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import allscan
+
 
 def late(epoch: int, rank: int, most_ms: float) -> None:
     """Sleep for 0 to ``most_ms`` before a rank's call, a different time for every epoch and rank."""
@@ -142,6 +144,11 @@ def value_or_error(function, *arguments, **options):
         return function(*arguments, **options)
     except RuntimeError as problem:
         return type(problem).__name__
+
+
+def on_communicator(function, group, *arguments, **options):
+    with allscan.Communicator(group) as comm:
+        return function(comm, *arguments, **options)
 
 
 def in_ranks(module, name):

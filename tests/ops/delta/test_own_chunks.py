@@ -55,14 +55,13 @@ def test_operators(run, rule, case):
         assert max(errors.values()) < LIMIT[case.dtype], errors
 
 
-def strong_case(group, rule, strength):
+def strong_case(comm, rule, strength):
     """Return errors where one gate of twenty is ``strength`` and the others are near 0."""
-    with allscan.Communicator(group) as comm:
-        whole = Whole(DeltaCase(rule, [100, 60], HV=2, K=32), comm.device)
-        whole.g[torch.rand(whole.g.shape, generator=torch.Generator().manual_seed(1)) < 0.05] = strength
-        mine = place(comm, [100, 60])
-        wanted = of_rank(whole.reference(), comm, [100, 60], None, 1)
-        return relative_all(NAMES, whole.ours(comm, mine, chunk="allscan"), wanted)
+    whole = Whole(DeltaCase(rule, [100, 60], HV=2, K=32), comm.device)
+    whole.g[torch.rand(whole.g.shape, generator=torch.Generator().manual_seed(1)) < 0.05] = strength
+    mine = place(comm, [100, 60])
+    wanted = of_rank(whole.reference(), comm, [100, 60], None, 1)
+    return relative_all(NAMES, whole.ours(comm, mine, chunk="allscan"), wanted)
 
 
 @pytest.mark.slow(but="-inf")
@@ -74,12 +73,11 @@ def test_strong_gates(run, rule, strength):
         assert max(errors.values()) < 2e-6, errors
 
 
-def one_strong_gate_case(group, at, strength):
+def one_strong_gate_case(comm, at, strength):
     """Return errors where only token ``at`` has a strong gate, and all others weak ones."""
-    with allscan.Communicator(group) as comm:
-        whole = Whole(DeltaCase("kda", [94], gates="weak", K=32), comm.device)
-        whole.g[:, at] = strength
-        return relative_all(NAMES, whole.ours(comm, place(comm, [94]), chunk="allscan"), whole.reference())
+    whole = Whole(DeltaCase("kda", [94], gates="weak", K=32), comm.device)
+    whole.g[:, at] = strength
+    return relative_all(NAMES, whole.ours(comm, place(comm, [94]), chunk="allscan"), whole.reference())
 
 
 @pytest.mark.parametrize("at", [0, 10])
@@ -90,14 +88,13 @@ def test_one_strong_gate(run, at, strength):
     assert max(errors.values()) < 2e-6, errors
 
 
-def large_case(group, case):
+def large_case(comm, case):
     """Return errors of float16 inputs whose states exceed float16's range, and whose results do not."""
-    with allscan.Communicator(group) as comm:
-        whole = Whole(case, comm.device)
-        whole.q, whole.initial = whole.q / 16, torch.full_like(whole.initial, 1e5)
-        whole.do, whole.dfinal = whole.do / 100, torch.zeros_like(whole.dfinal)  # keeps gradients in range, too
-        wanted = of_rank(whole.reference(), comm, case.tokens, None, 1)
-        return relative_all(NAMES, whole.ours(comm, place(comm, case.tokens), chunk="allscan"), wanted)
+    whole = Whole(case, comm.device)
+    whole.q, whole.initial = whole.q / 16, torch.full_like(whole.initial, 1e5)
+    whole.do, whole.dfinal = whole.do / 100, torch.zeros_like(whole.dfinal)  # keeps gradients in range, too
+    wanted = of_rank(whole.reference(), comm, case.tokens, None, 1)
+    return relative_all(NAMES, whole.ours(comm, place(comm, case.tokens), chunk="allscan"), wanted)
 
 
 @pytest.mark.parametrize("rule", ["kda", "gated_delta_rule"])
@@ -160,34 +157,33 @@ def test_without_fla(run, rule, dtype, K, V):
         assert max(errors.values()) < LIMIT[dtype], errors
 
 
-def prefix_case(group):
+def prefix_case(comm):
     """Return whether o and the gradients of the first tokens have the same bits whatever follows; raw gates."""
-    with allscan.Communicator(group) as comm:
-        cut, tokens, same = 41, [64 + 30, 20], []
-        first, other = (Whole(DeltaCase("kda", tokens, gates="mixed", seed=i), comm.device) for i in range(2))
-        for whole in (first, other):
-            for x, y in zip((*whole.tensors(), whole.do), (*first.tensors(), first.do), strict=True):
-                x[:, :cut] = y[:, :cut]
-            whole.do[:, cut:] = 0.0
-            whole.initial.copy_(first.initial)
-            whole.dfinal.zero_()
-            o, _, *grads = whole.ours(comm, place(comm, tokens), chunk="allscan")
-            same.append([o, *grads[:5]])
-        if comm.rank == 0:
-            for a, b in zip(*same, strict=True):
-                assert torch.equal(a[:, :cut], b[:, :cut])
-        raw = dict(use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True)
-        q, k, v, g, beta = first.tensors()
-        A_log, dt_bias = torch.zeros(1), torch.linspace(-1, 1, 16)
-        given = [x[:, place(comm, tokens)] for x in (q, 3 * k, v, g, beta)]
-        o, _ = allscan.zeco_kda(*given, comm=comm, A_log=A_log, dt_bias=dt_bias, chunk="allscan", **raw)
-        wanted, _ = delta_recurrence(q, 3 * k, v, g, beta, A_log, dt_bias)
-        assert relative(o, wanted[:, place(comm, tokens)]) < LIMIT[F32]
-        try:
-            allscan.zeco_kda(*given, comm=comm, chunk="flash")
-        except ValueError as error:
-            return str(error)
-        return None
+    cut, tokens, same = 41, [64 + 30, 20], []
+    first, other = (Whole(DeltaCase("kda", tokens, gates="mixed", seed=i), comm.device) for i in range(2))
+    for whole in (first, other):
+        for x, y in zip((*whole.tensors(), whole.do), (*first.tensors(), first.do), strict=True):
+            x[:, :cut] = y[:, :cut]
+        whole.do[:, cut:] = 0.0
+        whole.initial.copy_(first.initial)
+        whole.dfinal.zero_()
+        o, _, *grads = whole.ours(comm, place(comm, tokens), chunk="allscan")
+        same.append([o, *grads[:5]])
+    if comm.rank == 0:
+        for a, b in zip(*same, strict=True):
+            assert torch.equal(a[:, :cut], b[:, :cut])
+    raw = dict(use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True)
+    q, k, v, g, beta = first.tensors()
+    A_log, dt_bias = torch.zeros(1), torch.linspace(-1, 1, 16)
+    given = [x[:, place(comm, tokens)] for x in (q, 3 * k, v, g, beta)]
+    o, _ = allscan.zeco_kda(*given, comm=comm, A_log=A_log, dt_bias=dt_bias, chunk="allscan", **raw)
+    wanted, _ = delta_recurrence(q, 3 * k, v, g, beta, A_log, dt_bias)
+    assert relative(o, wanted[:, place(comm, tokens)]) < LIMIT[F32]
+    try:
+        allscan.zeco_kda(*given, comm=comm, chunk="flash")
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def test_a_prefix_does_not_depend_on_what_follows(run):
@@ -306,23 +302,21 @@ ERRORS_OF_FLA = {
 }
 
 
-def rounding_case(group, gates, recompute):
+def rounding_case(comm, gates, recompute):
     """Return errors of zeco_kda in bfloat16, by tensor."""
-    with allscan.Communicator(group) as comm:
-        leaves, do = local_delta.drawn(local_delta.Shape(512, 4, gates=gates), 512, comm.device)
-        exact = [x.detach().double().requires_grad_() for x in leaves]
-        wanted = harness.step(exact, do.double(), lambda *x: delta_reference(*x)[0], True)
-        found = harness.step(leaves, do, lambda *x: allscan.zeco_kda(*x, comm=comm, recompute=recompute)[0], True)
-        return relative_all(ERRORS_OF_FLA[gates], found, wanted)
+    leaves, do = local_delta.drawn(local_delta.Shape(512, 4, gates=gates), 512, comm.device)
+    exact = [x.detach().double().requires_grad_() for x in leaves]
+    wanted = harness.step(exact, do.double(), lambda *x: delta_reference(*x)[0], True)
+    found = harness.step(leaves, do, lambda *x: allscan.zeco_kda(*x, comm=comm, recompute=recompute)[0], True)
+    return relative_all(ERRORS_OF_FLA[gates], found, wanted)
 
 
-def first_gate_case(group, gates):
+def first_gate_case(comm, gates):
     """Return the largest gradient of the first gates, 0 without an initial state, relative to dg's root mean square."""
-    with allscan.Communicator(group) as comm:
-        leaves, do = local_delta.drawn(local_delta.Shape(64, 1, gates=gates), 64, comm.device)
-        o, _ = allscan.zeco_kda(*leaves, comm=comm, chunk="allscan")
-        [dg] = torch.autograd.grad((o * do).sum(), leaves[3:4])
-        return (dg[:, 0].abs().max() / dg.square().mean().sqrt()).item()
+    leaves, do = local_delta.drawn(local_delta.Shape(64, 1, gates=gates), 64, comm.device)
+    o, _ = allscan.zeco_kda(*leaves, comm=comm, chunk="allscan")
+    [dg] = torch.autograd.grad((o * do).sum(), leaves[3:4])
+    return (dg[:, 0].abs().max() / dg.square().mean().sqrt()).item()
 
 
 @pytest.mark.parametrize("gates", ["weak", "strong"])
@@ -340,14 +334,13 @@ def test_errors_are_at_most_flas(run, gates, recompute):
     assert all(errors[name] <= 1.02 * most for name, most in ERRORS_OF_FLA[gates].items()), errors
 
 
-def nan_case(group, rule):
+def nan_case(comm, rule):
     """Return o and dv of bfloat16 inputs where beta of token 10 and head 0 is a NaN with all bits set."""
-    with allscan.Communicator(group) as comm:
-        leaves, do = local_delta.drawn(local_delta.Shape(94, 2, rule=rule), 94, comm.device)
-        leaves[4].data.view(torch.int32)[0, 10, 0] = -1
-        operator = getattr(allscan, f"zeco_{rule}")
-        o, _, _, dv, *_ = harness.step(leaves, do, lambda *x: operator(*x, comm=comm, chunk="allscan")[0], True)
-        return o, dv
+    leaves, do = local_delta.drawn(local_delta.Shape(94, 2, rule=rule), 94, comm.device)
+    leaves[4].data.view(torch.int32)[0, 10, 0] = -1
+    operator = getattr(allscan, f"zeco_{rule}")
+    o, _, _, dv, *_ = harness.step(leaves, do, lambda *x: operator(*x, comm=comm, chunk="allscan")[0], True)
+    return o, dv
 
 
 @pytest.mark.parametrize("rule", ["kda", "gated_delta_rule"])
@@ -380,19 +373,18 @@ def test_triangle(run, dtype):
     assert scores < 1e-6 and solved < (1e-6 if dtype == F32 else 4e-4), (scores, solved)
 
 
-def scaled_case(group, dtype, gate, scale):
+def scaled_case(comm, dtype, gate, scale):
     """Return errors against float64 of gradients at another scale, divided by it, and differences from gradients at
     scale 1."""
-    with allscan.Communicator(group) as comm:
-        tokens, found = [64 + 30], []
-        whole = Whole(DeltaCase("kda", tokens, K=32, V=32, dtype=dtype), comm.device)
-        whole.g = gate - 0.1 * torch.rand(whole.g.shape, generator=torch.Generator().manual_seed(1))
-        wanted = whole.reference()
-        for factor in (1.0, scale):
-            whole.do, whole.dfinal = whole.do * factor, whole.dfinal * factor
-            o, final, *grads = whole.ours(comm, place(comm, tokens), chunk="allscan")
-            found.append([o.double(), final.double(), *(x.double() / factor for x in grads)])
-        return relative_all(NAMES, found[1], wanted), relative_all(NAMES, *found)
+    tokens, found = [64 + 30], []
+    whole = Whole(DeltaCase("kda", tokens, K=32, V=32, dtype=dtype), comm.device)
+    whole.g = gate - 0.1 * torch.rand(whole.g.shape, generator=torch.Generator().manual_seed(1))
+    wanted = whole.reference()
+    for factor in (1.0, scale):
+        whole.do, whole.dfinal = whole.do * factor, whole.dfinal * factor
+        o, final, *grads = whole.ours(comm, place(comm, tokens), chunk="allscan")
+        found.append([o.double(), final.double(), *(x.double() / factor for x in grads)])
+    return relative_all(NAMES, found[1], wanted), relative_all(NAMES, *found)
 
 
 @pytest.mark.slow(but=("dtype0--1.0", "dtype1--1.0"))

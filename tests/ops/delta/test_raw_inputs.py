@@ -68,15 +68,14 @@ def test_gates(run, size, shape, dtype, of_parameters, bound):
         assert single < 1e-5 and of_all < 1e-6 and max(of_grads) < 1.0, (single, of_all, of_grads)
 
 
-def infinite_case(group):
+def infinite_case(comm):
     """Return gradients where a gate is -inf, from a raw gate of +inf, and no loss depends on it."""
-    with allscan.Communicator(group) as comm:
-        x, A_log = drawn(comm, 1, 8, 2, 16), drawn(comm, 2)
-        x[0, 3, 1, 2] = float("inf")
-        leaves = x.requires_grad_(), A_log.requires_grad_()
-        g = gate(x, comm.handle, A_log)
-        grads = torch.autograd.grad(g, leaves, torch.where(g > -1e30, 1.0, 0.0))
-        return g[0, 3, 1, 2].item(), [y.isfinite().all().item() for y in grads]
+    x, A_log = drawn(comm, 1, 8, 2, 16), drawn(comm, 2)
+    x[0, 3, 1, 2] = float("inf")
+    leaves = x.requires_grad_(), A_log.requires_grad_()
+    g = gate(x, comm.handle, A_log)
+    grads = torch.autograd.grad(g, leaves, torch.where(g > -1e30, 1.0, 0.0))
+    return g[0, 3, 1, 2].item(), [y.isfinite().all().item() for y in grads]
 
 
 def test_gates_of_minus_infinity(run, size=1):
