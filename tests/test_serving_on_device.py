@@ -23,42 +23,41 @@ from allscan.tokens.packing import CHUNK_TOKENS, Layout, cut, most_segments
 from support.values import raised, random_requests, relative
 
 
-def tables_case(group, layouts):
+def tables_case(comm, layouts):
     """Compare the kernel's tables with those of the host, of all ranks. Return the number of different stamps."""
     order, stamps = random.Random(1), set()
-    with allscan.Communicator(group) as comm:
-        for _ in range(layouts):
-            N, size, T, segment = order.randint(1, 40), order.randint(1, 5), order.randint(1, 400), 128
-            lengths, row = random_requests(order, N, size, T, order.random() < 0.7)
-            NS, NC = most_segments(1, T, N, segment), T // CHUNK_TOKENS + min(N, T)
-            dtype = order.choice([torch.int32, torch.int64])
-            boundaries, places = (torch.tensor(x, dtype=dtype, device=comm.device) for x in (lengths, row))
-            words = []
-            for rank in range(size):
-                segments, chunks, counts = (
-                    torch.full(shape, 77, dtype=torch.int32, device=comm.device)
-                    for shape in ((NS, 6), (NC, 2), (COUNT_WORDS,))
-                )
-                word = torch.zeros(1, dtype=torch.int64, device=comm.device)
-                base, BI = torch.full_like(word, 5), order.choice([1, 8, 64])
-                outputs = base, segments, chunks, counts, word, comm.memory.fault, comm.memory.record
-                numbers = dict(rank=rank, P=size, N=N, T=T, NS=NS, NC=NC, SEGMENT=segment, BT=CHUNK_TOKENS)
-                blocks = dict(BN=next_power_of_2(N), BP=next_power_of_2(size), BI=BI)
-                tables_kernel[(-(-max(NS, NC) // BI),)](boundaries, places, *outputs, **numbers, **blocks)
-                begin, end = (min(x, lengths[-1]) for x in row[rank : rank + 2])
-                pieces = cut(lengths, begin, end - begin, rank == 0)
-                expected = Layout(pieces, 1, segment, torch.device("cpu"))
-                n, m = expected.num_segments, expected.num_chunks
-                assert torch.equal(segments[:n].cpu(), expected.segments.view(n, 6)), (lengths, row, rank)
-                assert torch.equal(chunks[:m].cpu(), expected.chunks.view(m, 2)), (lengths, row, rank)
-                assert (segments[n:, 5] == (LAST.value | UNUSED.value)).all() and not chunks[m:].any()
-                counts = counts.tolist()
-                assert counts[SEGMENTS.value : SEGMENTS.value + 2] == expected.segments_of_states[0].tolist()
-                assert counts[PASSES.value] == bool(expected.passing) and counts[TOKENS.value] == end - begin
-                words.append(int(word))
-            assert len({*words}) == 1 and words[0] % STEPS_A_STAMP.value == 5, words  # equal on all ranks
-            stamps.add(words[0])
-        comm.check()
+    for _ in range(layouts):
+        N, size, T, segment = order.randint(1, 40), order.randint(1, 5), order.randint(1, 400), 128
+        lengths, row = random_requests(order, N, size, T, order.random() < 0.7)
+        NS, NC = most_segments(1, T, N, segment), T // CHUNK_TOKENS + min(N, T)
+        dtype = order.choice([torch.int32, torch.int64])
+        boundaries, places = (torch.tensor(x, dtype=dtype, device=comm.device) for x in (lengths, row))
+        words = []
+        for rank in range(size):
+            segments, chunks, counts = (
+                torch.full(shape, 77, dtype=torch.int32, device=comm.device)
+                for shape in ((NS, 6), (NC, 2), (COUNT_WORDS,))
+            )
+            word = torch.zeros(1, dtype=torch.int64, device=comm.device)
+            base, BI = torch.full_like(word, 5), order.choice([1, 8, 64])
+            outputs = base, segments, chunks, counts, word, comm.memory.fault, comm.memory.record
+            numbers = dict(rank=rank, P=size, N=N, T=T, NS=NS, NC=NC, SEGMENT=segment, BT=CHUNK_TOKENS)
+            blocks = dict(BN=next_power_of_2(N), BP=next_power_of_2(size), BI=BI)
+            tables_kernel[(-(-max(NS, NC) // BI),)](boundaries, places, *outputs, **numbers, **blocks)
+            begin, end = (min(x, lengths[-1]) for x in row[rank : rank + 2])
+            pieces = cut(lengths, begin, end - begin, rank == 0)
+            expected = Layout(pieces, 1, segment, torch.device("cpu"))
+            n, m = expected.num_segments, expected.num_chunks
+            assert torch.equal(segments[:n].cpu(), expected.segments.view(n, 6)), (lengths, row, rank)
+            assert torch.equal(chunks[:m].cpu(), expected.chunks.view(m, 2)), (lengths, row, rank)
+            assert (segments[n:, 5] == (LAST.value | UNUSED.value)).all() and not chunks[m:].any()
+            counts = counts.tolist()
+            assert counts[SEGMENTS.value : SEGMENTS.value + 2] == expected.segments_of_states[0].tolist()
+            assert counts[PASSES.value] == bool(expected.passing) and counts[TOKENS.value] == end - begin
+            words.append(int(word))
+        assert len({*words}) == 1 and words[0] % STEPS_A_STAMP.value == 5, words  # equal on all ranks
+        stamps.add(words[0])
+    comm.check()
     return len(stamps)
 
 
@@ -86,30 +85,29 @@ def drawn_batch(comm, order, requests, T, uneven, dtypes):
     return lengths, slice(begin, end), dict(comm=comm, slots=slots, has_initial_state=begun), on_device, on_host
 
 
-def lengths_case(group, rule, layouts, T=150, requests=5):
+def lengths_case(comm, rule, layouts, T=150, requests=5):
     """Run random lengths with one capacity. Return (whether bits are those of calls that know the lengths on the host,
     the largest error of the first layouts)."""
     operator, order, same, errors = getattr(allscan, f"zeco_{rule}"), random.Random(2), [], [0.0]
-    with allscan.Communicator(group) as comm:
-        for i in range(layouts):
-            dtypes = torch.int64, torch.int32
-            lengths, mine, batch, on_device, on_host = drawn_batch(comm, order, requests, T, i % 2 == 1, dtypes)
-            generator, n = torch.Generator().manual_seed(i), mine.stop - mine.start
-            whole = tensors_of(rule, lengths[-1], generator)
-            own = [x.to(comm.device) for x in rows_of(whole, mine, T)]
-            pool = torch.randn(requests, H, K, V, generator=generator).to(comm.device)
-            pools = [pool.clone() for _ in range(2)]
-            o = serving.prefill(operator, *own, pool=pools[0], **batch, **on_device)
-            found = serving.prefill(operator, *[x[:, :n] for x in own], pool=pools[1], **batch, **on_host)
-            same += [torch.equal(o[:, :n], found) and not o[:, n:].any(), torch.equal(*pools)]
-            if i < 4 and n:
-                expected = []
-                for a, b, slot, continues in zip(lengths, lengths[1:], batch["slots"], batch["has_initial_state"]):
-                    state = pool[slot][None].cpu() if continues and slot >= 0 else None
-                    if b > a:
-                        expected.append(reference(rule, [x[:, a:b] for x in whole], state)[0])
-                errors.append(relative(o[:, :n], torch.cat(expected, 1)[:, mine]))
-        comm.check()
+    for i in range(layouts):
+        dtypes = torch.int64, torch.int32
+        lengths, mine, batch, on_device, on_host = drawn_batch(comm, order, requests, T, i % 2 == 1, dtypes)
+        generator, n = torch.Generator().manual_seed(i), mine.stop - mine.start
+        whole = tensors_of(rule, lengths[-1], generator)
+        own = [x.to(comm.device) for x in rows_of(whole, mine, T)]
+        pool = torch.randn(requests, H, K, V, generator=generator).to(comm.device)
+        pools = [pool.clone() for _ in range(2)]
+        o = serving.prefill(operator, *own, pool=pools[0], **batch, **on_device)
+        found = serving.prefill(operator, *[x[:, :n] for x in own], pool=pools[1], **batch, **on_host)
+        same += [torch.equal(o[:, :n], found) and not o[:, n:].any(), torch.equal(*pools)]
+        if i < 4 and n:
+            expected = []
+            for a, b, slot, continues in zip(lengths, lengths[1:], batch["slots"], batch["has_initial_state"]):
+                state = pool[slot][None].cpu() if continues and slot >= 0 else None
+                if b > a:
+                    expected.append(reference(rule, [x[:, a:b] for x in whole], state)[0])
+            errors.append(relative(o[:, :n], torch.cat(expected, 1)[:, mine]))
+    comm.check()
     return all(same), max(errors)
 
 
@@ -128,7 +126,7 @@ def test_random_lengths(run, rule, size, layouts):
         assert same and error < 2e-5, error
 
 
-def convolution_case(group, T, layouts, dtype, n=3, C=6, requests=6):
+def convolution_case(comm, T, layouts, dtype, n=3, C=6, requests=6):
     """Return the largest difference of a convolution's outputs from those with lengths on the host, relative, and
     whether all states are theirs."""
     order, errors, same = random.Random(4), [0.0], []
@@ -138,20 +136,19 @@ def convolution_case(group, T, layouts, dtype, n=3, C=6, requests=6):
     def conv(x):
         return F.silu(F.conv1d(x.mT.float(), weight.to(x.device), padding=n, groups=C)[..., :-n].mT).to(x.dtype)
 
-    with allscan.Communicator(group) as comm:
-        for i in range(layouts):
-            dtypes = torch.int32, torch.int64
-            lengths, mine, batch, on_device, on_host = drawn_batch(comm, order, requests, T, i % 2 == 1, dtypes)
-            whole = torch.randn(1, lengths[-1], C, generator=generator).to(dtype)
-            [own], tokens = rows_of([whole.to(comm.device)], mine, T), mine.stop - mine.start
-            pool = torch.randn(requests, C, n, generator=generator).to(comm.device)
-            pools = [pool, pool.clone()]
-            y = serving.convolve(conv, own, pool=pools[0], **batch, **on_device)
-            expected = serving.convolve(conv, own[:, :tokens], pool=pools[1], **batch, **on_host)
-            same.append(torch.equal(*pools) and not y[:, tokens:].any())
-            if tokens:
-                errors.append(relative(y[:, :tokens], expected))
-        comm.check()
+    for i in range(layouts):
+        dtypes = torch.int32, torch.int64
+        lengths, mine, batch, on_device, on_host = drawn_batch(comm, order, requests, T, i % 2 == 1, dtypes)
+        whole = torch.randn(1, lengths[-1], C, generator=generator).to(dtype)
+        [own], tokens = rows_of([whole.to(comm.device)], mine, T), mine.stop - mine.start
+        pool = torch.randn(requests, C, n, generator=generator).to(comm.device)
+        pools = [pool, pool.clone()]
+        y = serving.convolve(conv, own, pool=pools[0], **batch, **on_device)
+        expected = serving.convolve(conv, own[:, :tokens], pool=pools[1], **batch, **on_host)
+        same.append(torch.equal(*pools) and not y[:, tokens:].any())
+        if tokens:
+            errors.append(relative(y[:, :tokens], expected))
+    comm.check()
     return max(errors), all(same)
 
 

@@ -271,13 +271,12 @@ def test_a_wrong_scan_over_segments_has_no_row(run):
     assert run(1, wrong_segments_case) == [True]
 
 
-def wrong_segments_case(group):
-    with allscan.Communicator(group) as comm:
-        [_, one, *_] = segments.cases(comm, segments.SMALL)
-        wrong = one._replace(call=lambda: one.call() + 1e-3)
-        segments.check(comm, segments.SMALL, one)
-        with pytest.raises(RuntimeError, match="allscan_segments of 1 segments is wrong"):
-            segments.check(comm, segments.SMALL, wrong)
+def wrong_segments_case(comm):
+    [_, one, *_] = segments.cases(comm, segments.SMALL)
+    wrong = one._replace(call=lambda: one.call() + 1e-3)
+    segments.check(comm, segments.SMALL, one)
+    with pytest.raises(RuntimeError, match="allscan_segments of 1 segments is wrong"):
+        segments.check(comm, segments.SMALL, wrong)
     return True
 
 

@@ -13,7 +13,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-import allscan
 from allscan.integrations import slices
 from allscan.integrations.slices import linear_cross_entropy, mlp_in_slices
 from support.models import VOCABULARY, gradients, made, sequence_parallel
@@ -526,17 +525,16 @@ class Wrapped(nn.Module):
         return self.base(x) + self.more(x)
 
 
-def changed_case(group):
+def changed_case(comm):
     """Return what calls raise whose head was replaced or wrapped, and whether a call that raises leaves anything."""
     tokens, found = torch.ones(1, 8, dtype=torch.int64), []
-    with allscan.Communicator(group) as comm:
-        for change in (lambda head: nn.Linear(head.in_features, head.out_features), Wrapped):
-            model = sequence_parallel(made("mamba2"), comm=comm, loss_in_slices=True)
-            head, before = model.lm_head, {*vars(model)}
-            model.lm_head = change(head)
-            found.append(raised(model, input_ids=tokens, labels=tokens, use_cache=False))
-            model.lm_head = head
-            assert {*vars(model)} == before and head(torch.zeros(1, 3, head.in_features)).ndim == 3
+    for change in (lambda head: nn.Linear(head.in_features, head.out_features), Wrapped):
+        model = sequence_parallel(made("mamba2"), comm=comm, loss_in_slices=True)
+        head, before = model.lm_head, {*vars(model)}
+        model.lm_head = change(head)
+        found.append(raised(model, input_ids=tokens, labels=tokens, use_cache=False))
+        model.lm_head = head
+        assert {*vars(model)} == before and head(torch.zeros(1, 3, head.in_features)).ndim == 3
     return found
 
 

@@ -920,37 +920,36 @@ def test_learned_tokens_of_one_rank(run, family, trained, layout, size=2):
         assert max(errors) < 2e-5, errors
 
 
-def training_case(group, family, how, layout):
+def training_case(comm, family, how, layout):
     """Return (losses of one rank, losses of all ranks) over ten steps each."""
-    with allscan.Communicator(group) as comm:
-        curves, whole = [], torch.randint(1, VOCABULARY, (2, 32), generator=torch.Generator().manual_seed(1))
-        for split in (False, True):
-            model = made(family)
+    curves, whole = [], torch.randint(1, VOCABULARY, (2, 32), generator=torch.Generator().manual_seed(1))
+    for split in (False, True):
+        model = made(family)
+        if split:
+            sequence_parallel(model, comm=comm, layout=layout)
+            if how != "plain":
+                model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(use_reentrant=False))
+            if how == "FSDP":
+                mesh = DeviceMesh.from_group(comm.group, "cpu")
+                for module in (*model.model.layers, model):
+                    fully_shard(module, mesh=mesh)
+        zigzag = layout == "zigzag"
+        part = whole[:, place(comm, [16, 16] if zigzag else [20, 12], zigzag)] if split else whole
+        optimizer, losses = torch.optim.AdamW(model.parameters(), lr=3e-3), []
+        for _ in range(10):
+            comm.step()
+            loss = model(input_ids=part, labels=part, use_cache=False).loss
+            share = loss.detach().clone()
+            (loss * comm.size if split and how == "FSDP" else loss).backward()
             if split:
-                sequence_parallel(model, comm=comm, layout=layout)
-                if how != "plain":
-                    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(use_reentrant=False))
-                if how == "FSDP":
-                    mesh = DeviceMesh.from_group(group, "cpu")
-                    for module in (*model.model.layers, model):
-                        fully_shard(module, mesh=mesh)
-            zigzag = layout == "zigzag"
-            part = whole[:, place(comm, [16, 16] if zigzag else [20, 12], zigzag)] if split else whole
-            optimizer, losses = torch.optim.AdamW(model.parameters(), lr=3e-3), []
-            for _ in range(10):
-                comm.step()
-                loss = model(input_ids=part, labels=part, use_cache=False).loss
-                share = loss.detach().clone()
-                (loss * comm.size if split and how == "FSDP" else loss).backward()
-                if split:
-                    dist.all_reduce(share, group=comm.group)
-                    for p in gradients(model).values() if how != "FSDP" else ():
-                        dist.all_reduce(p, group=comm.group)
-                losses.append(share.item())
-                optimizer.step()
-                optimizer.zero_grad(set_to_none=False)
-            curves.append(losses)
-        return curves
+                dist.all_reduce(share, group=comm.group)
+                for p in gradients(model).values() if how != "FSDP" else ():
+                    dist.all_reduce(p, group=comm.group)
+            losses.append(share.item())
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+        curves.append(losses)
+    return curves
 
 
 @pytest.mark.slow(but="qwen3_5")
@@ -1053,27 +1052,26 @@ def test_an_error_tells_in_which_pass_of_the_model_each_rank_is(fresh, how):
         assert entry in one and one.count("Rank 1 is in a later step and has made fewer reverse calls") == 1, one
 
 
-def sharded_projection_case(group, memory):
+def sharded_projection_case(comm, memory):
     """Return (relative errors of gradients, error of a backward pass without forward's parameters). FSDP2 shards the
     projection of latents, in which all ranks then call collectives."""
 
-    with allscan.Communicator(group, timeout=60) as comm:
-        tokens = [20, 12]
-        whole = torch.randint(1, VOCABULARY, (2, 32), generator=torch.Generator().manual_seed(1))
-        part, model = whole[:, place(comm, tokens)], made("kimi_linear")
-        model(input_ids=whole, labels=whole, use_cache=False).loss.backward()
-        expected = gradients(model)
-        model = sequence_parallel(made("kimi_linear"), comm=comm, attention=Attention(memory=memory))
-        mesh = DeviceMesh.from_group(group, "cpu")
-        for module in (model.model.layers[1].self_attn.kv_b_proj, *model.model.layers, model):
-            fully_shard(module, mesh=mesh)
-        (model(input_ids=part, labels=part).loss * comm.size).backward()
-        found = {name: getattr(x, "full_tensor", lambda x=x: x)() for name, x in gradients(model).items()}
-        errors = {name: relative(found[name], x) for name, x in expected.items() if x.any()}
-        model = sequence_parallel(made("kimi_linear"), comm=comm, attention=Attention(memory=memory))
-        others = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
-        loss = torch.func.functional_call(model, others, (), dict(input_ids=part, labels=part)).loss
-        return errors, raised(loss.backward)
+    tokens = [20, 12]
+    whole = torch.randint(1, VOCABULARY, (2, 32), generator=torch.Generator().manual_seed(1))
+    part, model = whole[:, place(comm, tokens)], made("kimi_linear")
+    model(input_ids=whole, labels=whole, use_cache=False).loss.backward()
+    expected = gradients(model)
+    model = sequence_parallel(made("kimi_linear"), comm=comm, attention=Attention(memory=memory))
+    mesh = DeviceMesh.from_group(comm.group, "cpu")
+    for module in (model.model.layers[1].self_attn.kv_b_proj, *model.model.layers, model):
+        fully_shard(module, mesh=mesh)
+    (model(input_ids=part, labels=part).loss * comm.size).backward()
+    found = {name: getattr(x, "full_tensor", lambda x=x: x)() for name, x in gradients(model).items()}
+    errors = {name: relative(found[name], x) for name, x in expected.items() if x.any()}
+    model = sequence_parallel(made("kimi_linear"), comm=comm, attention=Attention(memory=memory))
+    others = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
+    loss = torch.func.functional_call(model, others, (), dict(input_ids=part, labels=part)).loss
+    return errors, raised(loss.backward)
 
 
 @pytest.mark.parametrize("memory", [None, 3000])
@@ -1085,28 +1083,27 @@ def test_a_sharded_projection(run, memory, size=2):
         assert memory is None or (answer[0] == "RuntimeError" and "has other parameters than" in answer[1])
 
 
-def mixed_precision_case(group, layout):
+def mixed_precision_case(comm, layout):
     """Return relative errors of loss and gradients in FSDP2's mixed precision, which casts each layer's inputs, and the
     unsplit model's in bfloat16."""
-    with allscan.Communicator(group, timeout=60) as comm:
-        tokens, zigzag = [16] * comm.size, layout == "zigzag"
-        whole = torch.randint(1, VOCABULARY, (2, sum(tokens)), generator=torch.Generator().manual_seed(1))
-        exact, alone = (made("qwen3_5").to(dtype) for dtype in (torch.float32, torch.bfloat16))
-        answers = [torch.empty(0)] * 2
-        for i, model in enumerate((exact, alone)):
-            loss = model(input_ids=whole, labels=whole, use_cache=False).loss
-            loss.backward()
-            answers[i] = torch.cat([loss.detach()[None], *(x.flatten() for x in gradients(model).values())]).float()
-        model, part = sequence_parallel(made("qwen3_5"), comm=comm, layout=layout), place(comm, tokens, zigzag)
-        mesh, policy = DeviceMesh.from_group(group, "cpu"), MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-        for module in (*model.model.layers, model):
-            fully_shard(module, mesh=mesh, mp_policy=policy)
-        loss = model(input_ids=whole[:, part], labels=whole[:, part], use_cache=False).loss
-        (loss * comm.size).backward()
-        share = added_up(loss, comm.group)
-        found = torch.cat([share[None], *(x.full_tensor().flatten() for x in gradients(model).values())])
-        expected, beside = answers
-        return [(relative(x[:1], expected[:1]), relative(x[1:], expected[1:])) for x in (found, beside)]
+    tokens, zigzag = [16] * comm.size, layout == "zigzag"
+    whole = torch.randint(1, VOCABULARY, (2, sum(tokens)), generator=torch.Generator().manual_seed(1))
+    exact, alone = (made("qwen3_5").to(dtype) for dtype in (torch.float32, torch.bfloat16))
+    answers = [torch.empty(0)] * 2
+    for i, model in enumerate((exact, alone)):
+        loss = model(input_ids=whole, labels=whole, use_cache=False).loss
+        loss.backward()
+        answers[i] = torch.cat([loss.detach()[None], *(x.flatten() for x in gradients(model).values())]).float()
+    model, part = sequence_parallel(made("qwen3_5"), comm=comm, layout=layout), place(comm, tokens, zigzag)
+    mesh, policy = DeviceMesh.from_group(comm.group, "cpu"), MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    for module in (*model.model.layers, model):
+        fully_shard(module, mesh=mesh, mp_policy=policy)
+    loss = model(input_ids=whole[:, part], labels=whole[:, part], use_cache=False).loss
+    (loss * comm.size).backward()
+    share = added_up(loss, comm.group)
+    found = torch.cat([share[None], *(x.full_tensor().flatten() for x in gradients(model).values())])
+    expected, beside = answers
+    return [(relative(x[:1], expected[:1]), relative(x[1:], expected[1:])) for x in (found, beside)]
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])

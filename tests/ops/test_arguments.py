@@ -653,28 +653,27 @@ def test_gates_in_a_capture(run, size=2):
         assert same and answer[0] == "RuntimeError" and "cannot be captured" in answer[1], answer
 
 
-def alone_case(group):
+def alone_case(comm):
     """Return errors of arguments without the arguments that they need, after a right call that differs in nothing
     else."""
-    with allscan.Communicator(group) as comm:
-        x = torch.ones(1, 4, 1, 16, device=comm.device)
-        beta = torch.ones(1, 4, 1, device=comm.device)
-        calls = {
-            "zeco_gla": functools.partial(allscan.zeco_gla, x, x, x, -x, comm=comm),
-            "halo": functools.partial(allscan.halo, x, 2, comm=comm),
-            "zeco_ssd": functools.partial(allscan.zeco_ssd, x, beta, -beta[0, 0], x, x, 4, comm=comm),
-            "zeco_kda": functools.partial(allscan.zeco_kda, x, x, x, -x, beta, comm=comm, chunk="allscan"),
-        }
-        found = {}
-        for name, call in calls.items():
-            call()
-            found[name] = raised(call, first_token=4 * comm.rank)
-            call()
-        found["lower_bound"] = raised(calls["zeco_kda"], lower_bound=-2.0)
-        found["Communicator"] = raised(allscan.Communicator, comm)
-        found["ring"] = raised(allscan.Communicator, group, algorithm="auto" if comm.rank else "ring")
-        comm.barrier()
-        return found
+    x = torch.ones(1, 4, 1, 16, device=comm.device)
+    beta = torch.ones(1, 4, 1, device=comm.device)
+    calls = {
+        "zeco_gla": functools.partial(allscan.zeco_gla, x, x, x, -x, comm=comm),
+        "halo": functools.partial(allscan.halo, x, 2, comm=comm),
+        "zeco_ssd": functools.partial(allscan.zeco_ssd, x, beta, -beta[0, 0], x, x, 4, comm=comm),
+        "zeco_kda": functools.partial(allscan.zeco_kda, x, x, x, -x, beta, comm=comm, chunk="allscan"),
+    }
+    found = {}
+    for name, call in calls.items():
+        call()
+        found[name] = raised(call, first_token=4 * comm.rank)
+        call()
+    found["lower_bound"] = raised(calls["zeco_kda"], lower_bound=-2.0)
+    found["Communicator"] = raised(allscan.Communicator, comm)
+    found["ring"] = raised(allscan.Communicator, comm.group, algorithm="auto" if comm.rank else "ring")
+    comm.barrier()
+    return found
 
 
 @pytest.mark.parametrize("size", [1, 2])

@@ -342,32 +342,31 @@ def test_what_goes_by_the_back_end(run, size):
     run(size, gather_case)
 
 
-def saved_case(group, name):
+def saved_case(comm, name):
     """Rank 0 has one packed sequence, the last rank many. Return the bytes that each rank saves for backward, by the
     number of sequences; and whether a dispatch mode around one of the passes leaves the gradients as they are."""
     saved, equal = [], []
-    with allscan.Communicator(group) as comm:
-        given = {k: x.to(comm.device) for k, x in drawn(name, 1, 128, 1).items() if k != "initial_state"}
-        x = given["v"].requires_grad_()
-        for sequences in (1, 8, 64):
-            last = 128 * (comm.size - 1)
-            cuts = [*range(0, last + 1, 128), *(last + 128 * (i + 1) // sequences for i in range(sequences))]
-            where = dict(comm=comm, cu_seqlens=cuts, first_token=128 * comm.rank)
-            gradients, memory = [], {}
+    given = {k: x.to(comm.device) for k, x in drawn(name, 1, 128, 1).items() if k != "initial_state"}
+    x = given["v"].requires_grad_()
+    for sequences in (1, 8, 64):
+        last = 128 * (comm.size - 1)
+        cuts = [*range(0, last + 1, 128), *(last + 128 * (i + 1) // sequences for i in range(sequences))]
+        where = dict(comm=comm, cu_seqlens=cuts, first_token=128 * comm.rank)
+        gradients, memory = [], {}
 
-            def pack(t, memory=memory):
-                memory[t.data_ptr()] = t.nbytes
-                return t
+        def pack(t, memory=memory):
+            memory[t.data_ptr()] = t.nbytes
+            return t
 
-            for modes in ((False, False), (False, True), (True, False))[: 3 if sequences == 8 else 1]:
-                forward, backward = (FlopCounterMode(display=False) if m else contextlib.nullcontext() for m in modes)
-                hooks = contextlib.nullcontext() if any(modes) else saved_tensors_hooks(pack, lambda t: t)
-                with forward, hooks:
-                    o, _ = called(name, given, False, **where)
-                with backward:
-                    gradients += torch.autograd.grad(o.square().sum(), x)
-            saved.append(sum(memory.values()))
-            equal += [torch.equal(gradients[0], other) for other in gradients[1:]]
+        for modes in ((False, False), (False, True), (True, False))[: 3 if sequences == 8 else 1]:
+            forward, backward = (FlopCounterMode(display=False) if m else contextlib.nullcontext() for m in modes)
+            hooks = contextlib.nullcontext() if any(modes) else saved_tensors_hooks(pack, lambda t: t)
+            with forward, hooks:
+                o, _ = called(name, given, False, **where)
+            with backward:
+                gradients += torch.autograd.grad(o.square().sum(), x)
+        saved.append(sum(memory.values()))
+        equal += [torch.equal(gradients[0], other) for other in gradients[1:]]
     return saved, equal
 
 
@@ -379,25 +378,24 @@ def test_a_rank_saves_nothing_for_the_sequences_of_others(run, name, size=2):
     assert all(map(all, equal)) and len(equal[0]) == 2
 
 
-def many_finals_case(group):
+def many_finals_case(comm):
     """Return how far final states of all ranks, and gradients, are from the sums of each rank's own; and the number of
     AllScans."""
     differences = []
-    with allscan.Communicator(group) as comm:
-        generator = torch.Generator().manual_seed(comm.rank)
-        x = torch.randn(1, 24, 2, 16, generator=generator).to(comm.device).requires_grad_()
-        for N in (1, 2, 3, 8, 9, 16, 17):
-            cuts = [i * 24 * comm.size // N for i in range(N + 1)]
-            where = dict(comm=comm, cu_seqlens=cuts, first_token=24 * comm.rank)
-            weight = torch.arange(N, device=comm.device)[:, None, None, None] + 1.0
-            of_all = allscan.zeco_gla(x, x, x, -x.detach().abs(), output_final_state="all", **where)[1]
-            own = allscan.zeco_gla(x, x, x, -x.detach().abs(), output_final_state=True, **where)[1]
-            whole = own.detach().clone()
-            dist.all_reduce(whole, group=group)
-            used = of_all * weight if comm.rank == 0 else 0 * of_all
-            grads = [torch.autograd.grad(y.sum(), x)[0] for y in (used, own * weight)]
-            differences += [error(of_all, whole), error(*grads)]
-        return max(differences), len(comm.agreed.scans)
+    generator = torch.Generator().manual_seed(comm.rank)
+    x = torch.randn(1, 24, 2, 16, generator=generator).to(comm.device).requires_grad_()
+    for N in (1, 2, 3, 8, 9, 16, 17):
+        cuts = [i * 24 * comm.size // N for i in range(N + 1)]
+        where = dict(comm=comm, cu_seqlens=cuts, first_token=24 * comm.rank)
+        weight = torch.arange(N, device=comm.device)[:, None, None, None] + 1.0
+        of_all = allscan.zeco_gla(x, x, x, -x.detach().abs(), output_final_state="all", **where)[1]
+        own = allscan.zeco_gla(x, x, x, -x.detach().abs(), output_final_state=True, **where)[1]
+        whole = own.detach().clone()
+        dist.all_reduce(whole, group=comm.group)
+        used = of_all * weight if comm.rank == 0 else 0 * of_all
+        grads = [torch.autograd.grad(y.sum(), x)[0] for y in (used, own * weight)]
+        differences += [error(of_all, whole), error(*grads)]
+    return max(differences), len(comm.agreed.scans)
 
 
 @pytest.mark.slow

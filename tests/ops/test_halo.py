@@ -63,30 +63,27 @@ def test_convolutions(run, size, packed):
         assert error < 1e-5  # the transfer is exact
 
 
-def integer_case(group):
+def integer_case(comm):
     """Send integers including multiples of 2 ** 31, whose halves look like sentinels."""
-    with allscan.Communicator(group) as comm:
-        special = [k << 31 for k in range(-4, 5)] + [
-            -(2**63),
-            2**63 - 1,
-            -1,
-            0,
-            1,
-            2**24 + 1,
-            0x80000000,
-            0x8000000080000000 - 2**64,
-        ]
-        generator = torch.Generator().manual_seed(1)
-        for dtype in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8):
-            bits = torch.randint(-(2**63), 2**63 - 1, (40,), generator=generator)
-            numbers = torch.cat([torch.tensor(special), bits]).to(dtype)  # the low bits
-            whole = numbers.roll(1)[None, None].expand(1, comm.size, -1) + torch.arange(comm.size)[None, :, None].to(
-                dtype
-            )
-            x = whole[:, comm.rank : comm.rank + 1].to(comm.device)
-            before = allscan.halo(x, 1, comm=comm)
-            wanted = whole[:, comm.rank - 1 : comm.rank] if comm.rank else torch.zeros_like(whole[:, :1])
-            assert before.dtype == dtype and torch.equal(before.cpu(), wanted), dtype
+    special = [k << 31 for k in range(-4, 5)] + [
+        -(2**63),
+        2**63 - 1,
+        -1,
+        0,
+        1,
+        2**24 + 1,
+        0x80000000,
+        0x8000000080000000 - 2**64,
+    ]
+    generator = torch.Generator().manual_seed(1)
+    for dtype in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8):
+        bits = torch.randint(-(2**63), 2**63 - 1, (40,), generator=generator)
+        numbers = torch.cat([torch.tensor(special), bits]).to(dtype)  # the low bits
+        whole = numbers.roll(1)[None, None].expand(1, comm.size, -1) + torch.arange(comm.size)[None, :, None].to(dtype)
+        x = whole[:, comm.rank : comm.rank + 1].to(comm.device)
+        before = allscan.halo(x, 1, comm=comm)
+        wanted = whole[:, comm.rank - 1 : comm.rank] if comm.rank else torch.zeros_like(whole[:, :1])
+        assert before.dtype == dtype and torch.equal(before.cpu(), wanted), dtype
     return True
 
 

@@ -296,25 +296,24 @@ def test_dense_transitions(run, size, shape):
             assert max(errors) < 1e-5, errors
 
 
-def received_case(group, dense):
+def received_case(comm, dense):
     """Return (bytes changed by others in the last rank's memory when they have made a scan and it has not; number of
     tiles)."""
-    with allscan.Communicator(group) as comm:
-        shape, last = (3, 32, 64), comm.rank == comm.size - 1
-        scan = allscan.AllScan(comm, shape, tile=transition_tile(32))
-        state, transition = (torch.rand(3, 32, w, device=comm.device) for w in (64, 32))
-        words = comm.memory.heap.local(comm.line.pes[comm.rank], 0, comm.memory.heap.arena.size // 4, torch.int32)
-        before = words.clone()
-        comm.barrier()
-        for calls in (not last, last):
-            if calls:
-                scan.scan(state, transition=transition if dense else None)
-            comm.streams.synchronize()
-            dist.barrier(group)
-            if last and not calls:
-                parts = zip(words.split(1 << 20), before.split(1 << 20))
-                received = sum(4 * (a != b).sum().item() for a, b in parts if not torch.equal(a, b))
-        return (received, scan.num_tiles) if last else None
+    shape, last = (3, 32, 64), comm.rank == comm.size - 1
+    scan = allscan.AllScan(comm, shape, tile=transition_tile(32))
+    state, transition = (torch.rand(3, 32, w, device=comm.device) for w in (64, 32))
+    words = comm.memory.heap.local(comm.line.pes[comm.rank], 0, comm.memory.heap.arena.size // 4, torch.int32)
+    before = words.clone()
+    comm.barrier()
+    for calls in (not last, last):
+        if calls:
+            scan.scan(state, transition=transition if dense else None)
+        comm.streams.synchronize()
+        dist.barrier(comm.group)
+        if last and not calls:
+            parts = zip(words.split(1 << 20), before.split(1 << 20))
+            received = sum(4 * (a != b).sum().item() for a, b in parts if not torch.equal(a, b))
+    return (received, scan.num_tiles) if last else None
 
 
 @pytest.mark.slow(but="True-2")
@@ -430,14 +429,13 @@ class Awaited(torch.Tensor):
         return torch.ones(self.shape)
 
 
-def subclasses_case(group):
+def subclasses_case(comm):
     """Results of functional collectives are rejected; the error names the method that returns a tensor with memory."""
     import torch.distributed._functional_collectives as functional
 
-    with allscan.Communicator(group) as comm:
-        reduced = functional.all_reduce(torch.ones(2, 3, 4, device=comm.device), "sum", group)
-        found = [raised(allscan.allscan, x, comm=comm) for x in (reduced, Awaited(reduced.wait()))]
-        return found, bool(allscan.allscan(reduced.wait(), comm=comm).eq(2 * comm.rank).all())
+    reduced = functional.all_reduce(torch.ones(2, 3, 4, device=comm.device), "sum", comm.group)
+    found = [raised(allscan.allscan, x, comm=comm) for x in (reduced, Awaited(reduced.wait()))]
+    return found, bool(allscan.allscan(reduced.wait(), comm=comm).eq(2 * comm.rank).all())
 
 
 def test_tensors_of_functional_collectives(run):

@@ -104,19 +104,18 @@ def test_large_states_of_float16_inputs(run, rule):
         assert max(errors.values()) < LIMIT[case.dtype], errors
 
 
-def repeated_key_case(group, rule, dtype, beta, gate):
+def repeated_key_case(comm, rule, dtype, beta, gate):
     """Return the largest error of o in three draws of 256 equal keys."""
     found = []
-    with allscan.Communicator(group) as comm:
-        for seed in range(3):
-            generator = torch.Generator().manual_seed(seed)
-            q, k, v = (torch.randn(1, n, 1, 64, generator=generator) for n in (256, 1, 256))
-            q, k = (torch.nn.functional.normalize(x, dim=-1) for x in (q, k.repeat(1, 256, 1, 1)))
-            q, k, v = (x.to(dtype) for x in (q, k, v))
-            g = torch.full((1, 256, 1, 64) if rule == "kda" else (1, 256, 1), gate)
-            inputs = q, k, v, g, torch.full((1, 256, 1), beta)
-            o, _ = getattr(allscan, f"zeco_{rule}")(*inputs, comm=comm)
-            found.append(relative(o, delta_reference(*inputs)[0]))
+    for seed in range(3):
+        generator = torch.Generator().manual_seed(seed)
+        q, k, v = (torch.randn(1, n, 1, 64, generator=generator) for n in (256, 1, 256))
+        q, k = (torch.nn.functional.normalize(x, dim=-1) for x in (q, k.repeat(1, 256, 1, 1)))
+        q, k, v = (x.to(dtype) for x in (q, k, v))
+        g = torch.full((1, 256, 1, 64) if rule == "kda" else (1, 256, 1), gate)
+        inputs = q, k, v, g, torch.full((1, 256, 1), beta)
+        o, _ = getattr(allscan, f"zeco_{rule}")(*inputs, comm=comm)
+        found.append(relative(o, delta_reference(*inputs)[0]))
     return max(found)
 
 

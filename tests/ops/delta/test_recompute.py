@@ -112,30 +112,29 @@ def test_what_backward_launches(saves, monkeypatch):
             assert [x[0] for x in Launches.made].count(kernel) == times - saves
 
 
-def checkpoint_case(group):
+def checkpoint_case(comm):
     """Return the launches of kernels that only recompute=True makes twice, by activation checkpointing (its form, or
     None) and recompute=, from the call to the end of backward."""
     found, before = {}, Launch.__call__
-    with allscan.Communicator(group) as comm:
-        whole = Whole(DeltaCase("kda", [140], gates="mild"), comm.device)
-        own = [x.clone().requires_grad_() for x in whole.tensors()]
-        for reentrant in (None, False, True):
-            for recompute in (True, False):
-                launched: list = []
+    whole = Whole(DeltaCase("kda", [140], gates="mild"), comm.device)
+    own = [x.clone().requires_grad_() for x in whole.tensors()]
+    for reentrant in (None, False, True):
+        for recompute in (True, False):
+            launched: list = []
 
-                def counting(launch, *tensors, launched=launched):
-                    launched.append(launch.kernel)
-                    return before(launch, *tensors)
+            def counting(launch, *tensors, launched=launched):
+                launched.append(launch.kernel)
+                return before(launch, *tensors)
 
-                def call(*x, recompute=recompute):
-                    return allscan.zeco_kda(*x, comm=comm, recompute=recompute)[0]
+            def call(*x, recompute=recompute):
+                return allscan.zeco_kda(*x, comm=comm, recompute=recompute)[0]
 
-                with mock.patch.object(Launch, "__call__", counting):
-                    if reentrant is None:
-                        call(*own).sum().backward()
-                    else:
-                        torch.utils.checkpoint.checkpoint(call, *own, use_reentrant=reentrant).sum().backward()
-                found[reentrant, recompute] = launched.count(kda_fwd.operands_kernel)
+            with mock.patch.object(Launch, "__call__", counting):
+                if reentrant is None:
+                    call(*own).sum().backward()
+                else:
+                    torch.utils.checkpoint.checkpoint(call, *own, use_reentrant=reentrant).sum().backward()
+            found[reentrant, recompute] = launched.count(kda_fwd.operands_kernel)
     return found
 
 
