@@ -33,6 +33,7 @@ from allscan.shmem_kernels.channel import STAMPS
 from allscan.tools import ranks
 from support.call_order import (
     TIMEOUT,
+    check_no_values_of_others,
     ignoring_case,
     other_backward_case,
     resync_case,
@@ -41,14 +42,6 @@ from support.call_order import (
 )
 from support.fla import import_fla
 from support.values import pairs, raised, value_or_error
-
-
-def check_no_values_of_others(answers):
-    """Each rank has right values, NaN or the names of errors; barrier() raises, and calls after resync() are right."""
-    for rank, (found, right, end, again) in enumerate(answers):
-        for got, wanted in zip(found, right):
-            assert got == wanted or isinstance(got, str) or got != got, (rank, found, right)
-        assert end[0] in ("AllScanOutOfStep", "AllScanTimeout") and again, (rank, found, end)
 
 
 @pytest.mark.side_by_side(case=shifted_case, step=False)

@@ -35,6 +35,14 @@ DOCUMENTS = [0, 1, 1, 4, 9]  # over 2P, each sharded
 PRELOAD = ["allscan.integrations.transformers", *(f"transformers.models.{f}.modeling_{f}" for f in CHOICES)]
 
 
+def boundaries_given(packed, lengths, mine):
+    """Return the arguments of a model by which it gets the boundaries of a row's sequences."""
+    positions = torch.cat([torch.arange(b - a) for a, b in pairwise(lengths)])[None, mine]
+    dtype = torch.int32 if packed == "cu_seq_lens" else torch.int64
+    given = dict(cu_seq_lens_q=torch.tensor(lengths, dtype=dtype)) if packed in ("cu_seq_lens", "both") else {}
+    return given if packed in (None, "cu_seq_lens") else given | dict(position_ids=positions)
+
+
 def model_case(group, family, packed, inner, keep=False, layout="contiguous", attention=(), **more):
     """Return relative errors of logits, loss, all gradients together and each; and names of parameters without a
     gradient."""
@@ -60,19 +68,12 @@ def model_case(group, family, packed, inner, keep=False, layout="contiguous", at
         logits, loss, grads = expected(model, whole, labels, lengths)
         model.zero_grad()
         mine = place(comm, tokens, zigzag, documents)
-        positions = torch.cat([torch.arange(b - a) for a, b in pairwise(lengths)])[None]
-        how = {
-            None: {},
-            "cu_seq_lens": dict(cu_seq_lens_q=torch.tensor(documents or lengths, dtype=torch.int32)),
-            "both": dict(cu_seq_lens_q=torch.tensor(documents or lengths), position_ids=positions[:, mine]),
-            "position_ids": dict(position_ids=positions[:, mine]),
-            "one": dict(position_ids=positions[:, mine]),
-        }
+        how = boundaries_given(packed, documents or lengths, mine)
         where = dict(layout="zigzag" if zigzag else "contiguous", per_document=documents is not None)
         assert sequence_parallel(model, comm=comm, attention=Attention(*attention), **where) is model
         assert [name for name, _ in model.named_parameters()] == names
         model = copy.deepcopy(model)  # as for averaged weights
-        output = model(input_ids=whole[:, mine], labels=given[:, mine], **how[packed])
+        output = model(input_ids=whole[:, mine], labels=given[:, mine], **how)
         output.loss.backward()
         share = added_up(output.loss, comm.group)
         errors = {"logits": relative(output.logits, logits[:, mine]), "loss": relative(share, loss)}
@@ -206,12 +207,7 @@ def few_case(comm, family, inner, batches, layout, more=()):
         logits, loss, grads = expected(sequence_parallel(model, comm=None), whole, labels, lengths)
         model.zero_grad()
         mine = place(comm, tokens, layout == "zigzag")
-        positions = torch.cat([torch.arange(b - a) for a, b in pairwise(lengths)])[None]
-        how = {
-            None: {},
-            "cu_seq_lens": dict(cu_seq_lens_q=torch.tensor(lengths, dtype=torch.int32)),
-            "position_ids": dict(position_ids=positions[:, mine]),
-        }[packed]
+        how = boundaries_given(packed, lengths, mine)
         sequence_parallel(model, comm=comm, layout=layout)
         output = model(input_ids=whole[:, mine], labels=labels[:, mine], **how)
         output.loss.backward()

@@ -196,22 +196,9 @@ def test_transitions_by_mma(K):
 
 
 def test_a_tile_too_small_for_its_warps_is_rejected():
-    channel, constants = channel_type(SENTINEL.value, SENTINEL.value, BK=1, BV=64)
-    arguments = pointers("p_state p_decay p_initial p_out", "*fp32") | pointers("stride_g stride_k", "i32")
-    values = {
-        "channel": constants,
-        "K": 128,
-        "V": 128,
-        "HAS_DECAY": True,
-        "HAS_INITIAL": False,
-        "NEIGHBOUR_SHIFT": False,
-    }
-    with pytest.raises(triton.compiler.errors.CompilationError) as caught:
-        Compiled(scan_kernel, arguments | {"channel": channel}, values, num_warps=4)
-    problem, messages = caught.value, ""
-    while problem is not None:
-        messages, problem = messages + str(problem), problem.__cause__
-    assert "at least one word for each thread" in messages
+    with pytest.raises(triton.CompilationError) as caught:
+        compile_scan(SENTINEL, SENTINEL, (1, 64), initial=False, num_warps=4)
+    assert "at least one word for each thread" in "".join(traceback.format_exception(caught.value))
 
 
 @pytest.mark.quick

@@ -103,6 +103,14 @@ def shifted_case(group, how, step, options=None):
     return found, right, end, again
 
 
+def check_no_values_of_others(answers):
+    """Each rank has right values, NaN or the names of errors; barrier() raises, and calls after resync() are right."""
+    for rank, (found, right, end, again) in enumerate(answers):
+        for got, wanted in zip(found, right):
+            assert got == wanted or isinstance(got, str) or got != got, (rank, found, right)
+        assert end[0] in ("AllScanOutOfStep", "AllScanTimeout") and again, (rank, found, end)
+
+
 def training(comm, i, ignores, validate=False, how="allscan"):
     """Run one step of prev = allscan(state), loss = prev * i; return state.grad; with delta() the gradient of the last
     token's v. In the zigzag layout prev is the sum of both scans, and state that of the ascending one. Of an operator,

@@ -73,34 +73,9 @@ def error(actual, expected) -> float:
 class Copies(TorchDispatchMode):
     """Counts the numbers that torch functions have written by copies, fills and additions: overhead between layers."""
 
-    NAMES = {
-        "cat",
-        "stack",
-        "clone",
-        "copy_",
-        "_to_copy",
-        "fill_",
-        "zero_",
-        "zeros",
-        "zeros_like",
-        "new_zeros",
-        "full",
-        "constant_pad_nd",
-        "slice_backward",
-        "select_backward",
-        "index_select",
-        "index",
-        "index_add",
-        "index_copy",
-        "index_put_",
-        "where",
-        "masked_fill",
-        "add",
-        "add_",
-        "sub",
-        "mul",
-        "neg",
-    }
+    NAMES = "cat stack clone copy_ _to_copy fill_ zero_ zeros zeros_like new_zeros full constant_pad_nd".split()
+    NAMES += "slice_backward select_backward index_select index index_add index_copy index_put_ where".split()
+    NAMES += "masked_fill add add_ sub mul neg".split()
 
     def __init__(self):
         super().__init__()

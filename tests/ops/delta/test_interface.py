@@ -41,15 +41,17 @@ class Point(NamedTuple):
 
 
 RAW = dict(use_gate_in_kernel=True)
+NORMS, SIGMOID = dict(use_qk_l2norm_in_kernel=True), dict(use_beta_sigmoid_in_kernel=True)
 BOUNDED = RAW | dict(lower_bound=-5.0)
 BOTH = {
     "gates in bfloat16": Point(dict(dtype=BF16), gate=BF16, draws=4),
     "gates in float16": Point(dict(dtype=F16, gates="mild"), gate=F16),
     "beta in bfloat16": Point(dict(dtype=BF16), beta=BF16, draws=4),
     "beta in float64": Point(beta=torch.float64),
-    "norms": Point(options=dict(use_qk_l2norm_in_kernel=True), size=3.0),
-    "beta's sigmoid": Point(dict(beta=0.5), dict(use_beta_sigmoid_in_kernel=True), beta=F16),
-    "negative eigenvalues": Point(dict(beta=1.5), dict(use_beta_sigmoid_in_kernel=True, allow_neg_eigval=True)),
+    "norms": Point(options=NORMS, size=3.0),
+    "norms, raw gates and beta": Point(options=RAW | NORMS | SIGMOID, A_log=True, dt_bias=True, size=3.0),
+    "beta's sigmoid": Point(dict(beta=0.5), SIGMOID, beta=F16),
+    "negative eigenvalues": Point(dict(beta=1.5), SIGMOID | dict(allow_neg_eigval=True)),
     "raw gates": Point(options=RAW, A_log=True, dt_bias=True),
     "raw gates in bfloat16": Point(dict(dtype=BF16), RAW, gate=BF16, A_log=True),
     "raw gates of packed sequences": Point(dict(lengths=PACKED), RAW, A_log=True, dt_bias=True),

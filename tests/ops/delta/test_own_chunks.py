@@ -17,7 +17,6 @@ from allscan.shmem_kernels.gdn import scalar_operands_kernel
 from bench import harness, local_delta
 from support.delta import LOG2_E, NAMES, DeltaCase, Whole, of_rank, own_case, same_prefix
 from support.delta_chunks import WEAK, chunked
-from support.fla import delta_recurrence
 from support.gla import BF16, F32
 from support.values import place, raised, relative, relative_all
 
@@ -156,37 +155,20 @@ def test_without_fla(run, rule, dtype, K, V):
         assert max(errors.values()) < LIMIT[dtype], errors
 
 
-def prefix_case(comm):
-    """Return whether o and the gradients of the first tokens have the same bits whatever follows; raw gates."""
-    cut, tokens, same = 41, [64 + 30, 20], []
-    first, other = (Whole(DeltaCase("kda", tokens, gates="mixed", seed=i), comm.device) for i in range(2))
-    for whole in (first, other):
-        for x, y in zip((*whole.tensors(), whole.do), (*first.tensors(), first.do), strict=True):
-            x[:, :cut] = y[:, :cut]
-        whole.do[:, cut:] = 0.0
-        whole.initial.copy_(first.initial)
-        whole.dfinal.zero_()
-        o, _, *grads = whole.ours(comm, place(comm, tokens), chunk="allscan")
-        same.append([o, *grads[:5]])
-    if comm.rank == 0:
-        for a, b in zip(*same, strict=True):
-            assert torch.equal(a[:, :cut], b[:, :cut])
-    raw = dict(use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True)
-    q, k, v, g, beta = first.tensors()
-    A_log, dt_bias = torch.zeros(1), torch.linspace(-1, 1, 16)
-    given = [x[:, place(comm, tokens)] for x in (q, 3 * k, v, g, beta)]
-    o, _ = allscan.zeco_kda(*given, comm=comm, A_log=A_log, dt_bias=dt_bias, chunk="allscan", **raw)
-    wanted, _ = delta_recurrence(q, 3 * k, v, g, beta, A_log, dt_bias)
-    assert relative(o, wanted[:, place(comm, tokens)]) < LIMIT[F32]
-    try:
-        allscan.zeco_kda(*given, comm=comm, chunk="flash")
-    except ValueError as error:
-        return str(error)
-    return None
+def later_tokens_case(group):
+    """same_prefix of the first rank's first tokens if all later tokens are others."""
+    case, cut = DeltaCase("kda", [64 + 30, 20], gates="mixed"), 41
+
+    def others(whole):
+        for x, y in zip(whole.tensors(), Whole(case._replace(seed=1), whole.q.device).tensors(), strict=True):
+            x[:, cut:] = y[:, cut:]
+
+    return same_prefix(group, case, cut, (lambda whole: None, others))
 
 
 def test_a_prefix_does_not_depend_on_what_follows(run):
-    assert all("chunk must be one of" in answer for answer in run(2, prefix_case))
+    same = run(2, later_tokens_case)[0]
+    assert all(same.values()), same
 
 
 def large_values_case(group, dtype):
@@ -448,6 +430,7 @@ def test_calls_that_are_known(run):
     answers = run(2, prepared_case)
     for problems, own, _, same in answers:
         assert all(found and found[0] == "ValueError" for found in problems.values()), problems
+        assert "chunk must be one of" in problems["chunk"][1]
         assert all(own.values()) and same, own
     _, _, others, _ = answers[0]  # rank 0 has the first tokens; on the next rank an initial state has decayed
     assert all(others.values()), others
