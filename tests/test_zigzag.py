@@ -17,7 +17,7 @@ from allscan.scan.zigzag_scan import two_way_scan
 from allscan.zigzag import from_zigzag, to_zigzag, zigzag_first_token, zigzag_positions
 from support.delta import DeltaCase, operator_case
 from support.gla import BF16, GLACase, Whole, check, gla_case
-from support.values import error, late, place, raised
+from support.values import check_errors, error, late, place, raised
 
 TOKENS = [40, 70, 16, 66, 2, 34]  # of each rank
 PACKED = {  # tokens of each rank, and boundaries of packed sequences over all of them
@@ -135,8 +135,7 @@ def test_zeco_gla(run, size, what):
 )
 def test_delta_rules(run, rule, size, what):
     tokens, fields = split(size, what)
-    for errors in run(size, operator_case, DeltaCase(rule, tokens, HV=2, **fields)):
-        assert max(errors.values()) < 1e-5, errors
+    check_errors(run(size, operator_case, DeltaCase(rule, tokens, HV=2, **fields)), 1e-5)
 
 
 def test_bfloat16(run, size=2):

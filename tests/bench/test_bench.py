@@ -54,7 +54,7 @@ from bench import (
 from bench.harness import ROOT, results
 from support.gla import BF16, F32, LIMIT, NAMES, GLACase, Whole
 from support.launches import Launches, launch_chunks
-from support.values import place, relative_all
+from support.values import check_errors, place, relative_all
 
 _alone = {}
 
@@ -90,8 +90,7 @@ def baseline_case(group, method, dtype):
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("method", ["all_gather", "all_gather overlapped", "ring", "all_to_all"])
 def test_baselines_of_the_operator(run, size, method, dtype=F32):
-    for errors in run(size, baseline_case, method, dtype):
-        assert max(errors.values()) < LIMIT[dtype], errors
+    check_errors(run(size, baseline_case, method, dtype), LIMIT[dtype])
 
 
 def chain_case(group, kind, shape):

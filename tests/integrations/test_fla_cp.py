@@ -15,7 +15,7 @@ from support.fla import import_fla
 from support.fla_rules import rules
 from support.gla import BF16, F32
 from support.properties.draw import Place
-from support.values import error, in_ranks, pairs, place, raised, relative, value_or_error
+from support.values import check_errors, error, in_ranks, pairs, place, raised, relative, value_or_error
 
 context_parallel = in_ranks("fla_cp", "context_parallel")
 T = 192  # tokens of a rank
@@ -142,8 +142,7 @@ def own_summary_case(group, rule, cuts):
 @pytest.mark.cpu
 @pytest.mark.parametrize("rule, cuts, size", pairs(["kda", "gated_delta_rule"], [*CUTS], [2, 4]))
 def test_own_summaries(run, size, cuts, rule):
-    for errors in run(size, own_summary_case, rule, cuts):
-        assert max(errors) < 1e-5, errors
+    check_errors(run(size, own_summary_case, rule, cuts), 1e-5)
 
 
 def mixed_case(group, what):

@@ -20,7 +20,7 @@ from support.fla import (
     recurrence,
     scalar_recurrence,
 )
-from support.values import Copies, added_up, check_answers, in_ranks, place, raised, relative
+from support.values import Copies, added_up, check_answers, check_errors, in_ranks, place, raised, relative
 
 os.environ["FLA_CACHE_RESULTS"] = "0"  # import_fla fakes results, which other programs must not find in the cache
 if not importlib.util.find_spec("fla"):  # only ranks import it: the import is slow
@@ -310,8 +310,7 @@ def few_case(comm, kind, choices, batches, layout):
 def test_few_tokens(run, choice, layout, size=3):
     kind = choice.split(",")[0]
     batches = FEW if layout == "contiguous" else [((8, 8, 8), False), ((2, 2, 2), False), ((8, 8, 8), False)]
-    for errors in run(size, few_case, kind, CHOICES[choice], batches, layout):
-        assert max(errors) < limit(kind), errors
+    check_errors(run(size, few_case, kind, CHOICES[choice], batches, layout), limit(kind))
 
 
 def steep_case(comm, kind, layout, T=24):
@@ -353,8 +352,7 @@ def steep_case(comm, kind, layout, T=24):
 @pytest.mark.parametrize("kind", ["gla", "kda", "gated_deltanet"])
 def test_gradients_beside_a_boundary(run, kind, layout, size=2):
     """As test_transformers' test of this name."""
-    for errors in run(size, steep_case, kind, layout):
-        assert max(errors) < 5e-5, errors
+    check_errors(run(size, steep_case, kind, layout), 5e-5)
 
 
 def prefill_case(group, tokens, kind, choices, layout):

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from allscan.integrations import slices
 from allscan.integrations.slices import linear_cross_entropy, mlp_in_slices
 from support.models import VOCABULARY, gradients, made, sequence_parallel
-from support.values import added_up, pairs, place, raised, relative
+from support.values import added_up, check_errors, pairs, place, raised, relative
 
 pytestmark = pytest.mark.cpu
 T, D, V = 21, 16, 53
@@ -214,8 +214,7 @@ def ranks_case(comm, wrong=None):
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_the_labels_of_all_ranks_are_counted(run, size):
-    for errors in run(size, ranks_case):
-        assert max(errors) < 2e-6, errors
+    check_errors(run(size, ranks_case), 2e-6)
 
 
 @pytest.mark.parametrize(
@@ -292,8 +291,7 @@ def fsdp_case(comm, inside):
 
 @pytest.mark.parametrize("inside", [True, False])
 def test_a_head_that_fsdp2_shards(run, inside, size=2):
-    for errors in run(size, fsdp_case, inside):
-        assert max(errors) < 2e-6, errors
+    check_errors(run(size, fsdp_case, inside), 2e-6)
 
 
 # MLPs
@@ -494,8 +492,7 @@ def sharded_case(comm, alone, compiled):
 @pytest.mark.parametrize("alone, compiled", [(False, False), (True, False), (False, True)])
 def test_split_models_with_fsdp2_and_compiled(run, alone, compiled, size=2):
     pytest.importorskip("transformers", minversion="5.18", reason="needs transformers")
-    for errors in run(size, sharded_case, alone, compiled):
-        assert max(errors) < 2e-5, errors
+    check_errors(run(size, sharded_case, alone, compiled), 2e-5)
 
 
 def rejected_case(comm):

@@ -28,7 +28,7 @@ from support.megatron import (
     specification,
     stand_ins,
 )
-from support.values import in_ranks, raised, relative
+from support.values import check_errors, in_ranks, raised, relative
 
 if not all(importlib.util.find_spec(name) for name in ("megatron", "fla")):  # imports would take seconds
     pytest.skip("needs megatron-core, which make test installs, and fla", allow_module_level=True)
@@ -172,8 +172,7 @@ def packages_case(group):
 
 
 def test_with_causal_conv1d_and_a_dtype_of_states(run, size=2):
-    for errors in run(size, packages_case):
-        assert max(errors.values()) < 2e-5, errors
+    check_errors(run(size, packages_case), 2e-5)
 
 
 def tensor_case(layout, sequence):
@@ -338,8 +337,7 @@ def bfloat16_case(group, layout):
 @pytest.mark.slow(but="contiguous")
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
 def test_bfloat16(run, layout, size=2):
-    for ratios in run(size, bfloat16_case, layout):
-        assert max(ratios) < 1.3, ratios
+    check_errors(run(size, bfloat16_case, layout), 1.3)
 
 
 def not_packed_case(group):

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from allscan.reference import delta_reference
 from support import ROOT
-from support.values import place, relative
+from support.values import check_errors, place, relative
 
 H, D, W = 2, 16, 4
 
@@ -76,5 +76,4 @@ def layer_case(comm, layout):
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 def test_the_class_in_the_documentation(run, layout, size=2):
-    for errors in run(size, layer_case, layout):
-        assert max(errors) < 2e-5, errors
+    check_errors(run(size, layer_case, layout), 2e-5)

@@ -22,7 +22,7 @@ from allscan.reference import delta_reference
 from allscan.zigzag import zigzag_positions
 from support.fla import import_fla
 from support.models import CHOICES, COMMON, VOCABULARY, expected, gradients, made, sequence_parallel
-from support.values import Copies, added_up, check_answers, place, raised, relative
+from support.values import Copies, added_up, check_answers, check_errors, place, raised, relative
 
 pytest.importorskip("transformers", minversion="5.18", reason="needs transformers")
 pytestmark = pytest.mark.cpu  # the functions for GPUs are not torch's own
@@ -244,15 +244,13 @@ def few_case(comm, family, inner, batches, layout, more=()):
 )
 def test_few_tokens(run, family, inner, layout, size=3):
     batches = FEW if layout == "contiguous" else [((n,) * 3, None) for n in (8, 2, 0, 4)]
-    for errors in run(size, few_case, family, inner, batches, layout):
-        assert max(errors) < 2e-5, errors
+    check_errors(run(size, few_case, family, inner, batches, layout), 2e-5)
 
 
 @pytest.mark.parametrize("family, kernel", [("qwen3_next", "linear_conv_kernel_dim"), ("nemotron_h", "conv_kernel")])
 def test_few_tokens_with_a_kernel_of_one_token(run, family, kernel, size=2):
     batches, more = [((0, 7), None), ((7, 0), None)], {kernel: 1}
-    for errors in run(size, few_case, family, "sdpa", batches, layout="contiguous", more=more):
-        assert max(errors) < 2e-5, errors
+    check_errors(run(size, few_case, family, "sdpa", batches, layout="contiguous", more=more), 2e-5)
 
 
 def documents_case(comm):
@@ -496,8 +494,7 @@ def flas_on_cpus_case(group, family):
 @pytest.mark.parametrize("family", [*RULES])
 def test_cpu_ranks_call_no_kernels_of_fla(run, family):
     pytest.importorskip("fla.ops", reason="needs flash-linear-attention")
-    for errors in run(2, flas_on_cpus_case, family):
-        assert max(errors) < 1e-4, errors
+    check_errors(run(2, flas_on_cpus_case, family), 1e-4)
 
 
 def copies_case(group, family, layout, packed):
@@ -595,8 +592,7 @@ def convolutions_case(group, activation, layout, concatenated):
 @pytest.mark.parametrize("activation", [torch.nn.functional.silu, torch.relu, torch.tanh, torch.nn.Identity()])
 def test_convolutions(run, activation, layout, concatenated, size=3):
     """The first outputs are replaced in place, also where the activation saves its result for backward."""
-    for errors in run(size, convolutions_case, activation, layout, concatenated):
-        assert max(errors) < 2e-6, errors
+    check_errors(run(size, convolutions_case, activation, layout, concatenated), 2e-6)
 
 
 DRAWS = 4  # of the loss
@@ -912,8 +908,7 @@ def learned_case(comm, family, trained, layout):
     ],
 )
 def test_learned_tokens_of_one_rank(run, family, trained, layout, size=2):
-    for errors in run(size, learned_case, family, trained, layout):
-        assert max(errors) < 2e-5, errors
+    check_errors(run(size, learned_case, family, trained, layout), 2e-5)
 
 
 def training_case(comm, family, how, layout):

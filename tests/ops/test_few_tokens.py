@@ -20,7 +20,7 @@ from allscan.reference import delta_reference, gla_reference, ssd_reference
 from allscan.tokens.packing import TokenRange
 from allscan.zigzag import from_zigzag, to_zigzag, zigzag_positions
 from support.fla import import_fla
-from support.values import chunks, error, pairs, place
+from support.values import check_errors, chunks, error, pairs, place
 
 REFERENCES = {
     "zeco_gla": gla_reference,
@@ -140,22 +140,17 @@ def few_case(group, name, batches, packed, layout, debug=False):
         return found
 
 
-def check(answers, limit=2e-5):
-    for errors in answers:
-        assert max(errors) < limit, errors
-
-
 @pytest.mark.slow(but=("3-zeco_gla-True", "2-zeco_ssd", "1"))
 @pytest.mark.parametrize("size, name, packed", CASES["operators"])
 def test_operators(run, size, name, packed):
-    check(run(size, few_case, name, BATCHES, packed, "contiguous"))
+    check_errors(run(size, few_case, name, BATCHES, packed, "contiguous"), 2e-5)
 
 
 @pytest.mark.slow(but=("1", "3-zeco_gated_delta_rule-True"))
 @pytest.mark.cpu  # on GPUs fla's kernels round float32 to TF32
 @pytest.mark.parametrize("size, name, packed", CASES["delta rules"])
 def test_delta_rules(run, size, name, packed):
-    check(run(size, few_case, name, BATCHES, packed, "contiguous"))
+    check_errors(run(size, few_case, name, BATCHES, packed, "contiguous"), 2e-5)
 
 
 @pytest.mark.slow(but="zeco_gla")
@@ -163,7 +158,7 @@ def test_delta_rules(run, size, name, packed):
 @pytest.mark.parametrize("name", REFERENCES)
 def test_in_debug_mode(run, name, size=3):
     """The ranks compare all results, also those of ranks without tokens."""
-    check(run(size, few_case, name, BATCHES[1:5], False, "contiguous", debug=True))
+    check_errors(run(size, few_case, name, BATCHES[1:5], False, "contiguous", debug=True), 2e-5)
 
 
 @pytest.mark.slow(but=("zeco_gla-True", "zeco_gated_delta_rule-True", "zeco_ssd-True"))
@@ -171,7 +166,7 @@ def test_in_debug_mode(run, name, size=3):
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("name", REFERENCES)
 def test_zigzag(run, name, packed, size=2):
-    check(run(size, few_case, name, IN_ZIGZAG, packed, "zigzag"))
+    check_errors(run(size, few_case, name, IN_ZIGZAG, packed, "zigzag"), 2e-5)
 
 
 @pytest.mark.slow(but="zeco_gated")
@@ -179,7 +174,7 @@ def test_zigzag(run, name, packed, size=2):
 @pytest.mark.parametrize("name, size", [*zip(REFERENCES, (3, 2, 1, 4))])
 def test_cut_documents(run, name, size):
     """Sharded documents, with no tokens, with one a piece, and no documents; with states and without."""
-    check(run(size, few_case, name, DOCUMENTS, True, "documents"))
+    check_errors(run(size, few_case, name, DOCUMENTS, True, "documents"), 2e-5)
 
 
 def halo_case(group, n, batches, reverse, packed, layout):

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import allscan
-from support.values import place
+from support.values import check_errors, place
 
 TOKENS = {1: [20], 2: [7, 13], 3: [9, 4, 12], 4: [5, 4, 11, 8]}  # of each rank
 
@@ -57,8 +57,7 @@ def convolution_case(comm, tokens, n, packed, dtype):
 @pytest.mark.kernels
 def test_convolutions(run, size, packed):
     for n in (1, 3):
-        for errors in run(size, convolution_case, TOKENS[size], n, packed, torch.float32):
-            assert max(errors) < 1e-5
+        check_errors(run(size, convolution_case, TOKENS[size], n, packed, torch.float32), 1e-5)
     for error, _ in run(size, convolution_case, TOKENS[size], 3, packed, torch.bfloat16):
         assert error < 1e-5  # the transfer is exact
 

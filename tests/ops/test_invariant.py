@@ -171,7 +171,6 @@ def test_every_batch_size(run, rule):
 
 
 def _rejected(comm, rule):
-
     def call(T, **options):
         q, k, v = (torch.randn(1, T, 2, 16, device=comm.device) for _ in range(3))
         g, heads = -torch.rand(1, T, 2, 16, device=comm.device), torch.rand(1, T, 2, device=comm.device)

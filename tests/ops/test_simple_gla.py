@@ -11,7 +11,7 @@ import torch
 import allscan
 from allscan.reference import gla_reference
 from support.operators import Operator, Split, compared, random_split
-from support.values import raised
+from support.values import check_errors, raised
 
 
 def reference(q, k, v, g=None, g_gamma=None, scale=None, initial_state=None, cu_seqlens=None):
@@ -66,8 +66,7 @@ def random_case(comm, seed):
 @pytest.mark.kernels
 @pytest.mark.parametrize("seed", range(8))
 def test_random_options(run, seed):
-    for errors in run(1 + seed % 3, random_case, seed):
-        assert max(errors.values()) < 2e-5, errors
+    check_errors(run(1 + seed % 3, random_case, seed), 2e-5)
 
 
 def half_case(comm, dtype):
@@ -80,8 +79,7 @@ def half_case(comm, dtype):
 @pytest.mark.kernels
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_half_precision(run, dtype, size=2):
-    for errors in run(size, half_case, dtype):
-        assert max(errors.values()) < (2**-7 if dtype == torch.bfloat16 else 2**-10), errors
+    check_errors(run(size, half_case, dtype), (2**-7 if dtype == torch.bfloat16 else 2**-10))
 
 
 def arguments_case(comm):

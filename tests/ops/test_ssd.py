@@ -17,7 +17,7 @@ from allscan.ops.ssd.ssd_plans import BackwardPlan, Inputs, shape_of, strides_of
 from allscan.reference import ssd_reference
 from support.launches import with_ssd_blocks
 from support.operators import Operator, Split, compared, random_split
-from support.values import error, place, raised
+from support.values import check_errors, error, place, raised
 
 OF_TOKENS = "x", "dt", "B", "C", "z"
 SSD = Operator(functools.partial(allscan.zeco_ssd, return_final_states=True), ssd_reference, OF_TOKENS)
@@ -106,8 +106,7 @@ def gates_case(comm, gates, sizes):
 @pytest.mark.parametrize("gates", ["weak", "mild", "strong", "reset"])
 @pytest.mark.parametrize("sizes", [(4, 1, 16, 16), (3, 3, 20, 40)], ids=["one group", "no groups"])
 def test_gates(run, gates, sizes, size=2):
-    for errors in run(size, gates_case, gates, sizes):
-        assert max(errors.values()) < 1e-5, errors
+    check_errors(run(size, gates_case, gates, sizes), 1e-5)
 
 
 def nothing_case(comm):
@@ -154,8 +153,7 @@ def random_case(comm, seed):
 @pytest.mark.kernels
 @pytest.mark.parametrize("seed", range(9))
 def test_random_options(run, seed):
-    for errors in run(1 + seed % 3, random_case, seed):
-        assert max(errors.values()) < 2e-5, errors
+    check_errors(run(1 + seed % 3, random_case, seed), 2e-5)
 
 
 def half_case(group, dtype, gates, sizes=(4, 2, 32, 32)):
@@ -170,8 +168,7 @@ def half_case(group, dtype, gates, sizes=(4, 2, 32, 32)):
 @pytest.mark.parametrize("gates", ["weak", "strong"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_half_precision(run, dtype, gates, size=2):
-    for errors in run(size, half_case, dtype, gates):
-        assert max(errors.values()) < (2**-7 if dtype == torch.bfloat16 else 2**-10), errors
+    check_errors(run(size, half_case, dtype, gates), (2**-7 if dtype == torch.bfloat16 else 2**-10))
 
 
 def of_gpu_case(group, capability):

@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 
 import allscan
 from support.tensors import as_tuple, calls, drawn, with_gradients, worst
-from support.values import raised
+from support.values import check_errors, raised
 
 ONE = pytest.param(1, marks=pytest.mark.cpu)  # rank: on GPUs two ranks cover it, with the same kernels and more
 OTHER_PATHS = "zigzag", "packed", "kept", "raw"  # of operators: two ranks have them
@@ -57,8 +57,7 @@ def negatives_case(comm):
 @pytest.mark.slow(but="1")
 @pytest.mark.parametrize("size", [ONE, 2])
 def test_negative_views_and_strides(run, size):
-    for found in run(size, negatives_case):
-        assert max(found.values()) < 1, {name: e for name, e in found.items() if e >= 1}
+    check_errors(run(size, negatives_case), 1)
 
 
 def rounded(x):
@@ -103,8 +102,7 @@ def hooks_case(comm):
 @pytest.mark.slow(but="1")
 @pytest.mark.parametrize("size", [ONE, 2])
 def test_saved_tensors_that_come_back_in_another_way(run, size):
-    for found in run(size, hooks_case):
-        assert max(found.values()) < 1, {name: e for name, e in found.items() if e >= 1}
+    check_errors(run(size, hooks_case), 1)
 
 
 OTHERS = dict(
@@ -333,8 +331,7 @@ def settings_case(comm):
 @pytest.mark.slow(but="1")
 @pytest.mark.parametrize("size", [ONE, 2])
 def test_settings_of_torch(run, size):
-    for found in run(size, settings_case):
-        assert max(found.values()) < EXACT, {name: e for name, e in found.items() if e >= EXACT}
+    check_errors(run(size, settings_case), EXACT)
 
 
 def results_case(comm):
@@ -391,5 +388,4 @@ def free_types_case(comm):
 
 @pytest.mark.cpu
 def test_types_that_are_free(run, size=2):
-    for errors in run(size, free_types_case):
-        assert max(errors.values()) < 1, {name: e for name, e in errors.items() if e >= 1}
+    check_errors(run(size, free_types_case), 1)

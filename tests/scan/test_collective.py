@@ -23,7 +23,7 @@ from allscan.reference import allscan_reference
 from allscan.scan.launcher import PreparedScan
 from support.fla import import_fla
 from support.scans import ScanCase, gradient_case, scan_case
-from support.values import backend_of_gpus, error, inputs, late, raised, value_or_error
+from support.values import backend_of_gpus, check_errors, error, inputs, late, raised, value_or_error
 
 SIZES = [1, 2, 4, 8]
 CASES = [
@@ -83,8 +83,7 @@ def test_many_epochs_with_stragglers(run, pool):
 @pytest.mark.kernels
 def test_gradients(run, size, decay_shape):
     for reverse in (False, True):
-        for errors in run(size, gradient_case, (2, 5, 6), decay_shape, reverse):
-            assert max(errors) < 1e-5, errors
+        check_errors(run(size, gradient_case, (2, 5, 6), decay_shape, reverse), 1e-5)
 
 
 def hop_case(comm, reverse):
@@ -122,8 +121,7 @@ def hop_case(comm, reverse):
 @pytest.mark.parametrize("size", SIZES)
 def test_neighbour_shift(run, size):
     for reverse in (False, True):
-        for errors in run(size, hop_case, reverse):
-            assert max(errors) < 1e-5, errors
+        check_errors(run(size, hop_case, reverse), 1e-5)
 
 
 def autograd_case(comm):
@@ -292,8 +290,7 @@ def transition_case(comm, shape, reverse, from_zero):
 @pytest.mark.kernels
 def test_dense_transitions(run, size, shape):
     for reverse in (False, True):
-        for errors in run(size, transition_case, shape, reverse, not reverse):
-            assert max(errors) < 1e-5, errors
+        check_errors(run(size, transition_case, shape, reverse, not reverse), 1e-5)
 
 
 def received_case(comm, dense):

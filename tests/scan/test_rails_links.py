@@ -24,7 +24,7 @@ from support.call_order import (
     validation_case,
 )
 from support.scans import ScanCase, gradient_case
-from support.values import error, inputs, late, raised
+from support.values import check_errors, error, inputs, late, raised
 from support.virtual import VirtualRanks
 
 pytestmark = pytest.mark.cpu
@@ -107,8 +107,7 @@ def options(algorithm, nodes):
 @pytest.mark.parametrize("decay_shape", [(2, 5), ()])
 def test_gradients(run, decay_shape, algorithm):
     for reverse in (False, True):
-        for errors in run(5, gradient_case, (2, 5, 6), decay_shape, reverse, options(algorithm, (2, 3))):
-            assert max(errors) < 1e-5, errors
+        check_errors(run(5, gradient_case, (2, 5, 6), decay_shape, reverse, options(algorithm, (2, 3))), 1e-5)
 
 
 def test_a_call_that_one_rank_rejects_or_never_enters(run):

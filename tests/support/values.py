@@ -148,6 +148,14 @@ def check_answers(answers, *kinds):
         assert answer is not None and answer[0] in (kinds or ("ValueError",)) and words in answer[1], (text, answer)
 
 
+def check_errors(answers, limit):
+    """Check that every rank's errors, a list or a dict by name, are below the limit, and that there are some."""
+    for errors in answers:
+        named = errors.items() if isinstance(errors, dict) else enumerate(errors)
+        wrong = {name: x for name, x in named if not x < limit}
+        assert errors and not wrong, wrong
+
+
 class _Held:
     pass
 

@@ -17,7 +17,7 @@ from allscan.tokens.packing import Layout, TokenRange
 from support.delta import NAMES, DeltaCase, Whole, of_rank, operator_case, pass_case
 from support.fla import delta_recurrence, import_fla
 from support.gla import BF16, F32
-from support.values import place, raised, relative, relative_all
+from support.values import check_errors, place, raised, relative, relative_all
 
 # on GPUs fla's kernels round float32 to TF32: tests/gpu/test_delta_gpu.py
 on_cpus = pytest.mark.cpu
@@ -161,8 +161,7 @@ def raw_case(comm, rule):
 @on_cpus
 @pytest.mark.parametrize("rule", ["kda", "bounded", "gated_delta_rule"])
 def test_raw_arguments(run, rule):
-    for errors in run(2, raw_case, rule):
-        assert max(errors) < LIMIT[F32], errors
+    check_errors(run(2, raw_case, rule), LIMIT[F32])
 
 
 WRONG = {

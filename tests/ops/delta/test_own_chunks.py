@@ -18,7 +18,7 @@ from bench import harness, local_delta
 from support.delta import LOG2_E, NAMES, DeltaCase, Whole, of_rank, own_case, same_prefix
 from support.delta_chunks import WEAK, chunked
 from support.gla import BF16, F32
-from support.values import place, raised, relative, relative_all
+from support.values import check_errors, place, raised, relative, relative_all
 
 pytestmark = pytest.mark.cpu
 LIMIT = {F32: 3e-5, BF16: 1e-2, torch.float16: 1.5e-3}
@@ -50,8 +50,7 @@ def test_the_chunked_form(rule, kind):
     ids=["GVA", "bfloat16", "packed", "a rank without tokens", "zigzag"],
 )
 def test_operators(run, rule, case):
-    for errors in run(len(case.tokens), own_case, case._replace(rule=rule)):
-        assert max(errors.values()) < LIMIT[case.dtype], errors
+    check_errors(run(len(case.tokens), own_case, case._replace(rule=rule)), LIMIT[case.dtype])
 
 
 def strong_case(comm, rule, strength):
@@ -68,8 +67,7 @@ def strong_case(comm, rule, strength):
 @pytest.mark.parametrize("strength", [-1e5, -float("inf")])
 def test_strong_gates(run, rule, strength):
     """These gates, for which fla's chunk kernels lose digits (docs/delta.md) or return NaN, are as exact as others."""
-    for errors in run(2, strong_case, rule, strength):
-        assert max(errors.values()) < 2e-6, errors
+    check_errors(run(2, strong_case, rule, strength), 2e-6)
 
 
 def one_strong_gate_case(comm, at, strength):
@@ -99,8 +97,7 @@ def large_case(comm, case):
 @pytest.mark.parametrize("rule", ["kda", "gated_delta_rule"])
 def test_large_states_of_float16_inputs(run, rule):
     case = DeltaCase(rule, [100, 60], K=32, gates="zero", dtype=torch.float16)
-    for errors in run(2, large_case, case):
-        assert max(errors.values()) < LIMIT[case.dtype], errors
+    check_errors(run(2, large_case, case), LIMIT[case.dtype])
 
 
 def repeated_key_case(comm, rule, dtype, beta, gate):
@@ -151,8 +148,9 @@ def alone_case(group, case):
 @pytest.mark.parametrize("dtype, K, V", [(F32, 200, 72), (torch.float16, 24, 40)])
 def test_without_fla(run, rule, dtype, K, V):
     """The default on CPU ranks."""
-    for errors in run(2, alone_case, DeltaCase(rule, [70, 40], HV=2, K=K, V=V, gates="mixed", dtype=dtype)):
-        assert max(errors.values()) < LIMIT[dtype], errors
+    check_errors(
+        run(2, alone_case, DeltaCase(rule, [70, 40], HV=2, K=K, V=V, gates="mixed", dtype=dtype)), LIMIT[dtype]
+    )
 
 
 def later_tokens_case(group):
@@ -241,8 +239,7 @@ def test_a_prefix_at_the_limit_of_strong_gates(run, dtype):
 def test_widths_of_gated_delta_rule(run, K, V, H, HV):
     tokens, lengths = [70, 33], [0, 0, 20, 20, 52, 102, 103, 103]
     case = DeltaCase("gated_delta_rule", tokens, H=H, HV=HV, K=K, V=V, gates="mixed", lengths=lengths)
-    for errors in run(2, own_case, case):
-        assert max(errors.values()) < 3e-6, errors
+    check_errors(run(2, own_case, case), 3e-6)
 
 
 def small_blocks_case(group, case, BV_max):
@@ -271,8 +268,7 @@ def small(blocks, BV_max):
 @pytest.mark.parametrize("BV_max", [16, 64])
 def test_several_blocks_of_columns(run, rule, dtype, limit, BV_max):
     case = DeltaCase(rule, [70, 33], H=1, HV=2, K=40, V=40, gates="mixed", dtype=dtype, lengths=[0, 20, 20, 52, 103])
-    for errors in run(2, small_blocks_case, case, BV_max):
-        assert max(errors.values()) < limit, errors
+    check_errors(run(2, small_blocks_case, case, BV_max), limit)
 
 
 # Errors of fla 0.6.0's chunk_kda on one H100, bfloat16, inputs drawn as below with 16 heads

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 import allscan
 from allscan.ops.delta.raw_inputs import gate, normalized
 from support.gla import BF16, F32
-from support.values import relative
+from support.values import check_errors, relative
 
 F16, F64 = torch.float16, torch.float64
 ROUNDED = {F32: 2e-6, BF16: 4e-3, F16: 6e-4, F64: 2e-6}  # a result in this type
@@ -107,5 +107,4 @@ def norm_case(group, shape, dtype, large):
     ],
 )
 def test_norms(run, size, shape, dtype, large):
-    for errors in run(size, norm_case, shape, dtype, large):
-        assert max(errors) < ROUNDED[dtype] * (1 if dtype == F32 else 2), errors
+    check_errors(run(size, norm_case, shape, dtype, large), ROUNDED[dtype] * (1 if dtype == F32 else 2))

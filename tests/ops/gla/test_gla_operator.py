@@ -28,7 +28,7 @@ from allscan.ops.operator import Asked, Call
 from allscan.shmem_kernels.blocks import rounded_to_tf32
 from allscan.tokens import packing
 from support.gla import BF16, F16, F32, LIMIT, NAMES, GLACase, Whole, check, gla_case
-from support.values import backend_of_gpus, place, raised, relative
+from support.values import backend_of_gpus, check_errors, place, raised, relative
 
 
 @triton.jit
@@ -314,8 +314,7 @@ def compiled_case(comm, packed, recompute):
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("packed, recompute", [(False, True), (True, True), (True, False)])
 def test_compiled_and_checkpointed(run, size, packed, recompute):
-    for errors in run(size, compiled_case, packed, recompute):
-        assert max(errors.values()) < 1e-5, errors
+    check_errors(run(size, compiled_case, packed, recompute), 1e-5)
 
 
 def operator_case(group):
