@@ -59,6 +59,18 @@ from support.values import check_errors, place, relative_all
 _alone = {}
 
 
+@pytest.fixture
+def printed(capsys, monkeypatch):
+    """Return printed(main, *options): the lines that a benchmark prints."""
+
+    def printed(main, *options):
+        monkeypatch.setattr(sys, "argv", ["bench", *options])
+        assert main() == 0
+        return capsys.readouterr().out.splitlines()
+
+    return printed
+
+
 def baseline_case(group, method, dtype):
     if group not in _alone:  # a group of this rank only, created by its own ranks alone
         ranks = dist.get_process_group_ranks(group)
@@ -210,18 +222,14 @@ def test_a_check_lets_no_nan_pass():
 
 @pytest.mark.slow
 @pytest.mark.cpu
-def test_calls_from_python_on_cpu_ranks(capsys, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["host"])
-    assert host.main() == 0
-    said = capsys.readouterr().out
+def test_calls_from_python_on_cpu_ranks(printed):
+    said = "\n".join(printed(host.main))
     assert "AllScan.scan(out=)" in said and "zeco_gla, forward+backward" in said
 
 
 @pytest.mark.cpu
-def test_the_loss_in_slices_without_gpus(capsys, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["loss"])
-    assert loss.main() == 0
-    errors = re.findall(r"(torch, whole|linear_cross_entropy) .* error (\S+)", capsys.readouterr().out)
+def test_the_loss_in_slices_without_gpus(printed):
+    errors = re.findall(r"(torch, whole|linear_cross_entropy) .* error (\S+)", "\n".join(printed(loss.main)))
     assert len(errors) == 4 and max(float(error) for _, error in errors) < 4e-3, errors
 
 
@@ -281,10 +289,8 @@ def wrong_segments_case(comm):
 
 @pytest.mark.slow
 @pytest.mark.cpu
-def test_the_first_step_of_a_process_without_gpus(capsys, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["cold"])
-    assert cold.main() == 0
-    assert "ran in the interpreter" in capsys.readouterr().out
+def test_the_first_step_of_a_process_without_gpus(printed):
+    assert "ran in the interpreter" in "\n".join(printed(cold.main))
 
 
 @pytest.mark.cpu
@@ -327,20 +333,15 @@ def test_every_method_trains_the_model_alike():
 
 
 @pytest.mark.cpu
-def test_the_split_of_scalar_decays(capsys, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["ssd_split"])
-    assert ssd_split.main() == 0
-    lines = capsys.readouterr().out.splitlines()[1:]
-    assert [line.split()[0] for line in lines] == [*ssd_split.RULES]
+def test_the_split_of_scalar_decays(printed):
+    assert [line.split()[0] for line in printed(ssd_split.main)[1:]] == [*ssd_split.RULES]
 
 
 @pytest.mark.slow
 @pytest.mark.cpu
-def test_every_method_trains_the_hybrid_alike(capsys, monkeypatch):
+def test_every_method_trains_the_hybrid_alike(printed):
     pytest.importorskip("transformers", minversion="5.23", reason="needs transformers")
-    monkeypatch.setattr(sys, "argv", "hybrid --model kimi_linear qwen3_next nemotron_h --mla 128 192".split())
-    assert hybrid.main() == 0
-    lines = capsys.readouterr().out.splitlines()[1:]
+    lines = printed(hybrid.main, *"--model kimi_linear qwen3_next nemotron_h --mla 128 192".split())[1:]
     models = ["kimi_linear, MLA 128", "kimi_linear, MLA 192", "qwen3_next", "nemotron_h"]
     assert [line[23:45].rstrip() for line in lines] == ["allscan", "allscan, zigzag", "heads", "gathered"] * 4
     assert [line[:22].rstrip() for line in lines[::4]] == models
@@ -348,23 +349,19 @@ def test_every_method_trains_the_hybrid_alike(capsys, monkeypatch):
 
 
 @pytest.mark.cpu
-def test_every_method_trains_megatrons_hybrid_alike(capsys, monkeypatch):
+def test_every_method_trains_megatrons_hybrid_alike(printed):
     for name in ("megatron", "fla"):
         pytest.importorskip(name)
-    monkeypatch.setattr(sys, "argv", ["megatron"])
-    assert megatron.main() == 0
-    lines = capsys.readouterr().out.splitlines()[1:]
+    lines = printed(megatron.main)[1:]
     assert [line[:22].rstrip() for line in lines] == [*megatron.METHODS]
     assert all(float(line.split()[-1]) < 1e-5 for line in lines), lines
 
 
 @pytest.mark.slow
 @pytest.mark.cpu
-def test_both_cuts_of_packed_rows_train_alike(capsys, monkeypatch):
+def test_both_cuts_of_packed_rows_train_alike(printed):
     pytest.importorskip("transformers", minversion="5.23", reason="needs transformers")
-    monkeypatch.setattr(sys, "argv", ["packed"])
-    assert packed.main() == 0
-    lines = capsys.readouterr().out.splitlines()[1:]
+    lines = printed(packed.main)[1:]
     assert len(lines) == len(packed.packings(64)) and all(float(line.split()[-1]) < 1e-5 for line in lines), lines
 
 

@@ -10,7 +10,7 @@ import allscan
 from support.delta import NAMES, DeltaCase, Whole, kept_case, of_rank, same_prefix
 from support.fla import import_fla
 from support.gla import BF16, F32
-from support.values import late, place, relative_all
+from support.values import captured, late, place, relative_all
 
 pytestmark = pytest.mark.gpu
 
@@ -188,17 +188,8 @@ def graph_case(group, replays):
             o, _ = allscan.zeco_kda(*own, comm=comm)
             return [o, *torch.autograd.grad(o, own, whole.do[:, mine])]
 
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(3):
-                expected = [x.clone() for x in step()]
-        torch.cuda.current_stream().wait_stream(side)
-        comm.barrier()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            found = step()
-        different = 0
+        expected, different = [x.clone() for x in step()], 0
+        graph, found = captured(comm, step)
         for i in range(replays):
             if i % 100 == 0:
                 late(i, comm.rank, 20)

@@ -138,11 +138,7 @@ def halo_graph_case(comm, replays):
         before = torch.cat(allscan.halo((x, y), 3, comm=comm), -1)
         return before.detach(), *torch.autograd.grad((before * weight).sum(), (x, y))
 
-    both()
-    comm.barrier()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        before, dx, dy = both()
+    graph, (before, dx, dy) = captured(comm, both)
     worst = torch.zeros((), device=comm.device)
     nothing = torch.zeros_like(weight)
     for _ in range(replays):

@@ -122,6 +122,13 @@ def answers_of(model, tokens, labels=None, **options):
     return logits, loss, *(p.grad.clone() for p in model.parameters())
 
 
+def errors_of_part(comm, found, expected, mine):
+    """Return relative errors of answers_of this rank's tokens ``mine``, gradients summed, to those of all tokens."""
+    logits, *sums = found
+    sums = [added_up(x, comm.group) for x in sums]
+    return [relative(logits, expected[0][:, mine]), *(relative(*pair) for pair in zip(sums, expected[1:], strict=True))]
+
+
 def of_first(comm, call, fla, kind, model, whole, **options):
     """Return answers_of the global sequence, computed by rank 0 for all."""
     shapes = [(*whole.shape, 97), (), *(p.shape for p in model.parameters())]
@@ -160,14 +167,10 @@ def model_case(comm, tokens, kind, choices, packed, layout, attention=()):
     where = dict(layout="contiguous" if layout == "contiguous" else "zigzag", per_document=documents is not None)
     assert sequence_parallel(model, comm=comm, attention=Attention(*attention), **where) is model
     model = copy.deepcopy(model)  # as for averaged weights
-    logits, *sums = answers_of(model, whole[:, mine], cu_seqlens=lengths)
-    sums = [added_up(x, comm.group) for x in sums]
+    found = answers_of(model, whole[:, mine], cu_seqlens=lengths)
     with pytest.raises(ValueError, match="pack the sequences"):
         model(input_ids=whole[:, mine], attention_mask=torch.zeros_like(whole[:, mine]))
-    errors = [
-        [relative(logits, e[0][:, mine]), *(relative(*pair) for pair in zip(sums, e[1:], strict=True))]
-        for e in expected
-    ]
+    errors = [errors_of_part(comm, found, e, mine) for e in expected]
     if len(expected) > 1:
         errors.append([relative(*pair) for pair in zip(*expected[::-1], strict=True)])
     return errors
@@ -285,10 +288,8 @@ def few_case(comm, kind, choices, batches, layout):
         expected = of_first(comm, RECURRENCES[kind], fla, kind, model, whole, cu_seqlens=lengths)
         sequence_parallel(model, comm=comm, layout=layout)
         mine = place(comm, tokens, layout == "zigzag")
-        logits, *sums = answers_of(model, whole[:, mine], cu_seqlens=lengths)
-        sums = [added_up(x, comm.group) for x in sums]
-        pairs = [(logits, expected[0][:, mine]), *zip(sums, expected[1:], strict=True)]
-        errors.append(max(relative(*pair) for pair in pairs))
+        found = answers_of(model, whole[:, mine], cu_seqlens=lengths)
+        errors.append(max(errors_of_part(comm, found, expected, mine)))
     return errors
 
 
@@ -420,7 +421,7 @@ def options_case(group):
             model.criterion = criterion
             expected = answers_of(sequence_parallel(model, comm=None), whole)
             actual = answers_of(sequence_parallel(model, comm=comm), whole[:, mine])
-            errors += [relative(added_up(x, comm.group), e) for x, e in zip(actual[1:], expected[1:], strict=True)]
+            errors += errors_of_part(comm, actual, expected, mine)
         model.criterion = Other()
         with pytest.raises(ValueError, match='reduction of "mean" or "sum"'):
             model(input_ids=whole, labels=whole)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import allscan
-from allscan.tools.ranks import Ranks, on_first
+from allscan.tools.ranks import Ranks
 from support import network
 from support.any_epoch import control_case
 from support.call_order import resync_case, shifted_case
@@ -48,16 +48,9 @@ class Network:
     def run(self, function, *arguments, behaves=REORDER, payload=0, timeout=100.0):
         """Return (results by rank, increases of the network's counters) of function(group, *arguments) on all ranks,
         over a network with behaviour ``behaves``. At least ``payload`` bytes must go through lo."""
-        before = self.ranks.run(network.behave, *behaves)
-        start = network.loopback_bytes()
-        found = self.ranks.run(on_first, self.size, function, *arguments, timeout=timeout)
-        after = self.ranks.run(network.counts)
-        counted = {name: sum(x[name] for x in after) - sum(x[name] for x in before) for name in after[0]}
-        if behaves[0] != "pass":
-            assert counted["passed"] > 0 and counted["failed"] == 0, counted
-        received = network.loopback_bytes() - start
-        print(f"{function.__name__}{arguments} over {behaves}: {received:,} bytes by lo, {counted}", flush=True)
-        assert received >= max(counted["bytes"], payload)
+        options = dict(behaves=behaves, timeout=timeout)
+        found, counted, received = network.run_over(self.ranks, self.size, function, *arguments, **options)
+        assert received >= payload
         return found, counted
 
     def close(self):

@@ -8,7 +8,7 @@ import torch
 
 import allscan
 from allscan.reference import allscan_reference
-from allscan.tools.ranks import Ranks, on_first
+from allscan.tools.ranks import Ranks
 from support import network, ucx_network
 from support.any_epoch import control_case
 from support.call_order import resync_case, shifted_case
@@ -39,14 +39,8 @@ class Network:
 
     def run(self, function, *arguments, behaves=REORDER, timeout=900.0):
         """Return (results by rank, increases of the network's counters); all traffic went through lo."""
-        before = self.ranks.run(network.behave, *behaves)
-        start = network.loopback_bytes()
-        found = self.ranks.run(on_first, sum(self.nodes), function, *arguments, timeout=timeout)
-        after = self.ranks.run(network.counts)
-        counted = {name: sum(x[name] for x in after) - sum(x[name] for x in before) for name in after[0]}
-        print(f"{function.__name__}{arguments} over {behaves}: {counted}", flush=True)
-        assert counted["passed"] > 0 and counted["failed"] == 0, counted
-        assert network.loopback_bytes() - start >= counted["bytes"]
+        options = dict(behaves=behaves, timeout=timeout)
+        found, counted, _ = network.run_over(self.ranks, sum(self.nodes), function, *arguments, **options)
         assert network.lanes(self.folder) == {"tcp/lo"}
         return found, counted
 

@@ -12,6 +12,8 @@ import re
 import shutil
 import subprocess
 
+from allscan.tools.ranks import on_first
+
 SOURCES = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "network")
 MODES = "pass", "reorder", "bandwidth", "stall", "never"  # modes of hostile.c
 # Counts of signals, and bytes. of_groups: reorderings with a signal of another group of puts
@@ -147,6 +149,21 @@ def loopback_bytes() -> int:
     with open(TRAFFIC) as file:
         line = next(line for line in file if line.strip().startswith("lo:"))
     return int(line.split(":")[1].split()[0])
+
+
+def run_over(ranks, size, function, *arguments, behaves, timeout):
+    """Return (results by rank, increases of the network's counters, bytes through lo) of function(group, *arguments) on
+    ``size`` ranks, over a network with behaviour ``behaves``."""
+    before, start = ranks.run(behave, *behaves), loopback_bytes()
+    found = ranks.run(on_first, size, function, *arguments, timeout=timeout)
+    after = ranks.run(counts)
+    counted = {name: sum(x[name] for x in after) - sum(x[name] for x in before) for name in after[0]}
+    received = loopback_bytes() - start
+    print(f"{function.__name__}{arguments} over {behaves}: {received:,} bytes by lo, {counted}", flush=True)
+    if behaves[0] != "pass":
+        assert counted["passed"] > 0 and counted["failed"] == 0, counted
+    assert received >= counted["bytes"]
+    return found, counted, received
 
 
 # In the processes of the ranks
