@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 import allscan
 from allscan.base.caches import Agreement
-from allscan.comm import calls, heap
+from allscan.comm import calls
 from allscan.comm.call_order import Order
 from allscan.comm.tags import stamp
 from allscan.launch.compiled_kernel import channel_addresses
@@ -659,21 +659,13 @@ def test_more_tiles_than_programs(run, pool, depth, protocol):
     assert all(run(min(3, pool.size), few_programs_case, depth, protocol))
 
 
-def overtaking_case(group, depth):
+def overtaking_case(comm, depth):
     """Concurrent puts arrive in any order, up to 0.3 s late."""
-
-    allscan.init()
-    network = heap.symmetric_heap().network
-    network.most_s = 0.3
-    try:
-        with allscan.Communicator(group) as comm:
-            scan = allscan.AllScan(comm, (1, 2, 4), depth=depth, protocol="put")
-            outs = [scan.scan(torch.full((1, 2, 4), 10.0 * i + comm.rank)) for i in range(1, 9)]
-            wrong = [i for i, o in enumerate(outs, 1) if (o != sum(10.0 * i + r for r in range(comm.rank))).any()]
-            comm.barrier()
-    finally:
-        network.most_s = 2e-3
-    return wrong
+    with mock.patch.object(comm.memory.heap.network, "most_s", 0.3):
+        scan = allscan.AllScan(comm, (1, 2, 4), depth=depth, protocol="put")
+        outs = [scan.scan(torch.full((1, 2, 4), 10.0 * i + comm.rank)) for i in range(1, 9)]
+        comm.barrier()
+    return [i for i, o in enumerate(outs, 1) if (o != sum(10.0 * i + r for r in range(comm.rank))).any()]
 
 
 @pytest.mark.cpu

@@ -837,10 +837,9 @@ def test_a_later_call_that_one_rank_rejects(answers, kind, size=2):
 
 def captured_case(comm):
     """A first call in a capture allocates nothing. The capture is mocked: CPU ranks have no CUDA graphs."""
-    free, capturing = comm.memory.heap.arena.free_bytes, comm.streams.capturing
-    comm.streams.capturing = lambda: True
-    answer = raised(allscan.allscan, torch.ones(2, 16), comm=comm)
-    comm.streams.capturing = capturing
+    free = comm.memory.heap.arena.free_bytes
+    with mock.patch.object(comm.streams, "capturing", lambda: True):
+        answer = raised(allscan.allscan, torch.ones(2, 16), comm=comm)
     assert comm.memory.heap.arena.free_bytes == free
     return answer, allscan.allscan(torch.ones(2, 16), comm=comm).sum().item()
 
@@ -854,17 +853,9 @@ def test_a_first_call_in_a_capture(run):
 
 def full_case(comm):
     """The memory of rank 1's host is full: all ranks get an error, and everything allocated is freed."""
-    free, fallocate = comm.memory.heap.arena.free_bytes, os.posix_fallocate
-
-    def full(*_):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    if comm.rank == 1:
-        os.posix_fallocate = full
-    try:
+    free, full = comm.memory.heap.arena.free_bytes, OSError(errno.ENOSPC, "No space left on device")
+    with mock.patch.object(os, "posix_fallocate", side_effect=full) if comm.rank == 1 else contextlib.nullcontext():
         answer = raised(allscan.allscan, torch.ones(2, 16), comm=comm)
-    finally:
-        os.posix_fallocate = fallocate
     assert comm.memory.heap.arena.free_bytes == free
     return answer, allscan.allscan(torch.ones(2, 16), comm=comm).sum().item()
 

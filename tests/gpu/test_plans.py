@@ -6,6 +6,7 @@ import contextlib
 import functools
 import importlib.util
 import itertools
+from unittest import mock
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ import allscan
 from allscan.tokens import partition
 from support.fla import import_fla
 from support.packed import calls, differ, forward_and_backward
-from support.values import late, relative
+from support.values import late, raised, relative
 
 pytestmark = pytest.mark.gpu
 
@@ -263,42 +264,33 @@ def test_3000_calls_give_the_same_bits(run, size, dtype, D):
     assert run(size, many_calls_case, dtype, D, 3000) == [0] * size
 
 
-def backlog(ms=60):
-    """Keep the current stream busy for a while."""
-    torch.cuda._sleep(int(ms * 2e6))
-
-
 def two_streams_case(group, kept):
     """Return the calls that differ from calls on one stream. The first call with new tables waits behind a backlog on
     one stream; the same call follows at once on another. ``kept``: how many tables a communicator retains; freed ones
     are overwritten."""
     import_fla(False)
-    before, partition.CACHE_SIZE = partition.CACHE_SIZE, kept
-    try:
-        with allscan.Communicator(group, timeout=30) as comm:
-            T, wrong = 256, []
-            streams = [torch.cuda.Stream() for _ in range(2)]
-            for name, call in calls(comm, T, K=64).items():
-                for i in range(8):
-                    lengths = None if i == 0 else [0, 20 + 7 * i, 20 + 7 * i, T * comm.size]
-                    found = []
-                    torch.cuda.synchronize()
-                    for stream in streams:
-                        with torch.cuda.stream(stream):
-                            if stream is streams[0]:
-                                backlog()
-                            found.append(forward_and_backward(call, lengths))
-                            trash = [torch.full((n,), -1, device=comm.device) for n in (1 << 8, 1 << 12, 1 << 16)]
-                            del trash
-                    torch.cuda.synchronize()
-                    expected = forward_and_backward(call, lengths)
-                    torch.cuda.synchronize()
-                    if any(differ(x, expected) for x in found):
-                        wrong.append((*name, lengths))
-            comm.barrier()
-            return wrong
-    finally:
-        partition.CACHE_SIZE = before
+    with mock.patch.object(partition, "CACHE_SIZE", kept), allscan.Communicator(group, timeout=30) as comm:
+        T, wrong = 256, []
+        streams = [torch.cuda.Stream() for _ in range(2)]
+        for name, call in calls(comm, T, K=64).items():
+            for i in range(8):
+                lengths = None if i == 0 else [0, 20 + 7 * i, 20 + 7 * i, T * comm.size]
+                found = []
+                torch.cuda.synchronize()
+                for stream in streams:
+                    with torch.cuda.stream(stream):
+                        if stream is streams[0]:
+                            torch.cuda._sleep(120_000_000)  # 60 ms
+                        found.append(forward_and_backward(call, lengths))
+                        trash = [torch.full((n,), -1, device=comm.device) for n in (1 << 8, 1 << 12, 1 << 16)]
+                        del trash
+                torch.cuda.synchronize()
+                expected = forward_and_backward(call, lengths)
+                torch.cuda.synchronize()
+                if any(differ(x, expected) for x in found):
+                    wrong.append((*name, lengths))
+        comm.barrier()
+        return wrong
 
 
 @pytest.mark.parametrize("kept", [256, 2])
@@ -325,12 +317,9 @@ def captured_lengths_case(group):
                 torch.cuda.current_stream().wait_stream(side)
                 on_gpu = lengths.to(comm.device)
                 comm.barrier()
-                graph, rejected = torch.cuda.CUDAGraph(), None
+                graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(graph):
-                    try:
-                        call(on_gpu)
-                    except ValueError as error:
-                        rejected = str(error)
+                    rejected = raised(call, on_gpu)
                     result = call(lengths)[0]
                 graph.replay()
                 torch.cuda.synchronize()
@@ -343,7 +332,8 @@ def captured_lengths_case(group):
 def test_a_capture_has_lengths_of_the_host(run, size):
     for answers in run(size, captured_lengths_case):
         for name, (rejected, same_bits) in answers.items():
-            assert rejected is not None and "cannot be captured" in rejected and same_bits, (name, rejected, same_bits)
+            assert rejected and rejected[0] == "ValueError" and "cannot be captured" in rejected[1], (name, rejected)
+            assert same_bits, name
 
 
 def dropped_work_case(comm, replays):
@@ -357,13 +347,10 @@ def dropped_work_case(comm, replays):
     works = [allscan.allscan(state, comm=comm, async_op=True) for _ in range(2)]
     found = [work.result for work in works]
     torch.cuda.synchronize()
-    graph, said = torch.cuda.CUDAGraph(), []
+    graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         del works[0]
-        try:
-            works[0].wait()
-        except RuntimeError as error:
-            said.append(str(error))
+        said = raised(works[0].wait)
         found.append(allscan.allscan(state, comm=comm))
     del works
     for i in range(replays):
@@ -377,4 +364,4 @@ def dropped_work_case(comm, replays):
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_work_that_goes_in_a_capture(run, size):
     for said, error in run(size, dropped_work_case, 200):
-        assert len(said) == 1 and error < 1e-6, (said, error)
+        assert said and said[0] == "RuntimeError" and error < 1e-6, (said, error)

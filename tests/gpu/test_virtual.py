@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import random
 import time
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from allscan.reference import allscan_reference
 from allscan.tools.ranks import Ranks
 from support import virtual
 from support.scans import Guarded
+from support.values import raised
 from support.virtual import VirtualRanks
 
 pytestmark = pytest.mark.gpu
@@ -35,14 +37,9 @@ DECAYS = ["random", "0", "1", "mixed"]
 @pytest.fixture(scope="module")
 def one():
     """A process with one rank and 32 hardware queues, which loads all modules at once."""
-    before = dict(os.environ)
-    os.environ.update(CUDA_DEVICE_MAX_CONNECTIONS="32", CUDA_MODULE_LOADING="EAGER")
-    try:
-        with Ranks(1, "cuda", backend="gloo") as ranks:
-            yield ranks
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
+    variables = dict(CUDA_DEVICE_MAX_CONNECTIONS="32", CUDA_MODULE_LOADING="EAGER")
+    with mock.patch.dict(os.environ, variables), Ranks(1, "cuda", backend="gloo") as ranks:
+        yield ranks
 
 
 def draw(generator, size, shape, kind):
@@ -159,8 +156,8 @@ def test_64_ranks(one, algorithm, nodes):
 
 
 def absent(algorithm, nodes, rank):
-    """Return (largest error before, ranks named in fault records, seconds until the GPU is free) with rank ``rank``
-    absent."""
+    """Return (largest error before, ranks named in fault records, seconds until the GPU is free, the error of a check)
+    with rank ``rank`` absent."""
     size, shape = sum(nodes), (2, 16, 32)
     ranks = VirtualRanks(size, shape, nodes=nodes, algorithm=algorithm, tile=(4, 32), timeout=1.0)
     states, decays = draw(torch.Generator("cuda").manual_seed(0), size, shape, "1")
@@ -171,18 +168,15 @@ def absent(algorithm, nodes, rank):
     torch.cuda.synchronize()
     seconds = time.monotonic() - start
     named = {found[2] for found in ranks.faults().values()}
-    try:
-        ranks.check()
-    except allscan.AllScanTimeout:
-        return worst, named, seconds
-    return worst, named, None
+    return worst, named, seconds, raised(ranks.check)
 
 
 @pytest.mark.parametrize("rank", [0, 9, 31])
 @pytest.mark.parametrize("algorithm, nodes", KINDS[:3])
 def test_a_rank_that_never_comes_is_named(one, algorithm, nodes, rank):
-    [(worst, named, seconds)] = one.run(absent, algorithm, nodes, rank)
-    assert worst < 1e-4 and rank in named and seconds is not None and seconds < 20, (named, seconds)
+    [(worst, named, seconds, problem)] = one.run(absent, algorithm, nodes, rank)
+    assert worst < 1e-4 and rank in named and seconds < 20, (named, seconds)
+    assert problem and problem[0] == "AllScanTimeout", problem
 
 
 def timed(algorithm, nodes, kind, shape, tile, programs):

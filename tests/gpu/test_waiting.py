@@ -21,7 +21,7 @@ from allscan.tools.ranks import Ranks, on_first
 from bench import harness
 from bench.baselines import windows
 from bench.proof import Method, kernels, ran
-from support.values import late
+from support.values import late, raised
 from support.virtual import VirtualRanks
 
 pytestmark = pytest.mark.gpu
@@ -189,11 +189,8 @@ def stepped_graph_case(group, replays, skips):
             if not skipped:
                 wrong += ((out != i * comm.rank) & ~out.isnan()).any().int()
         torch.cuda.synchronize()
-        found, told = None, False
-        try:
-            comm.check()
-        except RuntimeError as problem:
-            found, told = type(problem).__name__, "more than its host has made calls: in a replayed" in str(problem)
+        found, text = raised(comm.check) or (None, "")
+        told = "more than its host has made calls: in a replayed" in text
         comm.resync()
         state.fill_(3.0)
         graphs[0].replay()

@@ -4,6 +4,7 @@ These tests check results and bounded waits: times over a loopback mean nothing.
 from __future__ import annotations
 
 import os
+from unittest import mock
 
 import pytest
 import torch
@@ -40,7 +41,7 @@ class Network:
     def __init__(self, folder, names=None, size=2, heap="host"):
         self.folder, self.size = str(folder), size
         more = {"ALLSCAN_HEAP": "64M", "NVSHMEM_SYMMETRIC_SIZE": "256M"} | ({} if names else TWO_NODES)
-        with network.variables(network.environment(self.folder, heap) | more):
+        with mock.patch.dict(os.environ, network.environment(self.folder, heap) | more):
             self.ranks = Ranks(size, "cuda", "gloo", share=True)
         if names:
             assert self.ranks.run(network.enter_node, names) == names

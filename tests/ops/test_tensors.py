@@ -293,12 +293,9 @@ def test_forward_mode_derivatives_of_gradients_are_rejected(run, size=2):
 
 @contextlib.contextmanager
 def precision(name):
-    before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(name)
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
+    yield
+    torch.set_float32_matmul_precision("highest")
 
 
 def settings_case(comm):

@@ -763,17 +763,6 @@ def test_sub_groups_at_work_at_once(run, pool, size=2):
     assert max(run(pool.size, mesh_case)) < 1e-6
 
 
-def alone_case(comm):
-    state = torch.randn(2, 4, 8, device=comm.device, requires_grad=True)
-    prev = allscan.allscan(state, 0.5, comm=comm)
-    prev.sum().backward()
-    return prev.abs().max().item() + state.grad.abs().max().item()
-
-
-def test_group_of_one(run):
-    assert run(1, alone_case) == [0.0]
-
-
 def copies_case(group):
     """Return whether a copy of an AllScan is the same one; errors of a pickle, and of closed objects."""
     comm = allscan.Communicator(group)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,6 @@ from .values import raised
 TIMEOUT = 3.0
 
 
-@contextlib.contextmanager
 def failing_launch(name):
     """Make launches of the kernel ``name`` run out of memory inside the block."""
     whole = Launch.__call__
@@ -27,11 +27,7 @@ def failing_launch(name):
             raise torch.OutOfMemoryError(name)
         return whole(self, *tensors)
 
-    Launch.__call__ = launch
-    try:
-        yield
-    finally:
-        Launch.__call__ = whole
+    return mock.patch.object(Launch, "__call__", launch)
 
 
 def delta(comm, v):

@@ -3,7 +3,6 @@ tests/network/hostile.c in between."""
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import glob
 import importlib.util
@@ -119,18 +118,6 @@ def environment(folder: str, heap: str = "host") -> dict[str, str]:
         "UCX_LOG_FILE": os.path.join(folder, "ucx.%p.log"),
         "UCX_WARN_UNUSED_ENV_VARS": "n",
     }
-
-
-@contextlib.contextmanager
-def variables(more: dict[str, str]):
-    """Set environment variables inside the block, for this process and its children."""
-    before = dict(os.environ)
-    os.environ.update(more)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
 
 
 def lanes(folder: str) -> set[str]:

@@ -148,19 +148,15 @@ def test_a_cu_seqlens_has_one_partition(run):
     assert answers[0][1] is None and all("first used with" in second[1] for _, second, _ in answers[1:])
 
 
-def kept_case(group):
+def kept_case(comm):
     """Use more cu_seqlens than the cache holds, and more layouts on rank 1 than on rank 0. Return the cache's size."""
-    kept, partition.CACHE_SIZE = partition.CACHE_SIZE, 3
-    try:
-        with allscan.Communicator(group) as comm:
-            comm.agreed.partitions.most = 3
-            for i in range(12):
-                find_layout(comm, OwnTokens(1, 4, torch.tensor([0, i % 4, 8])), 128)
-                if comm.rank == 1:
-                    find_layout(comm, OwnTokens(1, 4 + i), 128)
-            return len(comm.agreed.partitions)
-    finally:
-        partition.CACHE_SIZE = kept
+    comm.agreed.partitions.most = 3
+    with mock.patch.object(partition, "CACHE_SIZE", 3):
+        for i in range(12):
+            find_layout(comm, OwnTokens(1, 4, torch.tensor([0, i % 4, 8])), 128)
+            if comm.rank == 1:
+                find_layout(comm, OwnTokens(1, 4 + i), 128)
+    return len(comm.agreed.partitions)
 
 
 def test_all_ranks_forget_the_same(run):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import collections
 import functools
+import sys
+from unittest import mock
 
 import pytest
 import torch
@@ -209,16 +211,10 @@ def test_wrong_arguments(run, name):
         assert not any_output  # beta is 0
 
 
-def without_fla_case(group):
-    import sys
-
-    sys.modules["fla.ops.kda"] = None
-    try:
-        with allscan.Communicator(group) as comm:
-            x, y = torch.ones(1, 6, 2, 8), torch.zeros(1, 6, 2)
-            return raised(allscan.zeco_gated_delta_rule, x, x, x, y, y, comm=comm, chunk="fla")
-    finally:
-        del sys.modules["fla.ops.kda"]
+def without_fla_case(comm):
+    with mock.patch.dict(sys.modules, {"fla.ops.kda": None}):
+        x, y = torch.ones(1, 6, 2, 8), torch.zeros(1, 6, 2)
+        return raised(allscan.zeco_gated_delta_rule, x, x, x, y, y, comm=comm, chunk="fla")
 
 
 @pytest.mark.cpu
