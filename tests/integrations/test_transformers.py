@@ -1026,7 +1026,6 @@ def places_case(how):
     return None
 
 
-@pytest.mark.cpu
 @pytest.mark.slow(but=("absent", "left out"))
 @pytest.mark.parametrize("how", ["absent", "left out", "left out, DDP"])
 def test_an_error_tells_in_which_pass_of_the_model_each_rank_is(fresh, how):

@@ -56,6 +56,7 @@ from support.launches import (
     launch_gla,
     launch_ssd,
     most,
+    record_launches,
     with_gpu_blocks,
 )
 from support.sm90 import Compiled
@@ -546,12 +547,9 @@ def test_delta_kernels(K, V, scalar, most_spilled, monkeypatch):
 
 def launch_states(K, V, scalar, monkeypatch, capability):
     """Record in Launches the launches of both passes over the states of chunks."""
-    for name, kernel in list(vars(delta_passes).items()):
-        if name.endswith("_kernel"):
-            monkeypatch.setattr(delta_passes, name, Launches(kernel))
+    record_launches(monkeypatch, delta_passes)
     dtype, H, T = torch.bfloat16, 4, 130
     with_gpu_blocks(monkeypatch, capability)
-    monkeypatch.setattr(Launches, "made", [])
     layout = Layout([TokenRange(0, T)], 1, 64, "cpu")  # in the middle of a sequence
     device = torch.device("cpu")
     carriers = {(AllScanCarrier, True): NoScan()}

@@ -492,7 +492,6 @@ def chunks_case(group, layout):
         return found
 
 
-@pytest.mark.cpu
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 def test_more_chunks_than_kernels_take(fresh, layout, size=3):
     of = size - 1 if layout == "contiguous" else 0
