@@ -249,20 +249,9 @@ def pytest_terminal_summary(terminalreporter):
     """Print the versions of frameworks; tests of a missing one are skipped."""
     from allscan.bindings.versions import installed_version
 
-    names = (
-        "torch",
-        "triton",
-        "flash-linear-attention",
-        "transformers",
-        "accelerate",
-        "trl",
-        "axolotl-ringmaster",
-        "megatron-core",
-        "mamba-ssm",
-        "causal-conv1d",
-        "transformer-engine",
-    )
-    found = [f"{name} {installed_version(name) or 'missing'}" for name in names]
+    names = "torch triton flash-linear-attention transformers accelerate trl axolotl-ringmaster megatron-core"
+    names += " mamba-ssm causal-conv1d transformer-engine"
+    found = [f"{name} {installed_version(name) or 'missing'}" for name in names.split()]
     terminalreporter.write_line(f"with {', '.join(found)}")
 
 

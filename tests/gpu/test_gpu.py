@@ -21,7 +21,7 @@ from allscan.tools.ranks import Ranks
 from support.faults import poisoned_case
 from support.gla import GLACase, check, gates, gla_case
 from support.long_runs import graph_case, long_case, zigzag_case
-from support.scans import ScanCase, scan_case
+from support.scans import ScanCase, error_of, scan_case
 from support.values import captured, error, inputs, late, place, relative
 
 pytestmark = pytest.mark.gpu
@@ -338,10 +338,8 @@ def test_nvshmem_functions_and_constants_by_effect(run, pool, size=2):
 
 def quick_case(protocol="auto", epoch=1):
     with allscan.Communicator() as comm:
-        states, decays = inputs(comm, (2, 8, 16), (2, 8), epoch)
-        expected = allscan_reference(states, decays)[comm.rank]
-        mine, decay = states[comm.rank].to(comm.device), decays[comm.rank].to(comm.device)
-        return error(allscan.AllScan(comm, mine.shape, protocol=protocol).scan(mine, decay), expected)
+        scan = allscan.AllScan(comm, (2, 8, 16), protocol=protocol)
+        return error_of(comm, scan.scan, scan.shape, epoch)
 
 
 def test_ranks_that_share_gpus(monkeypatch):
@@ -440,11 +438,8 @@ def mixed_case(group):
     worst = 0.0
     for epoch in range(40):
         for reverse in (False, True):
-            states, decays = inputs(comm, scan.shape, (4, 16), epoch)
-            expected = allscan_reference(states, decays, reverse=reverse)[comm.rank]
             late(epoch, comm.rank, 3)
-            mine, decay = states[comm.rank].to(comm.device), decays[comm.rank].to(comm.device)
-            worst = max(worst, error(scan.scan(mine, decay, reverse=reverse), expected))
+            worst = max(worst, error_of(comm, scan.scan, scan.shape, epoch, reverse))
     comm.close()
     return worst, kinds
 

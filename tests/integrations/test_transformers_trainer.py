@@ -83,12 +83,20 @@ class _Seen:
         return {"sum": float(np.mean([np.abs(x).mean() for x in prediction if x is not None]))}
 
 
-def trainer_of(kind, model, **options):
+NO_ARGUMENTS = (
+    "train_dataset eval_dataset data_collator compute_metrics compute_loss_func model_init optimizers".split()
+)
+
+
+def trainer_of(kind, model, folder, batch, **options):
     import transformers
 
     from allscan.integrations.transformers import SequenceParallelTrainer
 
-    found = (transformers.Trainer if kind == "stock" else SequenceParallelTrainer)(model=model, **options)
+    given = {name: options.pop(name) for name in NO_ARGUMENTS if name in options}
+    given |= {} if "model_init" in given else dict(model=model)
+    trainer = transformers.Trainer if kind == "stock" else SequenceParallelTrainer
+    found = trainer(args=arguments(folder, batch, **options), **given)
     found.remove_callback(transformers.PrinterCallback)
     return found
 
@@ -240,11 +248,6 @@ CASES = {
 }
 
 
-KNOWN = (
-    "train_dataset eval_dataset data_collator compute_metrics compute_loss_func model_init optimizers".split()
-)  # no arguments
-
-
 def results(folder, kind, groups, layout, names, batch=2):
     """Return the results of every case, with a model of equal weights."""
     mesh = begin(groups)
@@ -252,17 +255,11 @@ def results(folder, kind, groups, layout, names, batch=2):
     with allscan.Communicator(mesh) as comm:
 
         def make(output_dir=folder, **options):
-            given = {name: options.pop(name) for name in KNOWN if name in options}
             options = {name: x for name, x in options.items() if kind != "stock" or "fsdp" not in name}
             model = made("qwen3_5", use_cache=False)
             if kind != "stock":
                 sequence_parallel(model, comm=comm, layout=layout)
-            return trainer_of(
-                kind,
-                model,
-                args=arguments(output_dir, batch * (2 if kind == "stock" else 2 // groups), **options),
-                **given,
-            )
+            return trainer_of(kind, model, output_dir, batch * (2 if kind == "stock" else 2 // groups), **options)
 
         for name in names:
             found[name] = CASES[name](make)
@@ -339,7 +336,7 @@ def packed_case(folder):
         wanted = torch.cat(logits).numpy()
         for per_document in (False, True):
             sequence_parallel(model, comm=comm, layout="zigzag", per_document=per_document)
-            trainer = trainer_of("ours", model, args=arguments(folder, 1), data_collator=collated)
+            trainer = trainer_of("ours", model, folder, 1, data_collator=collated)
             found = trainer.predict(data)
             errors.append(float(np.abs(found.predictions - wanted).max() / np.abs(wanted).max()))
             errors.append(relative(torch.tensor(found.metrics["test_loss"]), sum(losses) / 2))
@@ -363,7 +360,7 @@ def flattened_case(folder):
     data = rows(2, False)
     with allscan.Communicator(begin(2)) as comm:
         model = sequence_parallel(made("qwen3_5", use_cache=False), comm=comm)
-        found = trainer_of("ours", model, args=arguments(folder, 1), data_collator=flattened).predict(data)
+        found = trainer_of("ours", model, folder, 1, data_collator=flattened).predict(data)
         logits, labels = torch.tensor(found.predictions)[0, :-1], flattened(data)["labels"][0, 1:]
         return relative(torch.tensor(found.metrics["test_loss"]), torch.nn.functional.cross_entropy(logits, labels))
 
@@ -402,9 +399,8 @@ def compiled_case(folder):
     with allscan.Communicator(begin(1), timeout=600) as comm:
 
         def make(**options):
-            given = {name: options.pop(name) for name in KNOWN if name in options}
             model = sequence_parallel(made("qwen3_5", use_cache=False), comm=comm)
-            return trainer_of("ours", model, args=arguments(folder, 2, **options), **given)
+            return trainer_of("ours", model, folder, 2, **options)
 
         eager = training(make)
         torch._dynamo.reset()
@@ -449,13 +445,11 @@ def rejected_case(folder):
     mesh, rank, answers = begin(1), dist.get_rank(), {}
     with allscan.Communicator(mesh) as comm:
 
-        def make(layout="contiguous", split=True, model=None, **options):
-            given = {name: options.pop(name) for name in KNOWN if name in options}
+        def make(layout="contiguous", split=True, **options):
             model = made("qwen3_5", use_cache=False)
             if split:
                 sequence_parallel(model, comm=comm, layout=layout)
-            given |= {} if "model_init" in given else dict(model=model)
-            return SequenceParallelTrainer(args=arguments(folder, 2, **options), **given)
+            return trainer_of("ours", model, folder, 2, **options)
 
         rejected = {
             "not split": dict(split=False),

@@ -25,8 +25,8 @@ from support.network_cases import (
     memory_of_heaps_case,
     stall_case,
 )
-from support.scans import ScanCase, gradient_case, scan_case
-from support.values import error, inputs, late
+from support.scans import ScanCase, error_of, gradient_case, scan_case
+from support.values import late
 
 pytestmark = pytest.mark.network
 REORDER = "reorder", 200_000  # a put's largest delay in ns
@@ -246,11 +246,8 @@ def nodes_case(group, wanted, algorithm, epochs):
         worst = 0.0
         for epoch in range(epochs):
             for reverse in (False, True):
-                states, decays = inputs(comm, scan.shape, (2, 8), epoch)
-                expected = allscan.reference.allscan_reference(states, decays, None, reverse)[comm.rank]
                 late(2 * epoch + reverse, comm.rank, 3)
-                mine, decay = states[comm.rank].to(comm.device), decays[comm.rank].to(comm.device)
-                worst = max(worst, error(scan.scan(mine, decay, reverse=reverse), expected))
+                worst = max(worst, error_of(comm, scan.scan, scan.shape, epoch, reverse))
         comm.check()
     return worst
 

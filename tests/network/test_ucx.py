@@ -15,8 +15,8 @@ from support.call_order import resync_case, shifted_case
 from support.delta import DeltaCase, own_case
 from support.gla import GLACase, check, gla_case
 from support.network_cases import absent_case, halo_case, lost_case, memory_case, stall_case
-from support.scans import ScanCase, gradient_case, scan_case
-from support.values import error, inputs, late
+from support.scans import ScanCase, error_of, gradient_case, scan_case
+from support.values import error, late
 
 pytestmark = [
     pytest.mark.network,
@@ -73,10 +73,8 @@ def nodes_case(group, nodes, algorithm, epochs, depth=3):
         scan = allscan.AllScan(comm, (4, 8, 16), depth=depth, algorithm=algorithm, tile=(2, 16))
         worst = 0.0
         for epoch in range(epochs):
-            states, decays = inputs(comm, scan.shape, (4, 8), epoch)
             late(epoch, comm.rank, 4)
-            found = scan.scan(states[comm.rank], decays[comm.rank], reverse=bool(epoch % 2))
-            worst = max(worst, error(found, allscan_reference(states, decays, None, bool(epoch % 2))[comm.rank]))
+            worst = max(worst, error_of(comm, scan.scan, scan.shape, epoch, bool(epoch % 2)))
         comm.check()
     return worst
 

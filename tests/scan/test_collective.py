@@ -22,7 +22,7 @@ from allscan.comm.backwards import AT_ONCE as FWD_EPOCHS_AT_ONCE
 from allscan.reference import allscan_reference
 from allscan.scan.launcher import PreparedScan
 from support.fla import import_fla
-from support.scans import ScanCase, gradient_case, scan_case
+from support.scans import ScanCase, error_of, gradient_case, scan_case
 from support.values import backend_of_gpus, check_errors, error, inputs, late, raised, value_or_error
 
 SIZES = [1, 2, 4, 8]
@@ -751,11 +751,9 @@ def mesh_case(group):
         worst = 0.0
         for epoch in range(5):
             for scope, seed in ((comm, 100 * mesh["dp"].get_local_rank()), (world, 7)):
-                states, decays = inputs(scope, (2, 4, 8), (2, 4), seed + epoch)
-                expected = allscan_reference(states, decays)[scope.rank]
                 late(epoch, dist.get_rank(), 10)
-                mine, decay = states[scope.rank].to(scope.device), decays[scope.rank].to(scope.device)
-                worst = max(worst, error(allscan.allscan(mine, decay, comm=scope), expected))
+                call = functools.partial(allscan.allscan, comm=scope)
+                worst = max(worst, error_of(scope, call, (2, 4, 8), seed + epoch))
     return worst
 
 
