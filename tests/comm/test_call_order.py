@@ -616,9 +616,9 @@ def neighbour_shift_case(group, key, how):
         return abs(found - 2 * right) <= 1e-6 * abs(right)
 
 
-@pytest.mark.parametrize("size", [4])  # of 2 ranks the last one waits for the first in any case
 @pytest.mark.parametrize("how", ["number", "tensor", "signs", "zeco_gla"])
-def test_a_tile_with_zero_decays_waits_for_one_rank(run, size, how):
+def test_a_tile_with_zero_decays_waits_for_one_rank(run, how, size=4):
+    # of 2 ranks the last one waits for the first in any case
     assert run(size, neighbour_shift_case, uuid.uuid4().hex, how) == [True] * size
 
 

@@ -444,8 +444,7 @@ def mixed_case(group):
     return worst, kinds
 
 
-@pytest.mark.parametrize("size", [4])
-def test_a_chain_of_both_kinds_of_links(run, size):
+def test_a_chain_of_both_kinds_of_links(run, size=4):
     answers = run(size, mixed_case)
     none, sentinel, put = -1, 0, 2
     assert [kinds for _, kinds in answers] == [[none, sentinel], [sentinel, put], [put, sentinel], [sentinel, none]]

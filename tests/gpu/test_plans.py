@@ -108,8 +108,7 @@ def unaligned_case(comm):
     comm.barrier()
 
 
-@pytest.mark.parametrize("size", [2])
-def test_addresses_that_are_no_multiples_of_16(run, size):
+def test_addresses_that_are_no_multiples_of_16(run, size=2):
     run(size, unaligned_case)
 
 
@@ -134,8 +133,7 @@ def reused_memory_case(comm):
     comm.barrier()
 
 
-@pytest.mark.parametrize("size", [2])
-def test_memory_is_not_given_back_too_early(run, size):
+def test_memory_is_not_given_back_too_early(run, size=2):
     run(size, reused_memory_case)
 
 
@@ -158,8 +156,7 @@ def new_plans_case(group):
         comm.barrier()
 
 
-@pytest.mark.parametrize("size", [2])
-def test_new_plans_on_streams_that_are_not_joined(run, size):
+def test_new_plans_on_streams_that_are_not_joined(run, size=2):
     run(size, new_plans_case)
 
 
@@ -235,8 +232,7 @@ def profiled_case(comm):
     return {event.key for event in seen.key_averages()}
 
 
-@pytest.mark.parametrize("size", [2])
-def test_profilers_name_the_kernels(run, size):
+def test_profilers_name_the_kernels(run, size=2):
     for names in run(size, profiled_case):
         assert {"operands_kernel", "scan_kernel", "grad_kernel", "strong_decay_kernel"} <= names, names
 

@@ -328,8 +328,7 @@ def stopped(group, algorithm):
     return named, right
 
 
-@pytest.mark.parametrize("size", [2])
 @pytest.mark.parametrize("algorithm", ["rails", "recursive_doubling"])
-def test_a_gpu_that_never_comes(run, size, algorithm):
+def test_a_gpu_that_never_comes(run, algorithm, size=2):
     answers = run(size, stopped, algorithm)
     assert answers == [(1, True), (None, True)]

@@ -384,12 +384,11 @@ PREFILLED = {"gla": dict(use_short_conv=True), "kda": CHOICES["kda, hybrid"], "g
 PREFILLED |= dict(simple_gla=dict(use_short_conv=True), retnet={}, mamba2=CHOICES["mamba2, norm"])
 
 
-@pytest.mark.slow(but="3-kda-zigzag")
+@pytest.mark.slow(but="kda-zigzag")
 @pytest.mark.parametrize(
     "kind, layout", [*((kind, "contiguous") for kind in PREFILLED), ("kda", "zigzag"), ("mamba2", "zigzag")]
 )
-@pytest.mark.parametrize("size", [3])
-def test_every_ranks_cache(run, size, kind, layout):
+def test_every_ranks_cache(run, kind, layout, size=3):
     for tokens in [EVEN[size]] + ([] if layout == "zigzag" else [[8, 9, 2], [8, 1, 1], [8, 9, 0]]):
         assert max(run(size, prefill_case, tokens, kind, PREFILLED[kind], layout)) < limit(kind)
 

@@ -49,7 +49,6 @@ def gate_case(group, shape, dtype, of_parameters, bound):
         return single.max().item(), relative(found[0].detach(), wanted.detach()), *errors
 
 
-@pytest.mark.parametrize("size", [1])
 @pytest.mark.parametrize(
     "shape, dtype, of_parameters, bound",
     [
@@ -63,7 +62,7 @@ def gate_case(group, shape, dtype, of_parameters, bound):
     ],
     ids=["KDA", "bounded", "no A_log", "GDN", "float64", "beta", "a token"],
 )
-def test_gates(run, size, shape, dtype, of_parameters, bound):
+def test_gates(run, shape, dtype, of_parameters, bound, size=1):
     for single, of_all, *of_grads in run(size, gate_case, shape, dtype, of_parameters, bound):
         assert single < 1e-5 and of_all < 1e-6 and max(of_grads) < 1.0, (single, of_all, of_grads)
 
@@ -96,7 +95,6 @@ def norm_case(group, shape, dtype, large):
         return [relative(a.detach(), b.detach()) for a, b in zip((*found, *grads), (*wanted, *expected), strict=True)]
 
 
-@pytest.mark.parametrize("size", [1])
 @pytest.mark.parametrize(
     "shape, dtype, large",
     [
@@ -106,5 +104,5 @@ def norm_case(group, shape, dtype, large):
         ((3, 1, 1, 256), BF16, 1e-3),
     ],
 )
-def test_norms(run, size, shape, dtype, large):
+def test_norms(run, shape, dtype, large, size=1):
     check_errors(run(size, norm_case, shape, dtype, large), ROUNDED[dtype] * (1 if dtype == F32 else 2))
