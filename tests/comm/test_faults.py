@@ -251,69 +251,54 @@ def test_a_rank_killed_in_mid_scan(fresh, request, tmp_path, size=2):
 
 
 def disagree_case(group):
+    """Return ([(expected type of this rank's error, a text of it, the error)], difference of a right call)."""
     with allscan.Communicator(group) as comm:
-        me = comm.rank
-        device = comm.device
+        me, device = comm.rank, comm.device
 
         def make(*shape, dtype=torch.float32, device=device):
             return torch.zeros(shape, dtype=dtype, device=device)
 
-        other = "meta" if device.type == "cpu" else "cpu"
+        def call(*tensors):
+            return raised(allscan.allscan, *tensors, comm=comm)
+
+        def scan(*shape, **options):
+            return raised(allscan.AllScan, comm, shape, **options)
+
+        def made(**options):
+            return raised(allscan.Communicator, group, **options)
+
+        other, odd = "meta" if device.type == "cpu" else "cpu", torch.float64 if me else torch.float32
         answers = [
-            raised(allscan.allscan, make(2, 4, 8 + me), comm=comm),
-            raised(allscan.allscan, make(2, 4, 9, dtype=torch.float64 if me else torch.float32), comm=comm),
-            raised(allscan.allscan, make(2, 4, 10, device=other), comm=comm),
-            raised(allscan.allscan, make(2, 4, 11), make(2, 5), comm=comm),
-            raised(allscan.allscan, make(2, 4, 12), make(2, 4, dtype=torch.float16), comm=comm),
-            raised(allscan.allscan, make(8), comm=comm),
-            raised(allscan.allscan, "state", comm=comm),
-            raised(allscan.AllScan, comm, (2, 4, 8), depth=1 + me),
-            raised(allscan.AllScan, comm, (2, 4, 8), depth=0),
-            raised(allscan.AllScan, comm, (2, 4, 8), protocol="carrier pigeon"),
-            raised(allscan.AllScan, comm, (2, 4, 8), tile=(3, 8)),
-            raised(allscan.AllScan, comm, (1, 1 << 14, 1 << 14)),
-            raised(allscan.Communicator, group, timeout=0),
-            raised(allscan.Communicator, group, timeout=float("inf")),
-            raised(allscan.Communicator, group, transport="smoke signals"),
-            raised(allscan.Communicator, "group"),
-            *(
-                raised(allscan.Communicator, group, **(wrong if me else {}))
-                for wrong in (dict(timeout=-1), dict(timeout="5"), dict(max_ctas=0), dict(transport="pigeon"))
-            ),
+            ("ValueError", "different arguments", call(make(2, 4, 8 + me))),
+            ("TypeError" if me else "ValueError", "float64", call(make(2, 4, 9, dtype=odd))),
+            ("ValueError", "must be on", call(make(2, 4, 10, device=other))),
+            ("ValueError", "broadcastable", call(make(2, 4, 11), make(2, 5))),
+            ("TypeError", "float16", call(make(2, 4, 12), make(2, 4, dtype=torch.float16))),
+            ("ValueError", "[..., K, V]", call(make(8))),
+            ("TypeError", "str", call("state")),
+            ("ValueError", "different arguments", scan(2, 4, 8, depth=1 + me)),
+            ("ValueError", "depth", scan(2, 4, 8, depth=0)),
+            ("ValueError", "protocol", scan(2, 4, 8, protocol="carrier pigeon")),
+            ("ValueError", "powers of two", scan(2, 4, 8, tile=(3, 8))),
+            ("MemoryError", "ALLSCAN_HEAP", scan(1, 1 << 14, 1 << 14)),
+            ("ValueError", "timeout", made(timeout=0)),
+            ("ValueError", "timeout", made(timeout=float("inf"))),
+            ("ValueError", "transport", made(transport="smoke signals")),
+            ("ValueError", "ProcessGroup", raised(allscan.Communicator, "group")),
         ]
+        for wrong in (dict(timeout=-1), dict(timeout="5"), dict(max_ctas=0), dict(transport="pigeon")):
+            [name] = wrong
+            text = f"rank 0: ok; rank 1: ValueError: {name} must be"
+            answers.append(("ValueError", text, made(**(wrong if me else {}))))
         healthy = error(allscan.allscan(make(2, 4, 8) + 1, comm=comm), torch.full((2, 4, 8), float(me)))
-    answers.append(raised(allscan.allscan, make(2, 4, 8), comm=comm))
+    answers.append(("RuntimeError", "closed", call(make(2, 4, 8))))
     return answers, healthy
 
 
 def test_errors_are_clear_and_on_every_rank(run):
-    expected = [
-        ("ValueError", "ValueError", "different arguments"),
-        ("ValueError", "TypeError", "float64"),
-        ("ValueError", "ValueError", "must be on"),
-        ("ValueError", "ValueError", "broadcastable"),
-        ("TypeError", "TypeError", "float16"),
-        ("ValueError", "ValueError", "[..., K, V]"),
-        ("TypeError", "TypeError", "str"),
-        ("ValueError", "ValueError", "different arguments"),
-        ("ValueError", "ValueError", "depth"),
-        ("ValueError", "ValueError", "protocol"),
-        ("ValueError", "ValueError", "powers of two"),
-        ("MemoryError", "MemoryError", "ALLSCAN_HEAP"),
-        ("ValueError", "ValueError", "timeout"),
-        ("ValueError", "ValueError", "timeout"),
-        ("ValueError", "ValueError", "transport"),
-        ("ValueError", "ValueError", "ProcessGroup"),
-        *[("ValueError", "ValueError", f"rank 0: ok; rank 1: ValueError: {name} must be") for name in ("timeout",) * 2],
-        *[
-            ("ValueError", "ValueError", f"ok; rank 1: ValueError: {name} must be")
-            for name in ("max_ctas", "transport")
-        ],
-        ("RuntimeError", "RuntimeError", "closed"),
-    ]
     for rank, (answers, healthy) in enumerate(run(2, disagree_case)):
-        for answer, wanted in zip(answers, expected, strict=True):
-            assert answer is not None and answer[0] == wanted[rank] and wanted[2] in answer[1], (rank, answer, wanted)
+        for kind, text, answer in answers:
+            assert answer is not None and answer[0] == kind and text in answer[1], (rank, kind, text, answer)
         assert healthy == 0
 
 
