@@ -177,45 +177,44 @@ def test_cut_documents(run, name, size):
     check_errors(run(size, few_case, name, DOCUMENTS, True, "documents"), 2e-5)
 
 
-def halo_case(group, n, batches, reverse, packed, layout):
+def halo_case(comm, n, batches, reverse, packed, layout):
     """halo() of a tuple of floats and integers of any bits sends them unchanged; its gradient is right."""
     zigzag = layout == "zigzag"
-    with allscan.Communicator(group, timeout=60) as comm:
-        for tokens, boundary in batches:
-            tokens = tokens[: comm.size]
-            total, batch = sum(tokens), 1 if packed else 2
-            lengths = [0, 0, min(boundary, total), min(boundary, total), total] if packed else None
-            generator = torch.Generator().manual_seed(total)
-            whole = torch.randn(batch, total, 3, 2, generator=generator).to(comm.device).requires_grad_()
-            names = torch.randint(-(2**63), 2**63 - 1, (batch, total), generator=generator).to(comm.device)
-            expected, weighted = [], 0.0
-            for rank, begin, end in chunks(tokens, zigzag):
-                at = range(end, end + n) if reverse else range(begin - n, begin)
-                here = end - 1 if reverse and begin < end else begin
-                cuts = list(zip(lengths, lengths[1:])) if packed else [(0, total)]
-                least = here if begin < end else begin - 1  # without tokens: the sequence has tokens on both sides
-                own = [(a, b) for a, b in cuts if a <= least and here < b] if packed else cuts
-                first, last = own[0] if own else (0, 0)
-                for t in at:
-                    there = first <= t < last
-                    pair = [x[:, t] if there else torch.zeros_like(x[:, :1].sum(1)) for x in (whole, names)]
-                    weight = 1 + rank + 2 * len(expected)
-                    weighted = weighted + weight * pair[0].sin().sum()
-                    expected.append((rank, weight, pair))
-            (weighted + 0 * whole.sum()).backward()
-            own = [(w, pair) for rank, w, pair in expected if rank == comm.rank]
-            mine = place(comm, tokens, zigzag)
-            x = whole.detach()[:, mine].requires_grad_()
-            found, numbers = allscan.halo(
-                (x, names[:, mine]), n, comm=comm, reverse=reverse, cu_seqlens=lengths, layout=layout
-            )
-            assert found.requires_grad and found.shape[1] == len(own)
-            weights = torch.tensor([float(w) for w, _ in own], device=comm.device)[None, :, None, None]
-            (weights * found.sin()).sum().backward()
-            assert torch.equal(found, torch.stack([pair[0] for _, pair in own], 1)), (tokens, found)
-            assert torch.equal(numbers, torch.stack([pair[1] for _, pair in own], 1)), tokens
-            assert error(x.grad, whole.grad[:, mine]) < 1e-6, tokens
-        return comm.size
+    for tokens, boundary in batches:
+        tokens = tokens[: comm.size]
+        total, batch = sum(tokens), 1 if packed else 2
+        lengths = [0, 0, min(boundary, total), min(boundary, total), total] if packed else None
+        generator = torch.Generator().manual_seed(total)
+        whole = torch.randn(batch, total, 3, 2, generator=generator).to(comm.device).requires_grad_()
+        names = torch.randint(-(2**63), 2**63 - 1, (batch, total), generator=generator).to(comm.device)
+        expected, weighted = [], 0.0
+        for rank, begin, end in chunks(tokens, zigzag):
+            at = range(end, end + n) if reverse else range(begin - n, begin)
+            here = end - 1 if reverse and begin < end else begin
+            cuts = list(zip(lengths, lengths[1:])) if packed else [(0, total)]
+            least = here if begin < end else begin - 1  # without tokens: the sequence has tokens on both sides
+            own = [(a, b) for a, b in cuts if a <= least and here < b] if packed else cuts
+            first, last = own[0] if own else (0, 0)
+            for t in at:
+                there = first <= t < last
+                pair = [x[:, t] if there else torch.zeros_like(x[:, :1].sum(1)) for x in (whole, names)]
+                weight = 1 + rank + 2 * len(expected)
+                weighted = weighted + weight * pair[0].sin().sum()
+                expected.append((rank, weight, pair))
+        (weighted + 0 * whole.sum()).backward()
+        own = [(w, pair) for rank, w, pair in expected if rank == comm.rank]
+        mine = place(comm, tokens, zigzag)
+        x = whole.detach()[:, mine].requires_grad_()
+        found, numbers = allscan.halo(
+            (x, names[:, mine]), n, comm=comm, reverse=reverse, cu_seqlens=lengths, layout=layout
+        )
+        assert found.requires_grad and found.shape[1] == len(own)
+        weights = torch.tensor([float(w) for w, _ in own], device=comm.device)[None, :, None, None]
+        (weights * found.sin()).sum().backward()
+        assert torch.equal(found, torch.stack([pair[0] for _, pair in own], 1)), (tokens, found)
+        assert torch.equal(numbers, torch.stack([pair[1] for _, pair in own], 1)), tokens
+        assert error(x.grad, whole.grad[:, mine]) < 1e-6, tokens
+    return comm.size
 
 
 SHORT = [((8, 8, 8, 8), 5), ((8, 2, 8, 1), 9), ((0, 1, 1, 8), 3), ((8, 1, 0, 1), 4), *BATCHES[2:]]
