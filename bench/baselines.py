@@ -151,6 +151,43 @@ class Pull:
         return self.out
 
 
+class SignalChain:
+    """A chain by PyTorch's symmetric memory: a kernel of torch computes the outgoing state into the next rank's memory
+    (the first rank copies its own), between its waits for and signals of arrived data and of free memory."""
+
+    ARRIVED, FREE = 0, 1  # channels
+
+    def __init__(self, comm, state, decay):
+        self.state, self.decay, self.out = state, decay, torch.empty_like(state)
+        # of its own, since an earlier chain has left its last signal of free memory
+        (own, self.handle), _ = symmetric(comm, state.numel(), ("chain", len(_symmetric)))
+        self.arrived = own.view(state.shape)
+        self.before = comm.rank - 1 if comm.rank else None
+        self.after = comm.rank + 1 if comm.rank + 1 < comm.size else None
+        if self.after is not None:
+            self.inbox = self.handle.get_buffer(self.after, state.shape, state.dtype)
+        if self.before is not None:
+            self.handle.put_signal(self.before, self.FREE)
+
+    def __call__(self):
+        handle = self.handle
+        if self.before is not None:
+            handle.wait_signal(self.before, self.ARRIVED)
+        if self.after is not None:
+            handle.wait_signal(self.after, self.FREE)
+            if self.before is None:
+                self.inbox.copy_(self.state)
+            else:
+                torch.addcmul(self.state, self.arrived, self.decay[..., None], out=self.inbox)
+            handle.put_signal(self.after, self.ARRIVED)
+        if self.before is None:
+            self.out.zero_()
+        else:
+            self.out.copy_(self.arrived)
+            handle.put_signal(self.before, self.FREE)
+        return self.out
+
+
 _symmetric: dict = {}
 
 
@@ -227,7 +264,7 @@ class Baseline:
         self._method, self._overlapped, self.nccl = (METHODS | METHODS_OF_GPUS)[method]
         self.scans = 0
 
-    def prepare(self, shape, agree=None, problem=None, *, first_call_only=False):
+    def get_or_create_scan(self, shape, agree=None, problem=None, *, first_call_only=False):
         if problem is not None:
             raise problem
         self.comm.agreed.arguments.remember((shape, agree))  # gates are inspected once only: that waits for the GPU
@@ -266,25 +303,43 @@ class Turn(torch.autograd.Function):
     """All-to-all between tokens split over the ranks [1, T, H, W] and heads split over them [1, P * T, H / P, W]."""
 
     @staticmethod
-    def forward(ctx, x, comm, to_heads):
-        ctx.comm, ctx.to_heads = comm, to_heads
+    def forward(ctx, x, comm, to_heads, exchange):
+        ctx.comm, ctx.to_heads, ctx.exchange = comm, to_heads, exchange
         P = comm.size
-        if to_heads:
-            send = x[0].unflatten(1, (P, -1)).transpose(0, 1).contiguous()  # [P, T, H / P, W]
-        else:
-            send = x[0].unflatten(0, (P, -1)).contiguous()  # [P, T, H / P, W]
-        received = torch.empty_like(send)
-        dist.all_to_all_single(received, send, group=comm.group)
+        parts = x[0].unflatten(1, (P, -1)).transpose(0, 1) if to_heads else x[0].unflatten(0, (P, -1))
+        received = exchange(comm, parts)  # [P, T, H / P, W]
         received = received.flatten(0, 1) if to_heads else received.transpose(0, 1).flatten(1, 2)
         return received.contiguous()[None]
 
     @staticmethod
     def backward(ctx, dx):
-        return Turn.apply(dx.contiguous(), ctx.comm, not ctx.to_heads), None, None
+        return Turn.apply(dx.contiguous(), ctx.comm, not ctx.to_heads, ctx.exchange), None, None, None
 
 
-def all_to_all(q, k, v, g, *, comm, alone):
+def by_nccl(comm, parts):
+    """Send parts[r] to rank r; return what all ranks have sent to this one, in their order."""
+    sent = parts.contiguous()
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=comm.group)
+    return received
+
+
+def by_copies(comm, parts):
+    """``by_nccl`` by copies out of the other ranks' memory, which the GPU's copy engines run, through PyTorch's
+    symmetric memory, as fast-ulysses."""
+    (buffer, handle), _ = symmetric(comm, -(-parts.numel() * parts.element_size() // 4))
+    buffer.view(parts.dtype)[: parts.numel()].view(parts.shape).copy_(parts)
+    received = parts.new_empty(parts.shape)
+    handle.barrier(channel=0)
+    for rank in (*range(comm.rank, comm.size), *range(comm.rank)):
+        sent = handle.get_buffer(rank, parts.shape[1:], parts.dtype, comm.rank * parts[0].numel())
+        received[rank].copy_(sent)
+    handle.barrier(channel=1)
+    return received
+
+
+def all_to_all(q, k, v, g, *, comm, alone, exchange=by_nccl):
     """DeepSpeed-Ulysses: each rank computes the whole sequence for its share of the heads. B = 1; H is a multiple of
     the number of ranks."""
-    o, _ = allscan.zeco_gla(*(Turn.apply(x, comm, True) for x in (q, k, v, g)), comm=alone)
-    return Turn.apply(o, comm, False)
+    o, _ = allscan.zeco_gla(*(Turn.apply(x, comm, True, exchange) for x in (q, k, v, g)), comm=alone)
+    return Turn.apply(o, comm, False, exchange)

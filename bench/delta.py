@@ -340,7 +340,6 @@ def passes(T: int, H: int, K: int = 128) -> dict[str, float]:
     from allscan.base.tiling import multiprocessors
     from allscan.ops.carrier import IncomingStates
     from allscan.ops.delta.delta_passes import (
-        BoundaryStates,
         ChunkOperands,
         DeltaShape,
         LocalGrads,
@@ -381,9 +380,7 @@ def passes(T: int, H: int, K: int = 128) -> dict[str, float]:
             chunk_gated_delta_rule_bwd_dhu(q=q, k=k, w=w, do=do, dv=dv, gk=sums, scale=scale)
 
         calls = {
-            "ours, forward": lambda: ours.forward(
-                ChunkOperands(k, w, u, sums), BoundaryStates(None, None), saved_states
-            ),
+            "ours, forward": lambda: ours.forward(ChunkOperands(k, w, u, sums), None, None, saved_states),
             "ours, backward": backward,
             "fla, forward": fla_forward,
             "fla, backward": fla_backward,

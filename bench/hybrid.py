@@ -24,6 +24,7 @@ Methods:
 * allscan, zigzag: the same in the layout with equal work of all ranks in softmax layers; two states are sent;
 * heads: all-to-all from tokens to heads around the rule and around attention (Ulysses; as in Megatron-core and
   ms-swift); gates are sent in the model's dtype, and convolutions use the integration's halo: less traffic than there;
+* heads, copy engines: the same, with all-to-all by peer copies (as fast-ulysses) through PyTorch's symmetric memory;
 * gathered: each recurrent layer gets the hidden states of the whole sequence on every rank and keeps its part (as in
   slime and NeMo-Automodel); softmax layers as for allscan;
 * data parallel: a sequence of T tokens a rank, by the ordinary model: 100 %. Its softmax layers have fewer keys.
@@ -72,8 +73,8 @@ from allscan.tools.ranks import Ranks, on_first
 from allscan.zigzag import zigzag_positions
 from bench import plots
 from bench.attention import causal
-from bench.baselines import Turn
-from bench.harness import Table, results
+from bench.baselines import Turn, by_copies, by_nccl
+from bench.harness import WITHOUT_MULTICAST, Table, environment, results
 from bench.model import text, training_rows
 from bench.proof import DELTA_STATES, breakdown, kind_of, launched, overlapped, ran
 from bench.tuning import Job, compile_ahead
@@ -108,6 +109,8 @@ COLUMNS = (
     "sources",
 )
 METHODS = ("allscan", "allscan, zigzag", "heads", "gathered")
+COPY_ENGINES = "heads, copy engines"  # needs GPUs
+EXCHANGES = {"heads": by_nccl, COPY_ENGINES: by_copies}
 STATE = *DELTA_STATES, "transition_kernel"
 
 
@@ -246,6 +249,7 @@ def seen(layers, alone=False, of_state=DELTA_STATES) -> dict:
         "allscan": ours,
         "allscan, zigzag": ours,
         "heads": ({"SendRecv": 4 * layers}, (*no_state, "AllGather")),
+        COPY_ENGINES: ({"barrier_kernel": 8 * layers, "Memcpy": None}, (*no_state, "AllGather", "SendRecv")),
         "gathered": ({"AllGather": None, "ReduceScatter": None}, (*no_state, "SendRecv")),
         "data parallel": ({"AllReduce": None}, (*no_state, "SendRecv", "AllGather", "ReduceScatter")),
     }
@@ -284,8 +288,12 @@ def made(hybrid, device, dtype, layers=12, width=2048, heads=16, head=128, vocab
 def turned(comm, tensors, function):
     """Call ``function`` on tensors with all tokens and a share of the heads, [1, P * T, H / P, ...], made from tensors
     [1, T, H, ...] by all-to-all; convert its results back."""
-    wide = Turn.apply(torch.cat(tensors, -1), comm, True)
-    return Turn.apply(function(*wide.split([t.shape[-1] for t in tensors], -1)).contiguous(), comm, False)
+    wide = Turn.apply(torch.cat(tensors, -1), comm, True, _exchange[0])
+    o = function(*wide.split([t.shape[-1] for t in tensors], -1)).contiguous()
+    return Turn.apply(o, comm, False, _exchange[0])
+
+
+_exchange = [by_nccl]  # the one that ``method`` has set
 
 
 def rule_of_heads(original, sequence, q, k, v, g, beta, use_qk_l2norm_in_kernel=False, **_):
@@ -364,7 +372,8 @@ def method(name, hybrid, model, comm, one):
     if hybrid.alone(one.device):
         own = hybrid.alone_by(one)
     try:
-        if name == "heads":
+        if name in EXCHANGES:
+            _exchange[0] = EXCHANGES[name]
             of_heads = scan_of_heads if hybrid.is_ssd else rule_of_heads
             setattr(modeling, name_of_rule, layers.SplitOperator(own, of_heads))
             AttentionInterface.register(layers.NAME, attention_of_heads)
@@ -608,6 +617,7 @@ def rehearse(count: int, hybrids, names, heads: int, head: int = 128) -> None:
     fla's before the measured ranks need them in sequence. Errors are left to the real check."""
     begin, cases = time.monotonic(), [(hybrid, name) for hybrid in hybrids for name in names]
     with contextlib.ExitStack() as stack:
+        stack.enter_context(environment(WITHOUT_MULTICAST))
         many = [stack.enter_context(Ranks(count, "cuda")) for _ in cases]
         for ranks, (hybrid, name) in zip(many, cases, strict=True):
             ranks.start(on_first, count, rehearsal, hybrid, (name,), CHECKED, heads, head)
@@ -626,7 +636,8 @@ def kill(ranks: Ranks) -> None:
 
 def started(count: int, hybrids) -> Ranks:
     """Start ranks that import the models' packages; the next call waits for the imports."""
-    ranks = Ranks(count, "cuda")
+    with environment(WITHOUT_MULTICAST):
+        ranks = Ranks(count, "cuda")
     ranks.start(load, hybrids)
     return ranks
 
@@ -684,7 +695,7 @@ def main() -> int:
     parser.add_argument("--model", nargs="+", choices=FAMILIES, default=["kimi_linear"])
     parser.add_argument("--mla", type=int, nargs="+", choices=(128, 192), default=[128], help="kimi_linear key width")
     parser.add_argument("--chunk", choices=CHUNKS, default="allscan", help="whose kernels to use inside chunks")
-    parser.add_argument("--only", nargs="+", choices=METHODS, default=METHODS, help="methods besides data parallel")
+    parser.add_argument("--only", nargs="+", choices=(*METHODS, COPY_ENGINES), help="methods besides data parallel")
     parser.add_argument("--profile", action="store_true", help="print the kernel times of a step, by kind")
     parser.add_argument("--compile", action="store_true", help="torch.compile the model, for allscan and data parallel")
     parser.add_argument("--tuned", action="store_true", help="fla is already tuned, in Triton's cache")
@@ -695,7 +706,8 @@ def main() -> int:
         for family in arguments.model
         for mla in (arguments.mla if family == "kimi_linear" else [0])
     ]
-    names, count = tuple(arguments.only), arguments.ranks or torch.cuda.device_count()
+    count = arguments.ranks or torch.cuda.device_count()
+    names = tuple(arguments.only or (*METHODS, *[COPY_ENGINES] * (torch.cuda.device_count() > 1)))
     if arguments.compile:
         names = tuple(name for name in names if name.startswith("allscan"))
     if torch.cuda.device_count() < 2:

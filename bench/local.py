@@ -77,7 +77,7 @@ def work(B, T, H, K, V) -> dict:
     found = {
         "operands_kernel": [(2 * (4 * key + gate) + 3 * scores, 4 * within)],
         "state_kernel": [(3 * (key + value) + 3 * segments + 1.5 * chunks, 3 * pass_)],
-        "carry_kernel": [(4 * segments, 0)],
+        "state_passing_kernel": [(4 * segments, 0)],
         "da_kernel": [(2 * value + 2 * scores, pairs)],
         "output_kernel": [(2 * key + 2 * value + segments + scores, 2 * pass_ + pairs)],
         "grad_kernel": [(4 * key + 2 * gate + 2 * value + 2 * scores + 2 * chunks, 2 * pass_ + 6 * within)],

@@ -3,7 +3,7 @@
     python -m bench.long                                         # all GPUs; writes bench/results/long.csv
     python -m bench.long --model kimi_linear qwen3_next --tokens 131072 262144 --steps 2
     python -m bench.long --model kimi_linear --tokens 524288 --only split --steps 1 --warm 16384    # minutes a step
-    python -m bench.long --tokens 1048576 --offload --only split --steps 1    # the layers' inputs in the host's memory
+    python -m bench.long --tokens 1048576 --offload --only split --steps 1 --warm 16384    # inputs in the host's memory
 
 Models: ``gla``, that of bench.model (1.24 billion parameters, vocabulary 32,000), and the hybrids of bench.hybrid, in
 zigzag; bfloat16, for gla autocast. T tokens a rank (--tokens). Methods, in turns:
@@ -39,7 +39,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import allscan
-from allscan.integrations.attention import Attention
 from allscan.integrations.slices import linear_cross_entropy, mlp_in_slices
 from allscan.tools.ranks import Ranks, on_first
 from allscan.zigzag import zigzag_positions
@@ -115,10 +114,10 @@ class Gla:
 class Hybrid:
     """A model of bench.hybrid in zigzag, and its two methods."""
 
-    def __init__(self, comm, one, small: bool, family: str, offload: bool = False, memory: int | None = None) -> None:
+    def __init__(self, comm, one, small: bool, family: str, offload: bool = False) -> None:
         self.kind = hybrid.Hybrid(family, 128 if family == "kimi_linear" else 0)
         self.comm, self.one, self.words = comm, one, 97 if small else hybrid.VOCABULARY
-        self.attention, self.offload = Attention(memory=memory), offload and comm.device.type == "cuda"
+        self.offload = offload and comm.device.type == "cuda"
         sizes = (4, 64, 4, 16, 97) if small else (12, 2048, 16, 128, self.words)
         self.slice, dtype = 16 if small else SLICE, torch.float32 if comm.device.type == "cpu" else torch.bfloat16
         self.model = hybrid.made(self.kind, comm.device, dtype, *sizes)
@@ -138,7 +137,7 @@ class Hybrid:
         from allscan.integrations.transformers import sequence_parallel
 
         comm, layout = (self.comm, "zigzag") if split else (self.one, "contiguous")
-        how = dict(loss_in_slices=True, mlp_in_slices=self.slice, attention=self.attention)
+        how = dict(loss_in_slices=True, mlp_in_slices=self.slice)
         sequence_parallel(self.model, comm=comm, layout=layout, **how)
         self.model.activation_checkpointing_enable(dict(use_reentrant=False), offload=self.offload)
         yield
@@ -233,6 +232,8 @@ def measure(group, name: str, T: int, steps: int, only, warm: int | None, option
             peak, proof, loss = kept[method]
             parameters = sum(p.numel() for p in model.parameters())
             share = loss if not split else sum_over(comm, loss)
+            if comm.rank == 0:
+                print(f"{name}, {method}: {', '.join(f'{x:.2f}' for x in times[method])} s", flush=True)
             flops = trained.softmax * T * (T * comm.size if split else T)  # of one forward, causal
             answers[method] = statistics.median(times[method][1:]), peak, parameters, proof, share, of_softmax, flops
         return answers
@@ -275,16 +276,9 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--warm", type=int, help="tokens per rank of the step before; default --tokens")
     parser.add_argument("--offload", action="store_true", help="keep the layers' inputs in the host's memory")
-    parser.add_argument("--memory", type=int, help="hybrids: Attention(memory=), bytes")
     parser.add_argument("--csv", default=results("long.csv"))
     arguments = parser.parse_args()
-    options, told = {}, ""
-    if arguments.offload:
-        options, told = dict(offload=True), ", inputs on the host"
-    if arguments.memory:
-        options, told = dict(memory=arguments.memory), f", keys in steps of {arguments.memory / (1 << 30):g} GiB"
-    if arguments.memory and ("gla" in arguments.model or arguments.offload):
-        parser.error("--memory is for hybrids, and without --offload")
+    options, told = dict(offload=arguments.offload), ", inputs on the host" if arguments.offload else ""
     if not torch.cuda.is_available():
         return check_on_cpus(functools.partial(check, options=options), arguments.model)
     counts = arguments.ranks or [torch.cuda.device_count()]

@@ -5,8 +5,9 @@
 Weak scaling: T tokens a rank. Methods, all with the same local kernels: zeco_gla; LASP-2's all-gather (NCCL, one fused
 fold), blocking and overlapped with kernels without remote inputs; overlapped also without multiprocessors, by NCCL's
 symmetric windows with NCCL_CTA_POLICY=2, in separate processes, and by PyTorch's low-contention all-gather; LASP-1's
-ring; Ulysses' all-to-all; zeco_gla with tokens in the zigzag layout, natively and with tokens moved to rank order and
-back; zeco_gla with the same bits for every number of ranks (invariant=), in segments of 2,048 and of 1,024 tokens;
+ring; Ulysses' all-to-all, by NCCL and, as fast-ulysses does it, by copy engines through PyTorch's symmetric memory;
+zeco_gla with tokens in the zigzag layout, natively and with tokens moved to rank order and back; zeco_gla with the same
+bits for every number of ranks (invariant=), in segments of 2,048 and of 1,024 tokens;
 zeco_gla on one rank, the ideal, since it is the same work without communication; and, if fla is installed, its
 chunk_gla on one rank. All are CUDA graphs, replayed on the same GPUs in the same processes, in turns in a new random
 order each time. A time is the median over samples of STEP_REPLAYS consecutive replays, of the slowest rank. Every
@@ -30,7 +31,7 @@ import torch.distributed as dist
 import allscan
 from allscan.tools.ranks import Ranks
 from allscan.zigzag import from_zigzag, to_zigzag, zigzag_positions
-from bench.baselines import COPY_ENGINES, METHODS, METHODS_OF_GPUS, Baseline, all_to_all, gla
+from bench.baselines import COPY_ENGINES, METHODS, METHODS_OF_GPUS, Baseline, all_to_all, by_copies, gla
 from bench.harness import (
     STEP_REPLAYS,
     WITHOUT_MULTICAST,
@@ -106,6 +107,9 @@ def calls(comm, one, others, zigzags, ordered) -> dict:
     for name, other in others.items():
         found[name] = Method(functools.partial(gla, carrier=other), other.comm, nccl=other.nccl)
     found["all_to_all"] = Method(lambda *x: all_to_all(*x, comm=comm, alone=one), one, nccl="SendRecv")
+    if comm.device.type == "cuda":
+        by_peer = functools.partial(all_to_all, comm=comm, alone=one, exchange=by_copies)
+        found["all_to_all, copy engines"] = Method(by_peer, one, nccl="Memcpy")
     found["one rank"] = Method(lambda *x: allscan.zeco_gla(*x, comm=one)[0], one)
     if comm.device.type == "cuda":
         with contextlib.suppress(ImportError):

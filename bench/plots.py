@@ -1,6 +1,6 @@
 """Draws plots of the committed results; needs no GPU.
 
-    python -m bench.plots               # draws scan.png, operator.png, delta.png, training.png and hybrid_*.png
+    python -m bench.plots               # draws scan, operator, delta, long, training and hybrid_*.png
 
 Each plot shows the file of the same name in bench/results, if it exists; training.png shows model, long and hybrid.
 """
@@ -76,7 +76,11 @@ def operator(table, path):
     """Draw each method's additional time over one rank, in percent, the worst of all gates; a panel per pass."""
     from matplotlib.figure import Figure
 
-    methods = [m for m in dict.fromkeys(row["method"] for row in table) if m not in ("all_to_all", "fla, one rank")]
+    methods = [
+        m
+        for m in dict.fromkeys(row["method"] for row in table)
+        if m != "fla, one rank" and not m.startswith("all_to_all")
+    ]
     passes = list(dict.fromkeys(row["pass"] for row in table))
     counts = sorted({int(row["ranks"]) for row in table})
     figure = Figure(figsize=(10, 1.2 + 0.32 * len(counts) * (len(methods) + 1)), layout="constrained")
@@ -164,7 +168,9 @@ def hybrid(found, path):
     figure.savefig(path, dpi=120)
 
 
-MODELS = {  # labels of models in hybrid.csv
+MODELS = {  # labels of models in long.csv and hybrid.csv
+    "gla": "GLA",
+    "kimi_linear": "Kimi-Linear",
     "kimi_linear, MLA 128": "Kimi-Linear, heads of 128",
     "kimi_linear, MLA 192": "Kimi-Linear, its own heads",
     "qwen3_next": "Qwen3-Next",
@@ -178,7 +184,8 @@ def training(model, long, hybrid, path):
 
     split = {"zeco": 0, "split": 0, "allscan, zigzag": 0, "all_to_all": 1, "heads": 1}
     table = [row | dict(model="GLA") for row in model if row["T"] == "16384"]
-    table += [row | dict(model="GLA") for row in long] + sorted(hybrid, key=lambda row: int(row["ranks"]))
+    table += [row for row in long if row["percent_of_data_parallel"]]
+    table += sorted(hybrid, key=lambda row: int(row["ranks"]))
     lines = {}
     for row in table:
         if row["method"] in split:
@@ -203,9 +210,45 @@ def training(model, long, hybrid, path):
     figure.savefig(path, dpi=120)
 
 
+def long(table, path):
+    """Draw memory over the tokens of a rank, and tokens/s over the length of the sequence, a line per model."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 4.2), layout="constrained")
+    memory, speed = figure.subplots(1, 2)
+    for i, model in enumerate(dict.fromkeys(row["model"] for row in table)):
+        for axes, x, y in ((memory, "T", "peak_gib"), (speed, "sequence", "tokens_per_s_per_gpu")):
+            # a time with inputs on the host is that of their allocation
+            of = [row for row in table if row["model"] == model and (axes is memory or "host" not in row["method"])]
+            points = {float(row[x]): float(row[y]) for row in of}
+            axes.plot(*zip(*sorted(points.items())), color=f"C{i}", marker="o", label=MODELS.get(model, model))
+            for row in of:
+                told = (
+                    "inputs on the host"
+                    if "host" in row["method"]
+                    else f"{row['ranks']} GPU" + "s" * (row["ranks"] != "1")
+                )
+                place = float(row[x]), points[float(row[x])]
+                axes.annotate(f"{told}  ", place, fontsize="x-small", ha="right", va="top")
+    for gigabytes in (80, 141):
+        memory.axhline(gigabytes * 1e9 / 2**30, color="black", linewidth=0.8, linestyle="--")
+        memory.text(1 << 16, gigabytes * 1e9 / 2**30, f"a GPU of {gigabytes} GB", fontsize="x-small", va="top")
+    memory.set(xlabel="tokens a rank", ylabel="peak of a step, GiB")
+    speed.set(xlabel="tokens of the sequence", ylabel="tokens/s/GPU", yscale="log")
+    for axes in (memory, speed):
+        axes.set_xscale("log", base=2)
+        axes.margins(x=0.16)
+        axes.grid(alpha=0.3)
+    figure.legend(*memory.get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize="small")
+    what = "each layer recomputed, MLPs and the loss in slices"
+    gpus = ", ".join(sorted({row["gpu"].removeprefix("NVIDIA ") for row in table}))
+    figure.suptitle(f"training on {gpus}s, {what}", fontsize="medium")
+    figure.savefig(path, dpi=120)
+
+
 def main() -> int:
     argparse.ArgumentParser(description=__doc__.split("\n")[0]).parse_args()
-    for name, draw in (("scan", scan), ("operator", operator), ("delta", delta)):
+    for name, draw in (("scan", scan), ("operator", operator), ("delta", delta), ("long", long)):
         if not os.path.exists(results(f"{name}.csv")):
             continue
         draw(rows(results(f"{name}.csv")), results(f"{name}.png"))

@@ -9,8 +9,9 @@ WINDOWS is timed in separate processes. A latency is the median over replays of 
 (barrier, scan), minus the same graph of barriers alone, divided by REPEATS; of the slowest rank. "Back to back": a
 graph of scans without barriers, the cost of a scan if ranks may run ahead; "eager": REPEATS consecutive calls from
 Python without a graph. "whole_gpu": sentinel links with as many programs as multiprocessors, as the pull has; the
-default is half of them, which leaves the others to NCCL. Without GPUs every method but these two and NVSHMEM's put is
-only checked, on 3 CPU ranks.
+default is half of them, which leaves the others to NCCL. "rails": algorithm="rails" inside the host, where each rank
+scans a slice of the state. "put_signal": a chain of torch's kernels and copies into PyTorch's symmetric memory. Without
+GPUs the methods that need none of that are checked, on 3 CPU ranks.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from allscan.base.tiling import multiprocessors
 from allscan.reference import allscan_reference
 from allscan.tools.ranks import Ranks
 from allscan.tools.timing import copy_kernel
-from bench.baselines import AllGather, Pull, Ring, WindowAllGather
+from bench.baselines import AllGather, Pull, Ring, SignalChain, WindowAllGather
 from bench.harness import (
     REPEATS,
     WITHOUT_MULTICAST,
@@ -66,7 +67,7 @@ COLUMNS = (
     "triton",
     "sources",
 )
-METHODS = ["sentinel", "whole_gpu", "signal", "put", "all_gather", "windows", "pull", "ring"]
+METHODS = ["sentinel", "whole_gpu", "signal", "put", "rails", "all_gather", "windows", "pull", "put_signal", "ring"]
 
 # Environments for NCCL's all-gather of symmetric windows, by suffix of the method's name
 WINDOWS = {"": {}} | {f", {n} programs": {"NCCL_SYM_CTAS": str(n)} for n in (16, 32, 64)}
@@ -77,7 +78,9 @@ LL_BYTES = 1 << 18  # largest state for this kernel
 PROOFS = {
     "sentinel": ["scan_kernel"],
     "signal": ["scan_kernel"],
+    "put_signal": ["put_signal_kernel|wait_signal_kernel"],
     "put": ["scan_kernel"],
+    "rails": ["rails_kernel"],
     "all_gather": ["ncclDevKernel_AllGather"],
     "windows": ["ncclSymkDevKernel_AllGather_ST|ncclSymkDevKernel_AllGather_LL"],
     "pull and fold": ["barrier_kernel", "pull_kernel"],
@@ -86,7 +89,7 @@ PROOFS = {
 
 
 class AllScanMethod:
-    def __init__(self, comm, state, decay, protocol, **options):
+    def __init__(self, comm, state, decay, protocol="auto", **options):
         self.scan = allscan.AllScan(comm, state.shape, protocol=protocol, **options)
         self.state, self.decay, self.out = state, decay, torch.empty_like(state)
 
@@ -111,6 +114,8 @@ def point(ranks: int, nbytes: int, methods, tiles) -> list:
     if "whole_gpu" in methods and comm.device.type == "cuda":
         programs = multiprocessors(comm.device)
         made["sentinel (whole GPU)"] = AllScanMethod(comm, state, decay, "sentinel", max_ctas=programs)
+    if "rails" in methods:
+        made["rails"] = AllScanMethod(comm, state, decay, algorithm="rails")
     for words, depth in tiles:
         tile = (max(1, words // V), min(V, words))
         name = f"sentinel-{words}-depth{depth}"
@@ -122,6 +127,8 @@ def point(ranks: int, nbytes: int, methods, tiles) -> list:
         made["windows (fused fold)"] = WindowAllGather(comm, state, decay)
     if "pull" in methods and comm.device.type == "cuda":
         made["pull and fold"] = Pull(comm, state, decay)
+    if "put_signal" in methods and comm.device.type == "cuda":
+        made["put_signal chain"] = SignalChain(comm, state, decay)
     if "ring" in methods:
         made["ring"] = Ring(comm, state, decay)
 
@@ -166,7 +173,7 @@ def point(ranks: int, nbytes: int, methods, tiles) -> list:
             if "max_error" in row:
                 checked(name)  # still correct after back-to-back scans
             wanted = next(kinds for method, kinds in PROOFS.items() if name.startswith(method))
-            others = ["nccl"] if wanted == ["scan_kernel"] else ["scan_kernel"]
+            others = ["nccl"] if wanted in (["scan_kernel"], ["rails_kernel"]) else ["scan_kernel", "rails_kernel"]
             found = kernels(made[name])
             ran(name, found, wanted, others)
             proof = "; ".join(f"{n} {re.split('[(<]', kernel)[0]}" for kernel, n in sorted(found.items()))
@@ -201,7 +208,7 @@ def main() -> int:
     arguments = parser.parse_args()
     gpus = torch.cuda.device_count()
     if gpus < 2:
-        methods = ["sentinel", "signal", "all_gather", "ring"]
+        methods = ["sentinel", "signal", "rails", "all_gather", "ring"]
         print(f"No two GPUs here: a check of {', '.join(methods)} on 3 CPU ranks; options have no effect.")
         with Ranks(3, "cpu") as ranks:
             rows = ranks.run(point, 3, 1 << 16, methods, [])[2]

@@ -8,14 +8,15 @@ qg = q e^G, G the sums of the chunk's gates) and D = e^G_C:
 
 Forward:
 1. summary_kernel        each segment alone: its local state R [K, V] (from zero), and its transition M [K, K]
-2. delta_carry_kernel    over the segments of this rank: each one's incoming state from this rank's tokens, and the
+2. delta_state_passing_kernel
+                         over the segments of this rank: each one's incoming state from this rank's tokens, and the
                          matrix from the rank's incoming state to it; the rank's local state and transition
 3. All-Scan over the ranks with that transition (scan.py): only a state is sent
 4. delta_states_kernel   each segment from its incoming state: each chunk's incoming state, and v_new
 Backward, the same from the last rank to the first with the transposed transitions of forward:
 1. adjoint_kernel        each segment from zero: its local gradient
    (the last segment of a sequence from the gradient of its final state, so that its transition is not needed)
-2. delta_carry_kernel, 3. All-Scan with the transposed transition
+2. delta_state_passing_kernel, 3. All-Scan with the transposed transition
 4. adjoint_kernel        each segment from its incoming gradient: that of each chunk's outgoing state, and dv'
 
 Gates G are sums from the chunk's first token on, times log2(e), float32: KDA's [tokens, H, K], with TOTALS of whole
@@ -165,7 +166,7 @@ def times(p_matrix, p_x, b_sum, k, c, stride_i, stride_j, stride_x, K: tl.conste
 
 
 @triton.jit
-def delta_carry_kernel(
+def delta_state_passing_kernel(
     p_transition,  # float32 [NS, H, K, K]
     p_local,  # float32 [NS, H, K, V], the segments' local states
     p_segments,  # int32 [NS, SEGMENT_WORDS]

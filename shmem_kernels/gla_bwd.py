@@ -4,7 +4,8 @@ With S[n] the incoming state of chunk n and D[n] = dL/d(its outgoing state):
 
     operands_kernel   q_in, k_out and A as in forward, unless they were saved
     state_kernel      REVERSE: the gradient of the state over each segment alone
-    carry_kernel      REVERSE: over this rank's segments; then scan_kernel (scan.py) in reverse, over the ranks
+    state_passing_kernel
+                      REVERSE: over this rank's segments; then scan_kernel (scan.py) in reverse, over the ranks
     state_kernel      for every chunk: S[n]; needs no remote gradient: overlapped with the scan, on a side stream
     da_kernel         dA = scale * do v^T; also overlapped, on the caller's stream
     output_kernel     REVERSE: D[n];  dv = A^T do + k_out D;  the state-to-state term of dg (below). K above 128:

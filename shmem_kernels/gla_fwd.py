@@ -8,9 +8,10 @@ The tokens of this rank are cut into segments, and those into chunks of BT token
     keys_kernel       k_out and the sum of gates alone, before a long scan (GLAPlan); operands_kernel then computes the
                       rest, overlapped with the scan
     state_kernel      each segment alone, from a zero state: its local state, and the sum of its gates
-    carry_kernel      each segment's incoming state from this rank's own tokens; the rank's local state
+    state_passing_kernel
+                      each segment's incoming state from this rank's own tokens; the rank's local state
     scan_kernel       (scan.py) All-Scan of that over the ranks: this rank's incoming state. With ``invariant``
-                      gated_segments_kernel (segments.py) replaces carry_kernel and scan_kernel
+                      gated_segments_kernel (segments.py) replaces state_passing_kernel and scan_kernel
     final_kernel      adds this rank's incoming state, decayed, to the final state of the sequence that it belongs to
     output_kernel     a segment at a time, its state in registers, starting with its incoming state: from this rank's
                       tokens, plus that of the other ranks, decayed:
@@ -237,7 +238,7 @@ def _block_of_state(d: tl.constexpr):
 
 
 @triton.jit
-def carry_kernel(
+def state_passing_kernel(
     p_state,  # float32 [NS, H, K, V]; in, each segment's local state; out, its incoming state from this rank's tokens
     p_segment_gate,  # float32 [NS, H, K]
     p_edge_gate,  # float32 [NS, H, K]; out
@@ -250,7 +251,7 @@ def carry_kernel(
     d: tl.constexpr,  # H K V BK BV
     REVERSE: tl.constexpr,
 ):
-    """Carry the states through this rank's segments; one program for BK rows and BV columns of a sent state and head.
+    """Pass the states through this rank's segments; one program for BK rows and BV columns of a sent state and head.
 
     p_edge_gate: the summed gates from this rank's edge to each segment, the decay of the rank's incoming state; -inf
     for segments that it does not reach. Inputs of the scan over the ranks: p_own, p_decay. REVERSE: gradients, from
@@ -294,7 +295,7 @@ def carry_kernel(
 def final_kernel(
     p_final,  # float32 [N, H, K, V]; in and out
     p_segment_gate,  # float32 [NS, H, K]
-    p_edge_gate,  # float32 [NS, H, K], as carry_kernel writes it
+    p_edge_gate,  # float32 [NS, H, K], as state_passing_kernel writes it
     p_segments,  # int32 [NS, SEGMENT_WORDS]
     p_segments_of_states,  # int32 [B, 2]; first segment and end of each state
     p_prev,  # float32 [B, H, K, V]
@@ -302,7 +303,7 @@ def final_kernel(
     REVERSE: tl.constexpr,
 ):
     """Add this rank's incoming state (p_prev) to the final state of its sequence, if the sequence ends on this rank,
-    at the first segment with the flag FINISH. Arguments and programs as in carry_kernel."""
+    at the first segment with the flag FINISH. Arguments and programs as in state_passing_kernel."""
     i = tl.program_id(2)
     index, h = i // d.H, i % d.H
     k, inside, offsets = _block_of_state(d)

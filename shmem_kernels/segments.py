@@ -246,8 +246,8 @@ def gated_segments_kernel(
     HALF: tl.constexpr,  # of a rank's tokens in the zigzag layout, whose states this scan carries: 0 or 1
     REVERSE: tl.constexpr,
 ):
-    """carry_kernel (gla_fwd.py) and the scan over the ranks in one, in the order of the sequence. Loads states up to
-    three segments ahead of the fold."""
+    """state_passing_kernel (gla_fwd.py) and the scan over the ranks in one, in the order of the sequence. Loads states
+    up to three segments ahead of the fold."""
     tile = tl.program_id(0)
     begun = begin(channel, tile, True)
     BEGIN: tl.constexpr = LAST if REVERSE else FIRST
@@ -303,14 +303,14 @@ def delta_segments_kernel(
     STAGES: tl.constexpr,
     REVERSE: tl.constexpr,
 ):
-    """delta_carry_kernel (delta_state.py) and the scan over the ranks in one, in the order of the sequence, with
-    products as in dense_segments_kernel. A segment without tokens passes its incoming state on: a product with the
-    identity, in three parts, would not be exact."""
+    """delta_state_passing_kernel (delta_state.py) and the scan over the ranks in one, in the order of the sequence,
+    with products as in dense_segments_kernel. A segment without tokens passes its incoming state on: a product with
+    the identity, in three parts, would not be exact."""
     tile = tl.program_id(0)
     begun = begin(channel, tile, True)
     BEGIN: tl.constexpr = LAST if REVERSE else FIRST
     FINISH: tl.constexpr = FIRST if REVERSE else LAST
-    KNOWN: tl.constexpr = FIRST | LAST if REVERSE else LAST  # as in delta_carry_kernel
+    KNOWN: tl.constexpr = FIRST | LAST if REVERSE else LAST  # as in delta_state_passing_kernel
     EXTERNAL: tl.constexpr = NOTHING if p_external is None else INITIAL
     stride_i, stride_j = 1 if REVERSE else K, K if REVERSE else 1
     while tile < channel.num_tiles:

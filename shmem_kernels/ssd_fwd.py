@@ -8,7 +8,7 @@ ssd_steps_kernel    d_t, and the sums of d A up to each token of its chunk, of a
 ssd_scores_kernel   scale C B^T of a chunk and group; with G = H other kernels compute it
 ssd_state_kernel    each segment alone, from a zero state: its local state, and the sum of its gates; or, from its
                     incoming state, the incoming state of every chunk, which backward takes
-carry_kernel, scan_kernel, final_kernel: as in gla_fwd.py, with gates that are equal for all rows of a state
+state_passing_kernel, scan_kernel, final_kernel: as in gla_fwd.py, with gates that are equal for all rows of a state
 ssd_output_kernel   a segment at a time, HEADS states in registers, starting with their incoming states: y
 
 With G_t the sum of a chunk's gates up to token t, and G that of the whole chunk:

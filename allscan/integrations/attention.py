@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,35 +19,12 @@ from ..comm.communicator import Communicator, check_communicator
 from ..ops.allscan import tie_backward
 from ..tokens.packing import Tables, boundaries_on_host
 from ..tokens.partition import cached_table
-from .attention_blocks import Blocks, ChunkedGather, merged
+from .attention_blocks import Blocks, merged
 from .attention_kernels import flash_fits, kernel_for, widened
-from .softmax import Part, Row, Select, joined, reject
+from .softmax import Part, Row, Select, joined
 
 
-class Attention(NamedTuple):
-    """Options of the softmax layers of a split model, equal on all ranks.
-
-    Usage: ``sequence_parallel(model, comm=comm, attention=Attention(...))``.
-
-    Args:
-        merged: True: attention runs in blocks whose results are merged, if kernels for that exist. False: the keys of
-            all ranks are reordered into sequence order, and one kernel runs over the keys up to each query, without a
-            merge.
-        memory: limit in bytes, for each layer, of the other ranks' tokens and the keys projected from them. If they
-            exceed it, the tokens are gathered in steps that fit, in forward and again in backward; this needs
-            merged=True. None: all tokens are gathered at once and saved for backward. Gradients temporarily need as
-            much memory again, and more with heads of 256 or of 192 and 128: docs/integrations/transformers_how.md. In
-            a CUDA graph's capture a projection to keys must not draw random numbers (dropout).
-    """
-
-    merged: bool = True
-    memory: int | None = None
-
-
-WHOLE = Attention()
-
-
-def check_split(comm: Communicator | None, layout: str, per_document: bool, attention: Attention) -> bool:
+def check_split(comm: Communicator | None, layout: str, per_document: bool, merged_attention: bool) -> bool:
     """Check the arguments of ``sequence_parallel``; returns whether the layout is zigzag.
 
     Raises TypeError or ValueError for invalid arguments.
@@ -57,16 +34,9 @@ def check_split(comm: Communicator | None, layout: str, per_document: bool, atte
     zigzag = is_zigzag(layout)
     if per_document and not zigzag:
         raise ValueError(f'per_document=True is for layout="zigzag", got {layout!r}')
-    if not isinstance(attention, Attention) or not isinstance(attention.merged, bool):
-        raise TypeError(f"attention must be an Attention, with merged=True or False, got {attention!r}")
-    if attention.memory is not None and (not isinstance(attention.memory, int) or attention.memory < 1):
-        raise ValueError(f"attention.memory must be a number of bytes or None, got {attention.memory!r}")
+    if not isinstance(merged_attention, bool):
+        raise TypeError(f"merged_attention must be True or False, got {merged_attention!r}")
     return zigzag
-
-
-def gather_keys(row: Row, attention: Attention, *tensors: Tensor) -> Any:
-    """Start the gather of keys and values [B, T, ...], or prepare it if memory is limited."""
-    return row.gather(*tensors) if attention.memory is None else ChunkedGather(row, attention.memory, *tensors)
 
 
 def attend(
@@ -94,9 +64,7 @@ def attend(
         own = [x.transpose(1, 2) for x in (q, k, v)]
         if not dropout and (kernel := kernel_for(*own)) is not None:
             return merged(own[0], own[1], own[2], blocks, kernel)
-        if isinstance(gather, ChunkedGather):
-            what = f"no kernel for {q.dtype} on {q.device.type} and a dropout of {dropout}"
-            reject(row.comm, f"attention.memory needs merged blocks: {what}")
+        assert gather is not None  # of several ranks
         found = row.in_order(gather)
         if project is not None:
             found = [x.transpose(1, 2) for x in project(*(x.transpose(1, 2) for x in found))]

@@ -136,7 +136,7 @@ OF_A_ROW = 1e-1  # relative, for one token and head: its terms may cancel more t
 def _difference(found: Sequence[Tensor], plain: Sequence[Tensor]) -> str:
     """Description of a difference beyond rounding between gradients, or ""."""
     for name, x, y in zip(("queries", "keys", "values"), found, plain, strict=True):
-        sizes, apart = (some.norm(dim=-1) for some in (exact_of(y), exact_of(x) - y))
+        sizes, apart = (some.norm(dim=-1) for some in (_exact_of(y), _exact_of(x) - y))
         whole = (apart.norm() / sizes.norm().clamp_min(1e-30)).item()
         if not whole < ROUNDING:
             return f"those of {name} differ by {whole:.1e}"
@@ -165,7 +165,7 @@ AT_ONCE = 4  # enough to fill the GPU; their temporary tensors take 20 times the
 
 
 def _added(sums: Any, more: Any) -> list[torch.Tensor]:
-    return [exact_of(a).add_(b) for a, b in zip(sums, more, strict=True)] if sums else more
+    return [_exact_of(a).add_(b) for a, b in zip(sums, more, strict=True)] if sums else more
 
 
 HIDDEN = 1e30  # log-sum-exp of the query without gradient: its keys get weight 0
@@ -187,7 +187,7 @@ def _triangles(backward: Callable[..., Any], n: int, inputs: Sequence[Any]) -> l
     return [fold(x, y, n, shift, size) for x, y, shift, size in zip(*found, (n - 2, n - 1, n - 1), sizes)]
 
 
-def exact_of(x: Tensor) -> torch.Tensor:
+def _exact_of(x: Tensor) -> torch.Tensor:
     """x in float32, or in float64 if it is."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
@@ -231,7 +231,7 @@ def fold(x: Tensor, behind: Tensor, n: int, shift: int, size: tuple[int, int]) -
     """
     if x.is_cuda and x.stride(3) == behind.stride(3) == 1:
         return launch_fold(x, behind, n, shift, size)
-    total = exact_of(x) + behind[:, :, (shift - torch.arange(n, device=x.device)) % n]
+    total = _exact_of(x) + behind[:, :, (shift - torch.arange(n, device=x.device)) % n]
     return tokens_first(total.unflatten(0, (*size, -1)).sum(2).transpose(1, 2).flatten(2, 3)).to(x.dtype)
 
 

@@ -8,8 +8,6 @@ latents from which the keys are projected), in backward with the reduce-scatter 
 
 from __future__ import annotations
 
-import contextlib
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -17,17 +15,14 @@ import torch
 import torch.nn.functional as F
 import triton
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
-from torch.utils.checkpoint import get_device_states, set_device_states
 
 from ..base.autograd import CustomOperator, Passes, ordered
-from ..bindings.torch_compat import TorchDispatchMode, no_cuda_graph
+from ..bindings.torch_compat import no_cuda_graph
 from ..bindings.triton_compat import OPTIONS
-from ..launch.compiled_kernel import dynamo_disabled
 from ..shmem_kernels.softmax_parts import merge_kernel
-from .attention_backward import exact_of, tokens_first
+from .attention_backward import tokens_first
 from .attention_kernels import Kernel, kernel_for, strided_like
-from .softmax import Gather, Row, Start
+from .softmax import Gather
 
 
 def reads(rank: int, size: int, zigzag: bool) -> tuple[list[int], list[tuple[range, int]]]:
@@ -45,15 +40,14 @@ def reads(rank: int, size: int, zigzag: bool) -> tuple[list[int], list[tuple[ran
 class Blocks(NamedTuple):
     """How attention runs in merged blocks.
 
-    gather: a softmax.Gather or ChunkedGather of k and v as [B, T, ...], or of the tensors [B, T, ...] that ``project``
-    maps to k and v (``project`` gets them with tokens in the third dimension); None if the rank is alone. latents: with
-    ChunkedGather and ``project``, the tensors from which k and v were projected. dropout: no kernel for blocks has it.
+    gather: a softmax.Gather of k and v as [B, T, ...], or of the tensors [B, T, ...] that ``project`` maps to k and v
+    (``project`` gets them with tokens in the third dimension); None if the rank is alone. dropout: no kernel for blocks
+    has it.
     """
 
-    gather: Any
+    gather: Gather | None
     scale: float | None = None
     project: Callable[..., Any] | None = None
-    latents: Sequence[Tensor] = ()
     dropout: float = 0.0
 
 
@@ -64,32 +58,14 @@ def merged(q: Tensor, k: Tensor, v: Tensor, how: Blocks, kernel: Kernel | None =
     ``kernel_for`` for them, which must not be None.
     """
     if torch.compiler.is_compiling():
-        return (_in_steps if isinstance(how.gather, ChunkedGather) else _traced)(q, k, v, how)
-    gather, project = how.gather, how.project
-    scale = q.shape[-1] ** -0.5 if how.scale is None else how.scale
-    sources: list = []
-    if isinstance(gather, ChunkedGather):
-        if gather.set_ranges(*(() if project is None else (k, v))) > 1:
-            sources = [] if project is None else _leaves((k, v), how.latents)
-        else:
-            gather = gather.step(0, gather.tensors)
+        return _traced(q, k, v, how)
+    gather, scale = how.gather, q.shape[-1] ** -0.5 if how.scale is None else how.scale
     kernel, shared = kernel or kernel_for(q, k, v), _Shared()
     q = tokens_first(q)
-    if isinstance(gather, ChunkedGather):
-        tensors, gather.tensors = gather.tensors, ()  # autograd saves them
-        token = Start.apply(gather, *tensors)
-        o, lse = _Own.apply(shared, kernel, scale, q, k, v)
-        steps, tensors = (gather, project, kernel, scale), tuple(x.detach() for x in tensors)
-        o = _Steps.apply(shared, steps, q.detach(), o, lse, token, *tensors, *sources)
-    else:
-        o, lse = _Own.apply(shared, kernel, scale, q, k, v)
-        slots, rows = ([], []) if gather is None else _rows(gather, q)
-        keys = () if gather is None else _keys(gather.read(slots), project, q.dtype, bool(rows))
-        o = _Others.apply(shared, (kernel, scale, rows), q.detach(), o, lse, *keys)
-    return o.transpose(1, 2)
-
-
-_in_steps = dynamo_disabled(merged)
+    o, lse = _Own.apply(shared, kernel, scale, q, k, v)
+    slots, rows = ([], []) if gather is None else _rows(gather, q)
+    keys = () if gather is None else _keys(gather.read(slots), how.project, q.dtype, bool(rows))
+    return _Others.apply(shared, (kernel, scale, rows), q.detach(), o, lse, *keys).transpose(1, 2)
 
 
 def _traced(q: Tensor, k: Tensor, v: Tensor, how: Blocks) -> torch.Tensor:
@@ -198,8 +174,9 @@ _saved: dict[tuple, Any] = {}
 def _own_traced(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
     if not q.shape[2]:
         return _own_fake(q, k, v)
-    kernel = kernel_for(q, k, v)
-    o, lse, more = kernel.forward(q, k, v, True, scale)  # type: ignore[union-attr]
+    if (kernel := kernel_for(q, k, v)) is None:  # there was one when the layer was traced
+        raise RuntimeError("torch's switches have changed since torch.compile: call torch.compiler.reset()")
+    o, lse, more = kernel.forward(q, k, v, True, scale)
     _saved[_key(q, k, v)] = kernel, more
     return tokens_first(o), lse.contiguous()
 
@@ -319,175 +296,6 @@ def _gradients(
             for dx, more_dx in zip(sums, found, strict=True):
                 dx[:, :, seen] += more_dx
     return parts, [torch.zeros_like(x) for x in keys] if sums is None else sums
-
-
-class ChunkedGather:
-    """Gathers the tokens of all ranks in steps that fit into ``memory`` bytes, in forward and again in backward.
-
-    tensors: the keys and values, or the inputs of the ``project`` function of ``merged``, which starts the gathers once
-    it knows how many tokens fit.
-    """
-
-    def __init__(self, row: Row, memory: int, *tensors: Tensor) -> None:
-        self.comm, self.tokens, self.halves = row.comm, row.tokens, 1 + row.zigzag
-        self.memory, self.tensors, self.count = memory, tensors, len(tensors)
-        self.ranges: list[tuple[int, int]] = []  # tokens (first, end) of each step, in each half of each rank
-        self.sums: list[torch.Tensor] | None = None  # gradients of all tokens, filled by backward's steps
-        self.last: tuple[int, Gather, Sequence[Tensor]] | None = None  # the step whose reduce-scatter runs
-        self.arriving: Gather | None = None  # the first step
-
-    def set_ranges(self, *keys: Tensor) -> int:
-        """Compute the steps, equal on all ranks; returns their number.
-
-        keys: the keys and values projected from this rank's tensors, for their size. The memory is counted for two
-        steps, since one step is gathered while the other is read.
-        """
-        length = max(self.tokens) // self.halves
-        token = sum(2 * x.element_size() * math.prod([x.shape[0], *x.shape[2:]]) for x in self.tensors)
-        token += sum(x.element_size() * math.prod([*x.shape[:2], x.shape[3]]) for x in keys)
-        step = max(1, min(self.memory // max(1, token * self.comm.size * self.halves), length))
-        self.ranges = [(first, min(first + step, length)) for first in range(0, max(length, 1), step)]
-        return len(self.ranges)
-
-    def _of_step(self, x: Tensor, step: int) -> torch.Tensor:
-        """View of a step's tokens in x [B, T, ...]: [B, halves, tokens, ...]."""
-        return x.unflatten(1, (self.halves, x.shape[1] // self.halves))[:, :, slice(*self.ranges[step])]
-
-    def start(self, tensors: Sequence[Tensor]) -> None:
-        self.arriving = self.step(0, tensors)
-
-    def step(self, number: int, tensors: Sequence[Tensor]) -> Any:
-        """Start a step's Gather; None behind the last step."""
-        if number == len(self.ranges):
-            return None
-        first, end = self.ranges[number]
-        tokens = [max(min(end, n // self.halves) - first, 0) * self.halves for n in self.tokens]
-        return Gather(self.comm, tokens, self.halves == 2, *(self._of_step(x, number).flatten(1, 2) for x in tensors))
-
-    def start_sum(self, number: int, gather: Gather, slots: Any, gradients: Any, like: Sequence[Tensor]) -> None:
-        """Wait for the previous step's reduce-scatter, and start this one's. like: this rank's tensors, all tokens."""
-        self._collect()
-        gather.start_sum(slots, gradients)
-        self.last = number, gather, like
-
-    def _collect(self) -> None:
-        """Wait for the reduce-scatter that runs, and copy its results into the sums of all tokens."""
-        if self.last is not None:
-            number, gather, like = self.last
-            self.sums = self.sums or [x.new_empty(x.shape) for x in like]
-            for total, x in zip(self.sums, gather.finish_sum(), strict=True):
-                self._of_step(total, number).copy_(x.unflatten(1, (self.halves, x.shape[1] // self.halves)))
-
-    def finish_sum(self) -> Any:
-        self._collect()
-        sums, self.sums, self.last = self.sums, None, None
-        return sums
-
-
-class _Steps(torch.autograd.Function):
-    """``_Others`` in steps: each step gathers tokens and projects keys, in forward and again in backward.
-
-    inputs: the gathered tensors, and the parameters of ``project``."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, shared: _Shared, how: Any, q: Tensor, o: Tensor, lse: Tensor, token: Tensor, *inputs: Any
-    ) -> torch.Tensor:
-        chunked, project, kernel, scale = how
-        gather, chunked.arriving = chunked.arriving, None
-        ctx.shared, ctx.how, ctx.blocks = shared, (chunked, project, scale), []
-        device = q.device.type
-        ctx.autocast = dict(device_type=device, dtype=torch.get_autocast_dtype(device), cache_enabled=False)
-        ctx.autocast["enabled"] = torch.is_autocast_enabled(device)
-        again = project is not None and any(ctx.needs_input_grad)  # backward projects again
-        captured = again and chunked.comm.streams.capturing()  # torch does not read a generator in a capture
-        ctx.random = (torch.get_rng_state(), *get_device_states(q)) if again and not captured else None
-        exact = exact_of(o)  # rounded once, after all steps
-        for step in range(len(chunked.ranges)):
-            following = chunked.step(step + 1, inputs[: chunked.count])
-            slots, rows = _rows(gather, q)
-            found = gather.finish(slots)
-            with _WithoutRandom() if captured else contextlib.nullcontext():
-                keys = _keys(found, project, q.dtype, bool(rows))
-            ctx.blocks.append(_add(kernel, scale, rows, (q, exact, lse), keys))
-            gather = following
-        o = o.copy_(exact).detach()
-        ctx.save_for_backward(q, o, lse, *inputs)
-        return o
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, do: Tensor) -> tuple[torch.Tensor | None, ...]:
-        if ctx.random is None:
-            return _Steps._backward(ctx, do)
-        on_host, devices, on_devices = ctx.random  # dropout in the projection repeats forward's
-        with torch.random.fork_rng(devices, device_type=do.device.type):
-            torch.set_rng_state(on_host)
-            set_device_states(devices, on_devices, device_type=do.device.type)
-            return _Steps._backward(ctx, do)
-
-    @staticmethod
-    def _backward(ctx: Any, do: Tensor) -> tuple[torch.Tensor | None, ...]:
-        q, o, lse, *inputs = ctx.saved_tensors
-        chunked, project, scale = ctx.how
-        tensors, sources = inputs[: chunked.count], inputs[chunked.count :]
-        do, total = strided_like(do, o), torch.zeros_like(exact_of(q))
-        weights: list[torch.Tensor | None] = [None] * len(sources)
-        gradients: Sequence[torch.Tensor]
-        gather = chunked.step(0, tensors)
-        for step in range(len(chunked.ranges)):
-            following = chunked.step(step + 1, tensors)
-            slots, rows = _rows(gather, q)
-            found = [x.detach().requires_grad_() for x in gather.finish(slots)]
-            with torch.enable_grad(), torch.autocast(**ctx.autocast):
-                keys = _keys(found, project, q.dtype, bool(rows))
-                # sources may be copies of forward's parameters (saved_tensors_hooks), with their nodes
-                known, used = ({get_gradient_edge(x).node for x in y} for y in (sources, _leaves(keys, found)))
-            if not used <= known:
-                raise RuntimeError(
-                    "with attention.memory backward projects keys again, and the projection has other parameters than "
-                    "in forward (torch.func.functional_call?)"
-                )
-            blocks = list(zip(rows, ctx.blocks[step], strict=True))
-            parts, gradients = _gradients(scale, blocks, do, (q, o, lse), [x.detach() for x in keys])
-            for mine, dq in parts:
-                total[:, :, mine] += dq
-            gradients = torch.autograd.grad(keys, [*found, *sources], gradients, allow_unused=True)
-            sums = [torch.zeros_like(a) if b is None else b for a, b in zip(found, gradients)]
-            pairs = zip(weights, gradients[len(found) :], strict=True)
-            weights = [b if a is None else a if b is None else a + b for a, b in pairs]
-            chunked.start_sum(step, gather, slots, sums, tensors)
-            gather = following
-        ctx.shared.merged, ctx.shared.parts = (o, lse), [(slice(None), total)]
-        return None, None, None, do, None, do.new_zeros(0), *[None] * chunked.count, *weights
-
-
-class _WithoutRandom(TorchDispatchMode):
-    """Raises RuntimeError for an operator that draws random numbers."""
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch.Tag.nondeterministic_seeded in getattr(function, "tags", ()):
-            raise RuntimeError(
-                f"with attention.memory a projection that draws random numbers ({function}) cannot be captured in a "
-                f"CUDA graph: its backward could not repeat them"
-            )
-        return function(*args, **(kwargs or {}))
-
-
-def _leaves(tensors: Sequence[Tensor], inputs: Sequence[Tensor]) -> list:
-    """The leaves (parameters) of the autograd graph between ``inputs`` and ``tensors``."""
-    seen = {x.grad_fn for x in inputs if x.grad_fn is not None}
-    found, ahead = [], [x.grad_fn for x in tensors if x.grad_fn is not None]
-    while ahead:
-        node = ahead.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        leaf = getattr(node, "variable", None)
-        if leaf is not None and not any(leaf is x for x in inputs):
-            found.append(leaf)
-        ahead += [following for following, _ in node.next_functions if following is not None]
-    return found
 
 
 def _merge(o: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:

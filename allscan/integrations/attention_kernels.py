@@ -32,7 +32,9 @@ class Kernel(NamedTuple):
 
 
 def kernel_for(q: Tensor, k: Tensor, v: Tensor) -> Kernel | None:
-    """The fastest kernel for these tensors, or None. The result depends on torch's current backend switches."""
+    """The fastest kernel for these tensors, or None. The result depends on torch's current backend switches.
+
+    torch.compile asks for the switches when it traces a function, and not when that runs."""
     return next((kernel for kernel in KERNELS if kernel.fits(q, k, v)), None)
 
 
@@ -69,11 +71,16 @@ def _cudnn_backward(
 
 
 def _cudnn_fits(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    if _capability(q) != CUDNN_GPU or not CUDNN_IS_KNOWN or (torch.backends.cudnn.version() or 0) < CUDNN_LEAST:
+    if q.dtype not in HALF or not _has_cudnn(q.device) or torch.are_deterministic_algorithms_enabled():
         return False
-    if q.shape[2] < CUDNN_TOKENS or k.shape[2] < CUDNN_TOKENS or (q.shape[-1], v.shape[-1]) not in CUDNN_WIDTHS:
-        return False
-    return torch.backends.cuda.cudnn_sdp_enabled() and not torch.are_deterministic_algorithms_enabled()
+    return min(q.shape[2], k.shape[2]) >= CUDNN_TOKENS and (q.shape[-1], v.shape[-1]) in CUDNN_WIDTHS
+
+
+@torch.compiler.assume_constant_result  # torch.compile does not trace it, but calls it once
+def _has_cudnn(device: torch.device) -> bool:
+    """Whether cuDNN's kernels are enabled, and were tested on this GPU and in this version."""
+    known = CUDNN_IS_KNOWN and _capability(device) == CUDNN_GPU
+    return known and (torch.backends.cudnn.version() or 0) >= CUDNN_LEAST and torch.backends.cuda.cudnn_sdp_enabled()
 
 
 def _widths_in(widths: set[tuple[int, int]], q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -103,10 +110,13 @@ ROW, ROWS_TIMES_KEYS = 4096, 65536
 CUDNN_IS_KNOWN = None not in (cudnn, cudnn_backward)
 
 
-def _capability(x: Tensor) -> tuple[int, int]:
-    """Compute capability of NVIDIA's GPU that holds x in half precision, else (0, 0)."""
-    half = x.device.type == "cuda" and x.dtype in (torch.bfloat16, torch.float16)
-    return torch.cuda.get_device_capability(x.device) if half and torch.version.hip is None else (0, 0)
+HALF = torch.bfloat16, torch.float16
+
+
+def _capability(device: torch.device) -> tuple[int, int]:
+    """Compute capability of an NVIDIA GPU, else (0, 0)."""
+    nvidia = device.type == "cuda" and torch.version.hip is None
+    return torch.cuda.get_device_capability(device) if nvidia else (0, 0)
 
 
 # FlashAttention 2 of PyTorch
@@ -128,8 +138,12 @@ def _flash_backward(
 
 def flash_fits(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether FlashAttention 2 supports these tensors."""
-    width = max(q.shape[-1], v.shape[-1])
-    return FLASH_IS_KNOWN and _capability(q) >= (8, 0) and width <= 256 and torch.backends.cuda.flash_sdp_enabled()
+    return q.dtype in HALF and _has_flash(q.device) and max(q.shape[-1], v.shape[-1]) <= 256
+
+
+@torch.compiler.assume_constant_result
+def _has_flash(device: torch.device) -> bool:
+    return FLASH_IS_KNOWN and _capability(device) >= (8, 0) and torch.backends.cuda.flash_sdp_enabled()
 
 
 flash = operator("_scaled_dot_product_flash_attention", "query key value dropout_p is_causal return_debug_mask scale")

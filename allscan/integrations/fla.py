@@ -26,7 +26,7 @@ from ..ops.ssd import zeco_simple_gla, zeco_ssd
 from ..tokens.packing import Tables, boundaries_on_host, document_places, without_empty
 from ..tokens.partition import cached_table, partition_start
 from . import needing
-from .attention import WHOLE, Attention, Blocks, attend, check_split, gather_keys, packed_of
+from .attention import Blocks, attend, check_split, packed_of
 from .batches import DOCUMENTS, STAMP, misfit, read
 from .batches import cut_batch as cut_batch
 from .recurrent import Tokens, gather_rows, of_last_tokens
@@ -52,7 +52,7 @@ def sequence_parallel(
     comm: Communicator | None,
     layout: str = "contiguous",
     per_document: bool = False,
-    attention: Attention = WHOLE,
+    merged_attention: bool = True,
 ) -> torch.nn.Module:
     """Convert ``module``, in place, so that each rank processes its part of a sequence; returns the module.
 
@@ -88,8 +88,9 @@ def sequence_parallel(
         per_document: with cu_seqlens in the zigzag layout, equal on every rank: True cuts each sequence into 2P chunks
             in place of the row, as for zeco_gla. Lengths must then be multiples of 2P; all ranks have the same work in
             softmax layers for any lengths, and labels do not cross the end of a sequence.
-        attention: how softmax layers run, see ``allscan.integrations.attention.Attention``: without a window, a
-            cache and cu_seqlens in merged blocks by PyTorch's kernels, else by flash_attn's over keys of the row.
+        merged_attention: equal on all ranks: True: softmax layers without a window, a cache and cu_seqlens run in
+            blocks by PyTorch's kernels, whose results are merged. False, and otherwise: flash_attn's kernels run over
+            the keys of the row, in sequence order.
 
     Returns:
         ``module`` itself, changed.
@@ -108,9 +109,7 @@ def sequence_parallel(
         >>> loss = model(input_ids=tokens[:, mine], labels=tokens[:, mine]).loss      # this rank's share
         >>> loss.backward()                                  # add the gradients up over the ranks of comm
     """
-    zigzag = check_split(comm, layout, per_document, attention)
-    if attention.memory is not None and not attention.merged:
-        raise ValueError(f"attention.memory is for merged=True, got {attention}")
+    zigzag = check_split(comm, layout, per_document, merged_attention)
     layers = [m for m in module.modules() if _kind(m) is not None]
     others = {type(m).__name__ for m in module.modules() if _of_fla(type(m)) and _kind(m) is None}
     others |= {type(m).__name__ for m in layers if type(m).forward is not _kind(m).forward}
@@ -123,9 +122,8 @@ def sequence_parallel(
         fla_cp.reject_invariant(comm)
     documents: list | None = [None] if per_document else None  # cu_seqlens of the layers' last call
     for layer in layers:
-        split = (
-            None if comm is None else functools.partial(_layer, layer, _kind(layer), comm, layout, attention, documents)
-        )
+        how = layout, merged_attention, documents
+        split = None if comm is None else functools.partial(_layer, layer, _kind(layer), comm, *how)
         _replace(layer, "forward", split)
     for model in module.modules():
         if isinstance(model, RWKV7FeedForward):
@@ -180,7 +178,7 @@ def _layer(
     kind: Any,
     comm: Communicator,
     layout: str,
-    attention: Any,
+    merged: bool,
     documents: Any,
     hidden_states: Tensor,
     attention_mask: Tensor | None = None,
@@ -212,7 +210,7 @@ def _layer(
     cut = DOCUMENTS if "per_document" in where else layout
     # these exchange the numbers of tokens themselves
     if kind is softmax_attention.Attention:
-        return _softmax(layer, hidden_states, cache, where, stamp, attention), None, past_key_values
+        return _softmax(layer, hidden_states, cache, where, stamp, merged), None, past_key_values
     if kind is MultiScaleRetention:
         return _retention(layer, hidden_states, cache, where, stamp), None, past_key_values
     if stamp is not None:
@@ -405,22 +403,17 @@ def _channel_mixing(
     return fla_rwkv7.channel_mixing(module, x, _shifted(x, where)), state
 
 
-def _softmax(
-    layer: Any, x: Tensor, cache: Any, where: dict[str, Any], stamp: Any = None, attention: Attention = WHOLE
-) -> torch.Tensor:
+def _softmax(layer: Any, x: Tensor, cache: Any, where: dict[str, Any], stamp: Any, merged: bool) -> torch.Tensor:
     """Causal softmax attention of this rank's queries over the tokens of all ranks."""
     comm: Communicator = where["comm"]
-    limited = attention.memory is not None
     packed = where["cu_seqlens"] is not None
     whole = cache is not None or packed or layer.window_size is not None  # takes all keys at once
-    if limited and whole:
-        reject(comm, "caches, packed sequences and windows take all keys at once: attention.memory must be None")
     q, k, v = _projected(layer, x)
     # in every call: the back end's collectives that follow cannot report a difference or a rank's rejection
-    gradients = any(y.requires_grad for y in ((q, k, v) if limited else (k, v)))
+    gradients = k.requires_grad or v.requires_grad
     alike = (
         _called(cache is not None),
-        ("attention", str(attention)),
+        ("merged_attention", merged),
         ("dtypes of keys and values", f"{k.dtype}, {v.dtype}"),
         ("gradients of keys and values", gradients),
     )
@@ -428,8 +421,8 @@ def _softmax(
     q, k = _rotated(layer, q, k, row)
     blocks = None
     if comm.size > 1 and any(row.tokens):
-        gather = gather_keys(row, attention, k, v)
-        if attention.merged and not whole:
+        gather = row.gather(k, v)
+        if merged and not whole:
             blocks = Blocks(gather)
         else:
             k, v = row.in_order(gather)

@@ -159,14 +159,14 @@ class Gather:
             (arrived,) = _gather.forward(tensors, [*tokens], tokens[comm.rank], zigzag, comm.handle)
             self._traced = [*arrived, *tensors], ([*tokens], zigzag, comm.handle)
         elif tensors:
-            self._token = Start.apply(self, *tensors)
+            self._token = _Start.apply(self, *tensors)
 
     def in_order(self) -> list[int]:
         """The slot numbers in sequence order."""
         size = self.comm.size
         return [*range(size)] if self.halves == 1 else [*range(size, 2 * size), *reversed(range(size))]
 
-    def read(self, slots: Any) -> tuple[torch.Tensor, ...]:
+    def read(self, slots: Sequence[int]) -> tuple[torch.Tensor, ...]:
         """Wait, and return the tokens of ``slots``, concatenated, of each tensor [B, tokens, ...].
 
         The results are views where the slots are consecutive and full. Call it once, even if this rank reads no slot.
@@ -190,7 +190,7 @@ class Gather:
             self._arrived.append(slots)
         self._work = _together("all_gather", pairs, self.comm.group)
 
-    def finish(self, slots: Any) -> tuple[torch.Tensor, ...]:
+    def finish(self, slots: Sequence[int]) -> tuple[torch.Tensor, ...]:
         with collective(self.comm.group):
             self._work.wait()
         runs = self._runs(slots)
@@ -198,7 +198,7 @@ class Gather:
         self._work = self._arrived = self._token = None
         return tuple(joined(some, 0).transpose(0, 1) for some in rows)
 
-    def start_sum(self, slots: Any, gradients: Any) -> None:
+    def start_sum(self, slots: Sequence[int], gradients: Sequence[Tensor]) -> None:
         """Start the reduce-scatter of the gradients of ``slots``; the gradients of other slots are zero."""
         pairs: list = []
         self._sums, runs = [], self._runs(slots)
@@ -227,12 +227,12 @@ class Gather:
         self._work = self._sums = None
         return [x.transpose(0, 1) for x in found]
 
-    def _parts(self, slots: Any) -> list[torch.Tensor]:
+    def _parts(self, slots: Tensor) -> list[torch.Tensor]:
         """Views of the slots: one of all ranks' first halves, one of their second halves."""
         rows = self.comm.size * self.length
         return [slots[start * self.length :][:rows] for start in self.starts]
 
-    def _runs(self, slots: Any) -> list[tuple[int, int]]:
+    def _runs(self, slots: Sequence[int]) -> list[tuple[int, int]]:
         """(first row, end) of the tokens in ``slots``; adjacent ranges are merged, and at least one is returned."""
         runs: list[tuple[int, int]] = []
         for first, end in ((slot * self.length, slot * self.length + self.filled[slot]) for slot in slots):
@@ -340,11 +340,11 @@ _read = CustomOperator(
 IN_FLOAT32 = 8  # from this number of ranks on, gradients are summed in float32
 
 
-class Start(torch.autograd.Function):
-    """Starts a Gather or ChunkedGather; its backward waits for the sums of the tensors' gradients."""
+class _Start(torch.autograd.Function):
+    """Starts a Gather; its backward waits for the sums of the tensors' gradients."""
 
     @staticmethod
-    def forward(ctx: Any, gather: Any, *tensors: Tensor) -> torch.Tensor:
+    def forward(ctx: Any, gather: Gather, *tensors: Tensor) -> torch.Tensor:
         ctx.gather, ctx.dtypes = gather, [x.dtype for x in tensors]
         gather.start(tensors)
         return tensors[0].new_empty(0)  # connects this node to _Read in the autograd graph
@@ -356,7 +356,7 @@ class Start(torch.autograd.Function):
 
 class _Read(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gather: Gather, slots: Any, token: Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, gather: Gather, slots: Sequence[int], token: Tensor) -> tuple[torch.Tensor, ...]:
         ctx.gather, ctx.slots = gather, slots
         return gather.finish(slots)
 

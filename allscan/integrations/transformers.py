@@ -23,7 +23,7 @@ from ..launch.compiled_kernel import dynamo_disabled
 from ..tokens.packing import boundaries_on_host, without_empty
 from ..zigzag import zigzag_positions
 from . import needing
-from .attention import WHOLE, Attention, check_split
+from .attention import check_split
 from .batches import STAMP, looked_at
 from .batches import check_batch as check_batch
 from .batches import cut_batch as cut_batch
@@ -80,7 +80,7 @@ def sequence_parallel(
     comm: Communicator | None,
     layout: str = "contiguous",
     per_document: bool = False,
-    attention: Attention = WHOLE,
+    merged_attention: bool = True,
     loss_in_slices: bool | Mapping[str, Any] = False,
     mlp_in_slices: int | None = None,
 ) -> nn.Module:
@@ -135,7 +135,9 @@ def sequence_parallel(
             True: each sequence is cut into 2P chunks, and rank r has chunks r and 2P - 1 - r of each, sequence after
             sequence, so that all ranks have the same work for any lengths. The caller must make the lengths multiples
             of 2P. The states of all sequences are sent.
-        attention: how softmax layers run, see ``allscan.integrations.attention.Attention``.
+        merged_attention: equal on all ranks: True: softmax attention under "sdpa" runs in blocks whose results are
+            merged, where kernels for that exist. False: the keys of all ranks are put into sequence order, and one
+            kernel runs over the keys up to each query, without a merge.
         loss_in_slices: True: a call with labels computes the loss by ``allscan.integrations.slices.
             linear_cross_entropy``, and its result has no ``logits``. A mapping gives that function's options
             ``slice_tokens``, ``label_smoothing`` and ``z_loss``, alike on all ranks.
@@ -148,24 +150,22 @@ def sequence_parallel(
     Raises:
         ValueError: for unsupported models, with a forward that was replaced (install such hooks afterwards), with hub
             kernels, another attention function or loss, a sliding window, rotary embeddings that depend on the length
-            ("dynamic", "longrope"), a z-loss, for a limit of memory without merged blocks under "sdpa", for other
-            options of ``loss_in_slices``, for ``mlp_in_slices`` with MiniMax's jitter of routers, which writes to its
-            input; when called, for a head that was replaced or wrapped since, with ``loss_in_slices`` (LoRA of the
-            head, ``resize_token_embeddings``), for an attention mask that masks anything (pack instead), for a cache
-            of packed sequences, for ``use_cache=True`` where the last rank, in zigzag a half, has fewer tokens than a
-            convolution's kernel, for a cache that is not empty where any rank, in zigzag any half, has, or whose
-            tensors require a gradient, for ``output_attentions`` and ``output_router_logits``; with a
-            limit of memory for ``use_cache=True``, packed sequences, dropout and dtypes without a kernel; in zigzag for
-            an odd number of tokens or one that differs between ranks, and for ``position_ids`` that begin a sequence
-            with another number than 0; with per_document=True for lengths that are no multiples of 2P, and for packed
-            sequences without ``cu_seq_lens_q``.
+            ("dynamic", "longrope"), a z-loss, for other options of ``loss_in_slices``, for ``mlp_in_slices`` with
+            MiniMax's jitter of routers, which writes to its input; when called, for a head that was replaced or wrapped
+            since, with ``loss_in_slices`` (LoRA of the head, ``resize_token_embeddings``), for an attention mask that
+            masks anything (pack instead), for a cache of packed sequences, for ``use_cache=True`` where the last rank,
+            in zigzag a half, has fewer tokens than a convolution's kernel, for a cache that is not empty where any
+            rank, in zigzag any half, has, or whose tensors require a gradient, for ``output_attentions`` and
+            ``output_router_logits``; in zigzag for an odd number of tokens or one that differs between ranks, and for
+            ``position_ids`` that begin a sequence with another number than 0; with per_document=True for lengths that
+            are no multiples of 2P, and for packed sequences without ``cu_seq_lens_q``.
 
     Example:
         >>> model = sequence_parallel(Qwen3NextForCausalLM(config).cuda(), comm=comm)
         >>> loss = model(input_ids=tokens[:, mine], labels=tokens[:, mine]).loss      # this rank's share
         >>> loss.backward()                                  # add the gradients up over the ranks of comm
     """
-    zigzag = check_split(comm, layout, per_document, attention)
+    zigzag = check_split(comm, layout, per_document, merged_attention)
     family, bases, heads, layers = _parts(model)
     modeling = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
     if comm is None:
@@ -186,17 +186,11 @@ def sequence_parallel(
             setattr(modeling, name, SplitOperator(known, operator))
     _restore(bases, heads, layers)
     cut_mlps(model, family, mlp_in_slices)
-    if attention.memory is not None:
-        functions = {base.config._attn_implementation for base in bases}
-        if not attention.merged or functions != {"sdpa"}:
-            raise ValueError(
-                f'attention.memory is for merged=True and the function "sdpa", got {attention}, {functions}'
-            )
     _separate_configs(model, bases)
     for base, inner in [(base, base.config._attn_implementation) for base in bases]:
         base.set_attn_implementation(NAME)
         base.allscan_inner = inner
-        how: dict[str, Any] = dict(per_document=per_document, attention=attention)
+        how: dict[str, Any] = dict(per_document=per_document, merged_attention=merged_attention)
         base.forward = functools.partial(_model, base, comm, zigzag, modeling.__name__, inner, **how)
     for layer in layers:
         kind: Any = type(layer)
@@ -430,7 +424,7 @@ def _entered(
     cache_params: Any = None,
     inputs_embeds: Tensor | None = None,
     per_document: bool = False,
-    attention: Attention = WHOLE,
+    merged_attention: bool = True,
     **options: Any,
 ) -> tuple[dict[str, Any], SplitSequence, bool]:
     """Check the arguments of ``_model`` and exchange the ranks' tokens: (arguments of the model's own forward, the
@@ -468,8 +462,6 @@ def _entered(
     cu_seqlens = options.pop("cu_seq_lens_q", None)
     if cu_seqlens is None and any(options.get(name) is not None for name in ("seq_idx", "cu_seq_lens_k")):
         reject(comm, "packed sequences are given by cu_seq_lens_q or position_ids")
-    if attention.memory is not None and use_cache:
-        reject(comm, "use_cache=True needs all keys at once: attention.memory must be None")
     wanted = torch.is_grad_enabled() and inputs_embeds is not None and inputs_embeds.requires_grad
     stamp = options.pop(STAMP, None)
     told = stamp, looked_at(comm, input_ids, stamp)
@@ -478,14 +470,12 @@ def _entered(
     labels = options.pop(LABELS, None)
     count, shifted_labels = (options.get(name) for name in ("num_items_in_batch", "shift_labels"))
     alike = Agreed(model, x.device.type, labels, count, shifted_labels, past)
-    asked = SequenceOptions(B, T, cu_seqlens, zigzag, per_document, attention, inner, home, alike)
+    asked = SequenceOptions(B, T, cu_seqlens, zigzag, per_document, merged_attention, inner, home, alike)
     sequence, wanted_by_any = agree_sequence(comm, asked, position_ids, wanted, told, kernel)
     # another rank's embeddings are trained: with all else frozen this rank would run no backward
     adds_gradient = wanted_by_any and not wanted and torch.is_grad_enabled()
     if adds_gradient and inputs_embeds is not None:
         inputs_embeds = inputs_embeds.detach().requires_grad_()
-    if sequence.lengths is not None and attention.memory is not None:
-        reject(comm, "packed sequences take all keys at once: attention.memory must be None")
     if sequence.lengths is not None and use_cache:
         why = BY_POSITIONS if cu_seqlens is None else ""
         reject(comm, f"packed sequences leave no cache: pass use_cache=False{why}")

@@ -13,14 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
-from ..launch.compiled_kernel import dynamo_disabled
 from ..ops.delta import zeco_gated_delta_rule, zeco_kda
 from ..ops.ssd import zeco_simple_gla, zeco_ssd
 from . import needing
-from .attention import Blocks, attend, attend_packed, gather_keys, takes_packed
+from .attention import Blocks, attend, attend_packed, takes_packed
 from .latents import expansion_of
 from .recurrent import conv_with_halo, names_of, run_delta_rule
-from .softmax import reject
+from .softmax import Gather, reject
 from .transformers_sequence import SplitSequence
 
 with needing(f"{__package__}.transformers", "transformers"):
@@ -251,7 +250,7 @@ class _Keys:
 
     def __init__(self, sequence: SplitSequence, cache: Any) -> None:
         self.sequence, self.cache = sequence, cache
-        self.gather: Any = None
+        self.gather: Gather | None = None
 
     def update(
         self, key: Tensor, value: Tensor, layer_idx: int, *arguments: Any, **options: Any
@@ -260,9 +259,9 @@ class _Keys:
         if sequence.comm.size > 1:
             tensors: Any = key.transpose(1, 2), value.transpose(1, 2)
             tensors = tensors if sequence.own else _own(sequence, *tensors)
-            gather = gather_keys(sequence, sequence.attention, *tensors)
+            gather = sequence.gather(*tensors)
             whole = self.cache is not None or sequence.lengths is not None or sequence.inner != "sdpa"
-            if sequence.attention.merged and not whole:
+            if sequence.merged and not whole:
                 self.gather = gather
                 return key, value
             key, value = (x.transpose(1, 2) for x in sequence.in_order(gather))
@@ -285,7 +284,7 @@ class _Keys:
             if not hasattr(module, "expand_kv"):
                 reject(self.sequence.comm, f"a {name} changes the keys that it keeps: {OTHER_VERSION}")
             project = expansion_of(module)
-        return Blocks(self.gather, scale, project, self.appended, dropout)
+        return Blocks(self.gather, scale, project, dropout)
 
 
 def _called_alone(layer: Any) -> ValueError:
@@ -300,14 +299,8 @@ def softmax_forward(
     if sequence is None:
         raise _called_alone(layer)
     cache = past_key_values if cache is None else cache
-    if torch.compiler.is_compiling() and sequence.attention.memory is not None:
-        # backward projects keys again, for which it needs autograd's graph of the projection
-        return _softmax_not_traced(layer, taken, *arguments, cache=cache, **options)
     options[KEYS] = keys = _Keys(sequence, cache)
     return type(layer).forward(layer, *arguments, **{taken: keys}, **options)
-
-
-_softmax_not_traced = dynamo_disabled(softmax_forward)
 
 
 def lightning_forward(

@@ -14,7 +14,6 @@ from ..base.checks import boundaries, cu_seqlens_error
 from ..comm.communicator import Communicator
 from ..comm.host_exchange import by_rank, differing
 from ..tokens.packing import TokenRange, boundaries_on_host, flags_of, without_empty
-from .attention import WHOLE, Attention
 from .batches import DOCUMENTS, misfit
 from .recurrent import Cuts
 from .softmax import Row, chunks
@@ -25,7 +24,7 @@ class SplitSequence(Row):
     """Token layout that the model passes to its layers."""
 
     inner: str  # the attention function that the model had
-    attention: Attention = WHOLE
+    merged: bool = True  # attention runs in merged blocks where kernels for that exist
     home: str = ""  # the module of the model's classes
     pieces: list[TokenRange] = dataclasses.field(default_factory=list)
     where: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -126,7 +125,7 @@ class SequenceOptions(NamedTuple):
     cu_seqlens: Any
     zigzag: bool
     per_document: bool
-    attention: Attention
+    merged: bool
     inner: str
     home: str
     alike: Agreed
@@ -140,7 +139,7 @@ def agree_sequence(
     ``wanted``: whether this rank's embeddings need a gradient; ``stamp``: (the batch's stamp, result of ``looked_at``),
     see batches.py; ``kernel``: number of tokens in the convolutions' states, -1 without a cache.
     """
-    B, T, cu_seqlens, zigzag, per_document, attention, inner, home, alike = asked
+    B, T, cu_seqlens, zigzag, per_document, merged, inner, home, alike = asked
     with comm.call(False, f"the forward pass of {type(alike.model).__name__} (tokens [{B}, {T}])"):
         lengths = None if cu_seqlens is None else boundaries_on_host(boundaries(cu_seqlens))
         rises, begun = None, []  # position_ids at the beginnings of sequences
@@ -148,7 +147,7 @@ def agree_sequence(
             rises = [_rises(half) for half in position_ids.chunk(1 + zigzag, -1)] if T else []
         layout = DOCUMENTS if per_document else "zigzag" if zigzag else "contiguous"
         counts = comm.order.forwards, comm.order.steps
-        told = B, T, lengths, rises, layout, wanted, *stamp, kernel, list(attention), alike.fields(comm.debug), counts
+        told = B, T, lengths, rises, layout, wanted, *stamp, kernel, merged, alike.fields(comm.debug), counts
         answers = comm.order.exchange(told, "the tokens of each rank")
         rows, tokens, _, _, _, _, stamps, contents, kernels, kinds, others, counts_of_all = map(
             list, zip(*answers, strict=True)
@@ -170,9 +169,9 @@ def agree_sequence(
         if len({answer[4] for answer in answers}) > 1:
             layouts = by_rank(answer[4] for answer in answers)
             raise comm.order.raised_everywhere(ValueError(f"layout differs between ranks: {layouts}"))
-        if any(kind != kinds[0] for kind in kinds):
-            different = by_rank(Attention(*kind) for kind in kinds)
-            raise comm.order.raised_everywhere(ValueError(f"attention differs between ranks: {different}"))
+        if len({*kinds}) > 1:
+            why = f"merged_attention differs between ranks: {by_rank(kinds)}"
+            raise comm.order.raised_everywhere(ValueError(why))
         if different := _differing(others):
             raise comm.order.raised_everywhere(ValueError(f"ranks call with different arguments: {different}"))
         cut_row = per_document and lengths is None  # the row is one sequence
@@ -220,7 +219,7 @@ def agree_sequence(
             lengths = without_empty(lengths)
         cuts = None if lengths is None else torch.tensor(lengths, device="cpu")
         layout_options: dict[str, Any] = dict(zigzag=zigzag, per_document=per_document, past=alike.past)
-        sequence = SplitSequence(comm, tokens, cuts, inner, attention, home, **layout_options)
+        sequence = SplitSequence(comm, tokens, cuts, inner, merged, home, **layout_options)
         return sequence, any(answer[5] for answer in answers)
 
 

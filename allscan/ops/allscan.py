@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -145,15 +145,9 @@ def _compiled(comm: Communicator, inputs: ScanInputs, reverse: bool, layout: str
     return _not_traced(state, decay, comm=comm, reverse=reverse, layout=layout, async_op=async_op, **more)
 
 
-class ScanPart(NamedTuple):
-    """Which scan of a call this is: by default the only one of an ``allscan``."""
-
-    half: bool = False  # one of the two scans of a call in the zigzag layout
-    of_halo: bool = False  # of halo(), which compares the whole call's arguments between ranks and uses a chain
-    adjoint: bool = False  # of a backward pass
-
-
-WHOLE, HALF, OF_HALO = ScanPart(), ScanPart(half=True), ScanPart(of_halo=True)
+# Which scan of a call this is: an ``allscan``'s only one; one of its two in the zigzag layout; one of halo(), which
+# compares the whole call's arguments between ranks and uses a chain
+WHOLE, HALF, OF_HALO = "whole", "half", "halo"
 
 
 def scan_once(
@@ -161,17 +155,18 @@ def scan_once(
     inputs: ScanInputs,
     reverse: bool,
     async_op: bool = False,
-    part: ScanPart = WHOLE,
+    part: str = WHOLE,
     fwd_epoch: Tensor | None = None,
+    adjoint: bool = False,
 ) -> Any:
     """Run ``allscan`` on tensors in the contiguous layout, inside a call of ``comm``.
 
-    fwd_epoch: of a custom operator, whose backward torch registers: see ``PreparedScan.run``.
+    fwd_epoch: of a custom operator, whose backward torch registers: see ``PreparedScan.run``. adjoint: of a backward.
     """
     key = call_key(inputs)
-    prepared = None if comm.debug else comm.calls.get((key, reverse, part))
+    prepared = None if comm.debug else comm.calls.get((key, reverse, part, adjoint))
     if prepared is None:
-        prepared = _prepare(comm, key, inputs, reverse, part)
+        prepared = _prepare(comm, key, inputs, reverse, part, adjoint)
     if fwd_epoch is not None or not key[-1]:
         return prepared.run(inputs, async_op, fwd_epoch)
     works: list[Work] = []
@@ -183,14 +178,16 @@ def scan_once(
     return works[0] if async_op else prev
 
 
-def _prepare(comm: Communicator, key: tuple, inputs: ScanInputs, reverse: bool, part: ScanPart) -> PreparedScan:
+def _prepare(
+    comm: Communicator, key: tuple, inputs: ScanInputs, reverse: bool, part: str, adjoint: bool
+) -> PreparedScan:
     """Run all checks; return the PreparedScan of the call, which a first call makes. Wrong arguments raise, at a first
     call on every rank."""
     state, _, transition, initial_state, out = inputs
     shape, agree, variant = getattr(state, "shape", None), None, CHAIN
-    descending = part.half and reverse  # only the last rank has its initial state, so ranks do not compare it
-    if not (part.of_halo or part.adjoint or descending):
-        how = "zigzag" if part.half else "contiguous", reverse, initial_state is None
+    descending = part == HALF and reverse  # only the last rank has its initial state, so ranks do not compare it
+    if not (part == OF_HALO or adjoint or descending):
+        how = "zigzag" if part == HALF else "contiguous", reverse, initial_state is None
         agree = "allscan", *zip(("layout", "reverse", "initial_state is None"), how, strict=True)
     deferred, values_checked = None, False
     try:
@@ -201,21 +198,20 @@ def _prepare(comm: Communicator, key: tuple, inputs: ScanInputs, reverse: bool, 
             check_out(inputs)
         if key[-1] == 2:
             raise ValueError(NOT_SAVEABLE)
-        values_checked = not (part.half or part.adjoint or part.of_halo or comm.streams.capturing()) and (
-            comm.debug or (shape, agree) not in comm.agreed.arguments  # as SequenceOperator.check_first
-        )
+        first = comm.debug or (shape, agree) not in comm.agreed.arguments  # as SequenceOperator.check_first
+        values_checked = first and part == WHOLE and not (adjoint or comm.streams.capturing())
         if values_checked:
             check_decay(inputs.decay, state.shape, comm.device, values=True)
     except (TypeError, ValueError) as error:
         deferred = DeferredError(error)
-    if shape is not None and len(shape) > 1 and not part.of_halo:
+    if shape is not None and len(shape) > 1 and part != OF_HALO:
         if transition is not None:
             variant = ScanVariant(transition_tile(shape[-2]))
         else:
             variant = ScanVariant(algorithm=comm.topology.algorithm_for(4 * math.prod(shape)))
     scan = get_or_create_scan(comm, shape, agree, deferred, first_call_only=values_checked, variant=variant)
-    prepared = scan.launcher.prepared_scan(key, inputs, reverse, part.adjoint, part.adjoint)
-    comm.calls.remember((key, reverse, part), prepared)
+    prepared = scan.launcher.prepared_scan(key, inputs, reverse, adjoint, adjoint)
+    comm.calls.remember((key, reverse, part, adjoint), prepared)
     return prepared
 
 
@@ -228,7 +224,7 @@ def scan_zigzag(
     reverse: bool = False,
     layout: str = "zigzag",
     async_op: bool = False,
-    part: ScanPart = HALF,
+    part: str = HALF,
     fwd_epochs: Sequence[Tensor | None] = (None, None),
     joined: bool = False,
 ) -> Any:
@@ -258,7 +254,7 @@ def scan_zigzag(
                 raise TypeError("both states must be tensors of the same shape")
             for half in zip((ascending, descending), decays, transitions, (initial_state, None), strict=True):
                 check_scan(ScanInputs(*half), None, comm.device)
-            for decay in () if part.adjoint or comm.streams.capturing() else decays:
+            for decay in () if comm.streams.capturing() else decays:
                 check_decay(decay, ascending.shape, comm.device, values=True)
             check_saveable(operands, operands)
             comm.checked.remember(known)
@@ -441,7 +437,7 @@ def _backward(
             "allscan()", ("fwd_epoch",), [fwd_epoch], [(torch.int64, torch.Size([1]), dprev.device)]
         )
         inputs = ScanInputs(dprev, number if decay is None else decay, transition)
-        dstate = scan_once(comm, inputs, not reverse, part=ScanPart(adjoint=True), fwd_epoch=fwd_epoch)
+        dstate = scan_once(comm, inputs, not reverse, fwd_epoch=fwd_epoch, adjoint=True)
         grads = dstate, *_gradients(comm, dstate, inputs, prev, reverse, (of_decay, of_transition, of_initial))
         if torch.is_grad_enabled():
             raise second_derivative_error("allscan()")

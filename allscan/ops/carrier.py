@@ -65,7 +65,7 @@ class StateCarrier(Protocol):
     comm: Communicator
     handle: int  # identifies this carrier within its class, as an argument of custom operators; see ``register``
 
-    def prepare(
+    def get_or_create_scan(
         self,
         shape: Sequence[int] | None,
         agree: tuple[Any, ...] | None = None,
@@ -73,8 +73,8 @@ class StateCarrier(Protocol):
         *,
         first_call_only: bool = False,
     ) -> Any:
-        """Prepare forward calls of this shape, before the first of them; see agreement.get_or_create_scan. Returns
-        ``prepared`` for ``pending``."""
+        """Prepare forward calls of this shape, before the first of them: as agreement.get_or_create_scan. Returns
+        ``scan`` for ``pending``."""
 
     def stream(self, priority: int = SCANS) -> AbstractContextManager[Callable[[], None]]:
         """Return a context manager for ``carry``, used as ``with ... as join``. Kernels launched on the current stream
@@ -97,9 +97,9 @@ class StateCarrier(Protocol):
         """Return the expected microseconds of a ``carry`` of ``words`` in all, if it can be overlapped. If that is
         long, forward moves more work into this time."""
 
-    def pending(self, prepared: Any, zigzag: bool) -> list[Callable[[], PendingBackward]]:
-        """Return functions that make the PendingBackward records of a forward call, one each. ``prepared``: the result
-        of ``prepare``."""
+    def pending(self, scan: Any, zigzag: bool) -> list[Callable[[], PendingBackward]]:
+        """Return functions that make the PendingBackward records of a forward call, one each. ``scan``: the result of
+        ``get_or_create_scan``."""
 
 
 def record_call(plan: Plan, carried: CarriedState, reverse: bool, zigzag: bool) -> None:
@@ -124,7 +124,7 @@ class AllScanCarrier:
         found: C = comm.attributes.get((cls, dense)) or comm.attributes.setdefault((cls, dense), cls(comm, dense))
         return found
 
-    def prepare(
+    def get_or_create_scan(
         self,
         shape: Sequence[int] | None,
         agree: tuple[Any, ...] | None = None,
@@ -175,7 +175,7 @@ class AllScanCarrier:
             scan.launcher.record_scan(plan, half(0), ChannelUse(reverse, reverse, carried.stamp))
 
     def _scan(self, shape: Sequence[int]) -> AllScan:
-        return self.prepare((shape[1] * shape[2], *shape[3:]))
+        return self.get_or_create_scan((shape[1] * shape[2], *shape[3:]))
 
     def carry(self, carried: CarriedState, reverse: bool, zigzag: bool) -> None:
         scan, out, fwd_epoch = self._scan(carried.state.shape), carried.out, carried.fwd_epoch
@@ -203,11 +203,11 @@ class AllScanCarrier:
         hops = (self.comm.size - 1) * (1 + zigzag)
         return hops * HOP_US + words * WORD_US if hops else 0.0
 
-    def pending(self, prepared: Any, zigzag: bool) -> list[Callable[[], PendingBackward]]:
+    def pending(self, scan: Any, zigzag: bool) -> list[Callable[[], PendingBackward]]:
         # of a chain's first scan only: a plan looks for backwards before its first launch, where the other rank cannot
         # have begun its second scan, which waits for this rank's first
-        directions = [False, True] if zigzag and prepared.algorithm != "chain" else [False]
-        return [partial(PendingBackward, prepared.launcher.backwards, reverse) for reverse in directions]
+        directions = [False, True] if zigzag and scan.algorithm != "chain" else [False]
+        return [partial(PendingBackward, scan.launcher.backwards, reverse) for reverse in directions]
 
 
 class InOrderCarrier(AllScanCarrier):
@@ -231,7 +231,7 @@ class InOrderCarrier(AllScanCarrier):
         kernel. On the last rank the outgoing state of the first scan is the incoming state of the second."""
         halves, reverse, last = 1 + zigzag, fixed["REVERSE"], self.comm.rank == self.comm.size - 1
         outgoing = [plan.scratch(fixed["STATES"] * fixed["H"], fixed["K"], fixed["V"]) for _ in range(halves)]
-        scan = self.prepare(outgoing[0].shape)
+        scan = self.get_or_create_scan(outgoing[0].shape)
         launcher = scan.launcher
         kernel = launcher.linked(kernel)
         fixed |= dense_blocks(scan.tile[0]) if self._dense else dict(num_warps=launcher.num_warps)

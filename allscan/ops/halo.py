@@ -526,8 +526,8 @@ def _backward(
             inputs = ScanInputs(part, _decay(T >> zigzag, n, reverse), None, outgoing_state)
             kind = torch.int64, torch.Size([FWD_EPOCHS]), comm.device
             (epochs,) = restored("halo()", ("fwd_epoch",), [fwd_epoch], [kind])
-            adjoint, epoch = OF_HALO._replace(adjoint=True), _epoch_of(epochs, descending)
-            found[half] = scan_once(comm, inputs, not descending, part=adjoint, fwd_epoch=epoch)
+            epoch = _epoch_of(epochs, descending)
+            found[half] = scan_once(comm, inputs, not descending, part=OF_HALO, fwd_epoch=epoch, adjoint=True)
             if zigzag and comm.rank == comm.size - 1:  # where the ascending scan has ended, and the other one began
                 outgoing_state = outgoing(inputs, found[half], adjoint=True)
     return (torch.stack(found) if zigzag else found[0],)

@@ -137,7 +137,7 @@ class PreparedCall:
         self.carrier, self.comm, self.call = carrier, carrier.comm, call
         self.fixed = carrier.handle, call.scale, call.lower_bound, first_token, call.text
         self.states = states
-        scan = carrier.prepare((carried_states * states[1], *states[2:]))
+        scan = carrier.get_or_create_scan((carried_states * states[1], *states[2:]))
         self.pending = carrier.pending(scan, bool(call.zigzag))
 
     def forward(self, *inputs: Any) -> tuple[Any, ...]:
@@ -343,7 +343,7 @@ class SequenceOperator:
         except (TypeError, ValueError, ImportError) as error:
             deferred = DeferredError(error)
         if deferred is not None:
-            carrier.prepare(None, deferred=deferred)  # raises the error, at a first call on all ranks
+            carrier.get_or_create_scan(None, deferred=deferred)  # raises the error, at a first call on all ranks
         compare_values(comm, asked.cu_seqlens, cu_seqlens)
         lower_bound, more = self.options(tensors, asked.more)
         recompute = comm.recompute if asked.recompute is None else asked.recompute
@@ -416,7 +416,7 @@ class SequenceOperator:
                     check_gates(name, g, self.summed_gates(call.rule))
         except (TypeError, ValueError) as error:
             deferred = DeferredError(error)
-        carrier.prepare(shape, agree, deferred, first_call_only=reads_gates)
+        carrier.get_or_create_scan(shape, agree, deferred, first_call_only=reads_gates)
 
     def check_all(
         self,
@@ -474,7 +474,7 @@ class SequenceOperator:
         if eager:
             carrier = carrier_of(handle, call.invariant, self.dense)
             n = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-            scan = carrier.prepare(carried(q, v, n, call.zigzag))
+            scan = carrier.get_or_create_scan(carried(q, v, n, call.zigzag))
             ctx.pending = [make() for make in carrier.pending(scan, bool(call.zigzag))]
         self._save(ctx, inputs, call.rule, output)
 

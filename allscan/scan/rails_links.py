@@ -228,17 +228,16 @@ class Rails:
         """(Channel of a chain over the nodes or None, for rounds [(row of the table, info)] of states and decays)."""
         if self.position >= self.owners or len(self.nodes) == 1:
             return None, []
-        line, step = self._line(), -1 if direction else 1
-        whole, rounds = self.comm.line, list[tuple[kernels.Round, torch.Tensor]]()
+        line, whole, rounds = self._line(), self.comm.line, list[tuple[kernels.Round, torch.Tensor]]()
         owners = whole._replace(rank=self.node, pes=[whole.pes[rank] for rank in line])
         for i, message in enumerate(self._messages()):
             layout = workspace_layout(message, PUT.value in self.links)[0]
             spaces = [(offsets[rank] + layouts[rank][f"rail {i}"][0], layout) for rank in line]
-            distance = self.distances[i // 2] if self.distances else 1
+            displacement = (-1 if direction else 1) * (self.distances[i // 2] if self.distances else 1)
             links = self.links * len(line) if self.distances else self.links
-            there = self.node - step * distance, self.node + step * distance
+            there = self.node - displacement, self.node + displacement
             recv, send = (links[min(n, self.node)] if 0 <= n < len(line) else NONE.value for n in there)
-            channel = make_channel(owners, spaces, message, (recv, send), step * distance)
+            channel = make_channel(owners, spaces, message, (recv, send), displacement)
             prev, following = (line[n] if 0 <= n < len(line) else -1 for n in there)
             channel.info.copy_(self._info(prev, following))
             self._channels[direction].append(channel)

@@ -126,9 +126,9 @@ class Chain:
                 [(of_rank[direction], parts) for of_rank, parts in zip(offsets, self._parts, strict=True)],
                 self.spec,
                 links,
-                step,
+                displacement,
             )
-            for direction, (links, step) in enumerate(zip(self._links, (1, -1)))
+            for direction, (links, displacement) in enumerate(zip(self._links, (1, -1)))
         )
         return forward, reverse._replace(backwards=forward.backwards)
 
@@ -185,11 +185,11 @@ def make_workspace(comm: Communicator, spec: Spec, layout: WorkspaceLayout, max_
 
 
 def make_channel(
-    line: Line, workspaces: Sequence[tuple[int, Parts]], spec: Spec, links: tuple[int, int], step: int
+    line: Line, workspaces: Sequence[tuple[int, Parts]], spec: Spec, links: tuple[int, int], displacement: int
 ) -> Channel:
-    """The channel from rank - ``step`` to this rank, and on to rank + ``step``. workspaces: (offset in its arena,
-    parts) of every rank. links: (from the previous rank, to the next rank)."""
-    (prev, next_), (recv, send) = (line.rank - step, line.rank + step), links
+    """The channel from rank - ``displacement`` to this rank, and on to rank + ``displacement``. workspaces: (offset in
+    its arena, parts) of every rank. links: (from the previous rank, to the next rank)."""
+    (prev, next_), (recv, send) = (line.rank - displacement, line.rank + displacement), links
     heap = line.memory.heap
     offset, parts = workspaces[line.rank]
     words = {

@@ -20,14 +20,13 @@ from ..comm.backwards import FWD_EPOCHS
 from ..launch.plan import Plan, words_of
 from ..ops.carrier import AllScanCarrier, CarriedState, record_call
 from ..ops.delta.delta_operator import DELTA
-from ..ops.delta.delta_passes import BoundaryStates, DeltaShape, Inputs, LocalGrads, SavedStates, delta_segment_length
+from ..ops.delta.delta_passes import DeltaShape, Inputs, LocalGrads, SavedStates, delta_segment_length
 from ..ops.delta.gdn_plans import ScalarChunkPass
 from ..ops.delta.kda_plans import ChunkPass
 from ..ops.gla.gla_operator import GLA
 from ..ops.gla.gla_plans import backward_plan, forward_plan, shape_of
 from ..ops.gpu_blocks import HOPPER
 from ..ops.operator import Call
-from ..ops.ssd.ssd_plans import Options as SSDOptions
 from ..ops.ssd.ssd_plans import backward_plan as ssd_backward_plan
 from ..ops.ssd.ssd_plans import forward_plan as ssd_forward_plan
 from ..ops.ssd.ssd_plans import shape_of as ssd_shape_of
@@ -100,7 +99,7 @@ class _Apart:
         attributes = {(AllScanCarrier, True): self}
         self.comm: Any = types.SimpleNamespace(size=ranks, attributes=attributes, device=torch.device("cuda"))
 
-    def prepare(self, *_: Any, **__: Any) -> None:
+    def get_or_create_scan(self, *_: Any, **__: Any) -> None:
         """No agreement with other ranks."""
 
     def stream(self, *_: Any) -> contextlib.nullcontext:
@@ -161,9 +160,9 @@ def delta_peak(layer: Recurrent, cut: Cut) -> Peak:
     x = Inputs(q, q, v, g[..., 0] if scalar else g, beta)
     transitions, incoming = _of_meta([segments, H, K], [K, V], torch.float32)
     saved_states = SavedStates(transitions, incoming, torch.empty(FWD_EPOCHS, dtype=torch.int64, device="meta"), kept)
-    d, ends = LocalGrads(v, None, scores, scores), BoundaryStates(None, None)
-    forward, _ = states.recorded("whole_forward", x, ends, saved_states, 1.0)
-    backward, _ = states.recorded("whole_backward", x, d, ends, saved_states, 1.0)
+    d = LocalGrads(v, None, scores, scores)
+    forward, _ = states.recorded("whole_forward", x, None, None, saved_states, 1.0)
+    backward, _ = states.recorded("whole_backward", x, d, None, None, saved_states, 1.0)
     stays = sum(y.nbytes for y in (v, scores, scores, transitions, incoming, kept))
     gradients = sum(y.numel() * y.element_size() for y in x)
     return Peak(stays + forward.bytes, stays + max(forward.bytes, gradients + backward.bytes), stays)
@@ -177,11 +176,11 @@ def ssd_peak(tensors: Sequence[torch.Tensor | None], cut: Cut) -> Peak:
     bf16 = x.dtype == B.dtype == torch.bfloat16
     how = "cuda", int(cut.zigzag), cut.multiprocessors, False, 0, HOPPER, G, bf16
     shape = ssd_shape_of(batch, T, H, N, P, batch, x.dtype, torch.float32, *how)
-    layout, apart = cut.layout(shape.segment), _Apart(cut.ranks)
+    layout, apart, call = cut.layout(shape.segment), _Apart(cut.ranks), Call("zeco_ssd", 1.0)
     taken, strides = strides_of(tensors)
     saved = torch.empty(shape.saved_words, dtype=torch.float32, device="meta")
-    forward = ssd_forward_plan(shape, SSDOptions(), strides, layout, apart, *taken, None, None, saved)
-    backward = ssd_backward_plan(shape, SSDOptions(), strides, layout, apart, *taken, x, None, None, saved)
+    forward = ssd_forward_plan(shape, call, strides, layout, apart, *taken, None, None, saved)
+    backward = ssd_backward_plan(shape, call, strides, layout, apart, *taken, x, None, None, saved)
     y, gradients = 2 * x.numel(), sum(t.nbytes for t in taken if t is not None)
     stays = y + saved.nbytes
     return Peak(stays + forward.bytes, stays + max(forward.bytes, gradients + backward.bytes), stays)
@@ -242,7 +241,7 @@ def workspace(layer: Recurrent, cut: Cut) -> int:
     if cut.ranks == 1:
         return 0
     G = cut.batch * layer.heads
-    if layer.rule in ("gla", "ssd"):  # half of the programs that may wait, see AllScanCarrier.prepare
+    if layer.rule in ("gla", "ssd"):  # half of the programs that may wait, see AllScanCarrier._variant
         device = torch.device("cuda")
         tile = scan_tile((G, layer.K, layer.V), max(1, cut.multiprocessors // 4), not cut.puts, device)
     else:

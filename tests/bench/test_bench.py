@@ -198,7 +198,7 @@ def test_the_count_of_a_kernels_work(capsys):
     counted = local.work(1, 16384, 16, 128, 128)
     q = 16384 * 16 * 128 * 2  # bytes of a bfloat16 input; g has twice as many
     assert counted["operands_kernel"][0] == 2 * (4 * q + 2 * q) + 3 * 16384 * 16 * 64 * 2
-    assert counted["carry_kernel"] == (4 * 16 * 16 * 128 * 128 * 4, 0)
+    assert counted["state_passing_kernel"] == (4 * 16 * 16 * 128 * 128 * 4, 0)
     assert all(nbytes > 0 and flops >= 0 for nbytes, flops in counted.values())
     assert local.main([]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 1 + len(local.SHAPES)

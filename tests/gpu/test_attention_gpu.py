@@ -105,21 +105,12 @@ def test_deterministic_algorithms():
         assert all(torch.equal(a, b) for a, b in zip(answers[0], other, strict=True))
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
-@pytest.mark.parametrize("kind", ["128", "128 in groups", "latents of 192"])
-def test_over_the_gpus(run, kind, layout, size=2):
-    """Gathers and sums by NCCL."""
-    for ours, alone in run(size, attention_case, kind, layout, batch=1, dtype=torch.bfloat16, length=1024):
-        assert all(ours[name] < 1.6 * alone[name] for name in ours), (ours, alone)
-
-
 @pytest.mark.parametrize("how", ["plain", "captured"])
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
-@pytest.mark.parametrize("kind", ["128 in groups", "latents of 192"])
-def test_a_limit_of_memory(run, kind, layout, how, size=2):
-    """Tokens are gathered in several steps, and again in backward, also in a CUDA graph."""
-    named = dict(dtype=torch.bfloat16, length=1024, memory=1 << 20)
-    for ours, alone in run(size, attention_case, kind, layout, 1, how, **named):
+@pytest.mark.parametrize("kind", ["128", "128 in groups", "latents of 192"])
+def test_over_the_gpus(run, kind, layout, how, size=2):
+    """Gathers and sums by NCCL, also in a CUDA graph."""
+    for ours, alone in run(size, attention_case, kind, layout, 1, how, dtype=torch.bfloat16, length=1024):
         assert all(ours[name] < 1.6 * alone[name] for name in ours), (ours, alone)
 
 

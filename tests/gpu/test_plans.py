@@ -85,7 +85,7 @@ def through_triton_case(comm):
             with launch_hook(names):
                 same(step(comm, tensors, *given), found)
             kernels = {name for name in names if name.endswith("_kernel")}
-            wanted = {"operands_kernel", "scan_kernel", "grad_kernel", "carry_kernel", "da_kernel"}
+            wanted = {"operands_kernel", "scan_kernel", "grad_kernel", "state_passing_kernel", "da_kernel"}
             assert wanted <= kernels, kernels
             assert len(names) >= 17 - 2 * (given[-1] is False)  # 7 + 10; recompute=False: up to 2 fewer
             same(step(comm, tensors, *given), found)

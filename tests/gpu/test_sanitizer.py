@@ -28,7 +28,7 @@ import allscan  # noqa: E402
 from allscan.launch.streams import Streams  # noqa: E402
 from allscan.ops.carrier import AllScanCarrier, IncomingStates  # noqa: E402
 from allscan.ops.delta import delta_passes  # noqa: E402
-from allscan.ops.delta.delta_passes import BoundaryStates, ChunkOperands, DeltaShape, LocalGrads  # noqa: E402
+from allscan.ops.delta.delta_passes import ChunkOperands, DeltaShape, LocalGrads  # noqa: E402
 from allscan.reference import allscan_reference  # noqa: E402
 from allscan.tokens.packing import Layout, TokenRange  # noqa: E402
 from support.delta import saved_states_for  # noqa: E402
@@ -104,7 +104,7 @@ def delta_kernels() -> None:
         sums = -torch.rand((1, T, H) if scalar else (1, T, H, K), device="cuda")
         saved_states = saved_states_for(states)
         between = ChunkOperands(k, w, u, sums, q)
-        h, v_new = states.forward(between._replace(q=None), BoundaryStates(None, None), saved_states)
+        h, v_new = states.forward(between._replace(q=None), None, None, saved_states)
         scores = torch.randn(1, T, H, 64, device="cuda", dtype=dtype)
         d = LocalGrads(do, dv) if scalar else LocalGrads(do, None, scores)
         _, _, *incoming = states.turn(between, d, None, saved_states, 0.1)

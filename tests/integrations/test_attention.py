@@ -12,7 +12,6 @@ import torch
 import allscan
 from allscan.base.autograd import REVISION
 from allscan.integrations import attention, attention_backward, attention_blocks, attention_kernels, softmax
-from allscan.launch.streams import Streams
 from bench.attention import causal
 from support.attention import attention_case, packed_case, split, varlen, whole_case
 from support.values import place, relative
@@ -41,85 +40,6 @@ def test_values_and_gradients(run, size, kind, layout, batch):
     """Covers uneven ranks and, in the contiguous layout, a rank without tokens."""
     for errors, _ in run(size, attention_case, kind, layout, batch):
         assert max(errors.values()) < 1e-5, errors
-
-
-def steps_case(group, kind, layout, memory, how):
-    """Return errors, and the number of tokens in a slot of each gather."""
-    with pytest.MonkeyPatch.context() as patch:
-        lengths, start = [], softmax.Gather.start
-        patch.setattr(softmax.Gather, "start", lambda self, x: (lengths.append(self.length), start(self, x))[1])
-        return attention_case(group, kind, layout, 2, how, memory=memory)[0], lengths
-
-
-@pytest.mark.parametrize("how", ["plain", "reentrant", "not reentrant", "no_grad"])
-@pytest.mark.parametrize(
-    "size, kind, layout, memory, steps",
-    [
-        (3, "latents", "zigzag", 14000, [2, 2, 1]),
-        (3, "groups", "contiguous", 13000, [4, 4, 1]),
-        (4, "latents", "uneven zigzag", 1, [1] * 9),
-        (2, "latents", "contiguous", 1 << 20, [12]),
-        (4, "latents", "contiguous", 12000, [3, 3, 3]),
-    ],
-)
-def test_a_limit_of_memory(run, size, kind, layout, memory, steps, how):
-    """Tokens are gathered in several steps, and again in backward."""
-    for errors, lengths in run(size, steps_case, kind, layout, memory, how):
-        assert max(errors.values()) < 1e-5, errors
-        again = {"plain": len(steps) > 1, "no_grad": 0}.get(how, 1 + (len(steps) > 1))  # checkpoints run forward twice
-        assert lengths == steps * (1 + again)
-
-
-def dropout_case(group, layout, memory, dropout=0.5):
-    """Return (loss, the product of the weight and its gradient) on this rank, which are equal: without queries all
-    keys have one weight, and the loss is linear in the values' weight. The projection drops latents at random."""
-    H, D = 2, 8
-    with allscan.Communicator(group, timeout=60) as comm:
-        torch.manual_seed(comm.rank)
-        tokens, width = [8] * comm.size, 6
-        latents, do = torch.randn(1, 8, 1, width), torch.randn(1, 8, H, D)
-        weight = torch.randn(width, 2 * H * D).requires_grad_()
-
-        def expand(latents):
-            found = torch.nn.functional.dropout(latents[:, 0], dropout) @ weight
-            return found.unflatten(-1, (H, -1)).transpose(1, 2).split(D, -1)
-
-        own = latents.transpose(1, 2)
-        k, v = expand(own)
-        row = softmax.Row(comm, tokens, None, zigzag=layout == "zigzag")
-        gather = attention_blocks.ChunkedGather(row, memory, latents)
-        how = attention_blocks.Blocks(gather, None, expand, (own,))
-        o = attention_blocks.merged(torch.zeros_like(k), k, v, how)
-        loss, before = (o * do).sum(), torch.get_rng_state()
-        (gradient,) = torch.autograd.grad(loss, weight)
-        assert torch.equal(torch.get_rng_state(), before)
-        return loss.item(), (weight * gradient).sum().item()
-
-
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
-def test_dropout_of_latents(run, layout, size=3):
-    """Backward projects keys again, with forward's random numbers."""
-    for loss, product in run(size, dropout_case, layout, 1500):
-        assert loss == pytest.approx(product, rel=1e-4)
-
-
-def captured_case(group, dropout):
-    """``dropout_case`` as in a CUDA graph's capture, in which torch raises if a generator's state is read."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Streams, "capturing", lambda self: True)
-        patch.setattr(attention_blocks, "get_device_states", lambda *_: pytest.fail("read in a capture"))
-        try:
-            return dropout_case(group, "contiguous", 1500, dropout)
-        except RuntimeError as error:
-            return str(error)
-
-
-def test_projections_in_a_capture(run, size=2):
-    """A projection without random numbers reads no generator; one with random numbers is an error, as its backward
-    could not repeat them."""
-    for loss, product in run(size, captured_case, 0.0):
-        assert loss == pytest.approx(product, rel=1e-4)
-    assert all("draws random numbers" in text for text in run(size, captured_case, 0.5))
 
 
 @pytest.mark.parametrize("how", ["reentrant", "not reentrant", "no_grad"])
@@ -297,6 +217,30 @@ def test_cudnn_where_it_was_tested(monkeypatch, capability, version, widths, cho
     )
     kernel = attention.kernel_for(q, k, v)
     assert (kernel and kernel.name) == chosen
+
+
+def test_the_choice_is_traced(monkeypatch):
+    """torch.compile asks for the GPU and for torch's switches once, without a graph break."""
+    monkeypatch.setattr(attention_kernels, "_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
+
+    def number(q, k, v):
+        kernel = attention.kernel_for(q, k, v)
+        return q * [x.name for x in attention_kernels.KERNELS].index(kernel.name) + attention.takes_packed(q, k, v)
+
+    torch._dynamo.reset()
+    q = torch.ones(1, 1, 256, 64, dtype=torch.bfloat16)
+    (found,) = torch.compile(number, backend="eager", fullgraph=True)(q, q, q).unique().tolist()
+    assert found == [x.name for x in attention_kernels.KERNELS].index("cudnn") + 1
+
+
+def test_switches_that_change_after_compiling(monkeypatch):
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: attention_blocks.merged(x, x, x, attention_blocks.Blocks(None)), backend="eager")
+    compiled(torch.ones(1, 1, 8, 8))
+    monkeypatch.setattr(attention_kernels, "KERNELS", ())
+    with pytest.raises(RuntimeError, match="have changed since torch.compile"):
+        compiled(torch.ones(1, 1, 8, 8))
 
 
 def packed_on_cpu_case(group, zigzag, kind, per_document):

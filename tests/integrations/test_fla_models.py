@@ -141,12 +141,10 @@ def of_first(comm, call, fla, kind, model, whole, **options):
     return answers
 
 
-def model_case(comm, tokens, kind, choices, packed, layout, attention=()):
+def model_case(comm, tokens, kind, choices, packed, layout, merged=True):
     """Return errors of logits, loss and each gradient against the recurrence; on GPUs also against fla's kernels, and
     of these against the recurrence, except where fla rejects their backward, see ON_HOPPER."""
     fla = import_fla()
-    from allscan.integrations.attention import Attention
-
     on_gpu = torch.cuda.is_available()
     torch.manual_seed(0)
     model = model_of(fla, kind, fuse_cross_entropy=on_gpu, **choices).to(comm.device).train()
@@ -165,7 +163,7 @@ def model_case(comm, tokens, kind, choices, packed, layout, attention=()):
     expected = [of_first(comm, call, fla, kind, model, whole, labels=labels, cu_seqlens=lengths) for call in calls]
     mine = place(comm, tokens, layout == "zigzag", documents)
     where = dict(layout="contiguous" if layout == "contiguous" else "zigzag", per_document=documents is not None)
-    assert sequence_parallel(model, comm=comm, attention=Attention(*attention), **where) is model
+    assert sequence_parallel(model, comm=comm, merged_attention=merged, **where) is model
     model = copy.deepcopy(model)  # as for averaged weights
     found = answers_of(model, whole[:, mine], cu_seqlens=lengths)
     with pytest.raises(ValueError, match="pack the sequences"):
@@ -240,12 +238,11 @@ def test_models(run, choice, size, layout):
         assert all(max(errors) < max(limit(kind), limit("rwkv7")) for errors in of_fla)
 
 
-@pytest.mark.slow(but="contiguous-attention0")
+@pytest.mark.slow(but="contiguous")
 @pytest.mark.cpu
-@pytest.mark.parametrize("attention", [(False,), (True, 2000)])
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
-def test_how_attention_runs(run, layout, attention, size=2):
-    """One kernel runs over keys in sequence order; or steps with limited memory."""
+def test_attention_without_a_merge(run, layout, size=2):
+    """One kernel runs over keys in sequence order."""
     tokens = (EVEN if layout == "zigzag" else TOKENS)[size]
     for errors, *_ in run(
         size,
@@ -255,7 +252,7 @@ def test_how_attention_runs(run, layout, attention, size=2):
         choices=dict(attn=SOFTMAX),
         packed=False,
         layout=layout,
-        attention=attention,
+        merged=False,
     ):
         assert max(errors) < 1e-5, errors
 
@@ -473,6 +470,9 @@ def one_rank_case(group):
             answers["torch.is_grad_enabled(): True on rank 0; False on rank 1"] = raised(model, **batch)
         text = "call: with use_cache=False on rank 0; with use_cache=True on rank 1"
         answers[text] = raised(model, **batch | dict(use_cache=comm.rank == 1))
+        sequence_parallel(model, comm=comm, merged_attention=comm.rank == 0)
+        answers["merged_attention: True on rank 0; False on rank 1"] = raised(model, **batch)
+        sequence_parallel(model, comm=comm)
         with torch.autocast(comm.device.type, torch.bfloat16, enabled=comm.rank == 1):
             text = "float32, torch.float32 on rank 0; torch.bfloat16, torch.bfloat16 on rank 1"
             answers[text] = raised(model, **batch)

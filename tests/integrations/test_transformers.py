@@ -17,7 +17,6 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolic
 
 import allscan
 from allscan.integrations import recurrent, softmax
-from allscan.integrations.attention import Attention
 from allscan.reference import delta_reference
 from allscan.zigzag import zigzag_positions
 from support.fla import import_fla
@@ -43,7 +42,7 @@ def boundaries_given(packed, lengths, mine):
     return given if packed in (None, "cu_seq_lens") else given | dict(position_ids=positions)
 
 
-def model_case(group, family, packed, inner, keep=False, layout="contiguous", attention=(), **more):
+def model_case(group, family, packed, inner, keep=False, layout="contiguous", merged=True, **more):
     """Return relative errors of logits, loss, all gradients together and each; and names of parameters without a
     gradient."""
 
@@ -70,7 +69,7 @@ def model_case(group, family, packed, inner, keep=False, layout="contiguous", at
         mine = place(comm, tokens, zigzag, documents)
         how = boundaries_given(packed, documents or lengths, mine)
         where = dict(layout="zigzag" if zigzag else "contiguous", per_document=documents is not None)
-        assert sequence_parallel(model, comm=comm, attention=Attention(*attention), **where) is model
+        assert sequence_parallel(model, comm=comm, merged_attention=merged, **where) is model
         assert [name for name, _ in model.named_parameters()] == names
         model = copy.deepcopy(model)  # as for averaged weights
         output = model(input_ids=whole[:, mine], labels=given[:, mine], **how)
@@ -310,16 +309,13 @@ def test_cut_documents_and_what_is_rejected(run, size=2):
 
 
 @pytest.mark.slow(but="kimi_linear-3")
-@pytest.mark.parametrize("attention", [(False,), (True, 8000)])
 @pytest.mark.parametrize(
     "family, size, layout",
     [("kimi_linear", 3, "contiguous"), ("kimi_linear", 4, "zigzag"), ("qwen3_next", 2, "zigzag")],
 )
-def test_how_attention_runs(run, family, size, layout, attention):
-    """One kernel runs over keys in sequence order; or steps with limited memory."""
-    for errors, _ in run(
-        size, model_case, family, packed=None, inner="sdpa", keep=False, layout=layout, attention=attention
-    ):
+def test_attention_without_a_merge(run, family, size, layout):
+    """One kernel runs over keys in sequence order."""
+    for errors, _ in run(size, model_case, family, packed=None, inner="sdpa", layout=layout, merged=False):
         assert max(errors.values()) < 2e-5, {k: v for k, v in errors.items() if not v < 2e-5}
 
 
@@ -762,25 +758,23 @@ class Failing(dict):
         raise MemoryError
 
 
-def failed_step_case(group, memory):
+def failed_step_case(group):
     """Return (errors of a compiled step against the eager split model's; the numbers of gathers held after a step that
-    raised in a softmax layer, and after the next one). memory: limit of the softmax layers."""
+    raised in a softmax layer, and after the next one)."""
 
     with allscan.Communicator(group, timeout=600) as comm:
-        attention = Attention(memory=memory)
-        model = sequence_parallel(made("qwen3_next", keep=True), comm=comm, layout="zigzag", attention=attention)
+        model = sequence_parallel(made("qwen3_next", keep=True), comm=comm, layout="zigzag")
         whole = torch.randint(1, VOCABULARY, (2, 16 * comm.size), generator=torch.Generator().manual_seed(0))
         ids = whole[:, place(comm, [16] * comm.size, True)]
         torch._dynamo.reset()
         compiled, found = torch.compile(model, backend="aot_eager"), []
-        if memory is None:
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(softmax, "_running", Failing())
-                with pytest.raises(MemoryError):
-                    compiled(input_ids=ids, labels=ids)
-                kept = softmax._running
-            softmax._running.update(kept)
-            comm.resync()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(softmax, "_running", Failing())
+            with pytest.raises(MemoryError):
+                compiled(input_ids=ids, labels=ids)
+            kept = softmax._running
+        softmax._running.update(kept)
+        comm.resync()
         held = [len(softmax._running)]
         for function in compiled, model:
             model.zero_grad()
@@ -793,12 +787,11 @@ def failed_step_case(group, memory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("memory", [None, 1 << 11])
-def test_compiled_softmax_layers(run, memory, size=2):
-    """A compiled step after one that raised while keys were on their way; and layers with a limit of memory."""
-    for errors, held in run(size, failed_step_case, memory):
+def test_compiled_softmax_layers(run, size=2):
+    """A compiled step after one that raised while keys were on their way."""
+    for errors, held in run(size, failed_step_case):
         assert max(errors.values()) < 1e-5, errors
-        assert held == [memory is None, 0], held
+        assert held == [1, 0], held
 
 
 def fla_case(group, name):
@@ -1042,35 +1035,27 @@ def test_an_error_tells_in_which_pass_of_the_model_each_rank_is(fresh, how):
         assert entry in one and one.count("Rank 1 is in a later step and has made fewer reverse calls") == 1, one
 
 
-def sharded_projection_case(comm, memory):
-    """Return (relative errors of gradients, error of a backward pass without forward's parameters). FSDP2 shards the
-    projection of latents, in which all ranks then call collectives."""
-
+def sharded_projection_case(comm):
+    """Return relative errors of gradients. FSDP2 shards the projection of latents, in which all ranks then call
+    collectives."""
     tokens = [20, 12]
     whole = torch.randint(1, VOCABULARY, (2, 32), generator=torch.Generator().manual_seed(1))
     part, model = whole[:, place(comm, tokens)], made("kimi_linear")
     model(input_ids=whole, labels=whole, use_cache=False).loss.backward()
     expected = gradients(model)
-    model = sequence_parallel(made("kimi_linear"), comm=comm, attention=Attention(memory=memory))
+    model = sequence_parallel(made("kimi_linear"), comm=comm)
     mesh = DeviceMesh.from_group(comm.group, "cpu")
     for module in (model.model.layers[1].self_attn.kv_b_proj, *model.model.layers, model):
         fully_shard(module, mesh=mesh)
     (model(input_ids=part, labels=part).loss * comm.size).backward()
     found = {name: getattr(x, "full_tensor", lambda x=x: x)() for name, x in gradients(model).items()}
-    errors = {name: relative(found[name], x) for name, x in expected.items() if x.any()}
-    model = sequence_parallel(made("kimi_linear"), comm=comm, attention=Attention(memory=memory))
-    others = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
-    loss = torch.func.functional_call(model, others, (), dict(input_ids=part, labels=part)).loss
-    return errors, raised(loss.backward)
+    return {name: relative(found[name], x) for name, x in expected.items() if x.any()}
 
 
-@pytest.mark.parametrize("memory", [None, 3000])
-def test_a_sharded_projection(run, memory, size=2):
+def test_a_sharded_projection(run, size=2):
     """Also the first rank, which attends to no other rank's keys, projects them."""
-    for errors, answer in run(size, sharded_projection_case, memory):
+    for errors in run(size, sharded_projection_case):
         assert max(errors.values()) < 2e-5, errors
-        assert (answer is None) == (memory is None)
-        assert memory is None or (answer[0] == "RuntimeError" and "has other parameters than" in answer[1])
 
 
 def mixed_precision_case(comm, layout):
@@ -1165,17 +1150,8 @@ def options_case(group):
             compiled = torch.compile(model, backend="eager")(input_ids=part)
         errors += [relative(output.logits, found.logits) for output in (again, compiled)]
 
-        limited = made("qwen3_next")
-        sequence_parallel(limited, comm=comm, attention=Attention(memory=1000))
-        packed = dict(input_ids=part, cu_seq_lens_q=torch.tensor([0, 8, 20]))
-        answers["packed sequences take all keys"] = raised(limited, **packed)
-        answers["needs all keys at once"] = raised(limited, input_ids=part, use_cache=True)
-        limited.config.attention_dropout = limited.model.layers[1].self_attn.attention_dropout = 0.5
-        answers["attention.memory needs merged blocks"] = raised(limited, input_ids=part)
-        sequence_parallel(limited, comm=comm, attention=Attention(memory=1000 + comm.rank))
-        answers["attention differs between ranks: rank 0: Attention(merged=True, memory=1000)"] = raised(
-            limited, input_ids=part
-        )
+        unequal = sequence_parallel(made("qwen3_next"), comm=comm, merged_attention=comm.rank == 0)
+        answers["merged_attention differs between ranks: rank 0: True"] = raised(unequal, input_ids=part)
         other = sequence_parallel(made("minimax"), comm=comm)  # without convolutions
         answers["use_cache differs between ranks: rank 0: True"] = raised(
             other, input_ids=part, use_cache=comm.rank == 0
@@ -1404,12 +1380,8 @@ def rejected_case(comm):
         "from_config(copy.deepcopy(config)": of_split,
     }
     answers = {text: raised(sequence_parallel, model, comm=comm) for text, model in rejected.items()}
-    for text, function, given in (
-        ('is for merged=True and the function "sdpa"', "eager", Attention(memory=1000)),
-        ("got Attention(merged=False, memory=1000)", "sdpa", Attention(False, 1000)),
-        ("must be a number of bytes", "sdpa", Attention(memory=0)),
-    ):
-        answers[text] = raised(sequence_parallel, made("qwen3_next", function), comm=comm, attention=given)
+    with pytest.raises(TypeError, match="merged_attention must be True or False"):
+        sequence_parallel(made("qwen3_next"), comm=comm, merged_attention=None)
     with pytest.MonkeyPatch.context() as patch:
         other = made("mamba2")
         patch.delattr(importlib.import_module(type(other).__module__), "mamba2_chunk_scan")

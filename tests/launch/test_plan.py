@@ -347,19 +347,19 @@ def test_what_zeco_gla_overlaps_with_the_scan(monkeypatch):
         plan.run(carrier, *[x for x in tensors if x is not None])
         return order
 
-    found = order_of(gla_plans.forward_plan, *inputs, *rest)
-    assert found.behind["carry_kernel"] == {"state_kernel"} and found.behind["scan_kernel"] == {"carry_kernel"}
+    found, passing = order_of(gla_plans.forward_plan, *inputs, *rest), "state_passing_kernel"
+    assert found.behind[passing] == {"state_kernel"} and found.behind["scan_kernel"] == {passing}
     assert found.behind["operands_kernel"] == {"state_kernel"}, "overlapped with the scan"
     assert found.behind["output_kernel"] == {"operands_kernel", "scan_kernel"}
-    assert {name for name, stream in found.stream_of.items() if stream != "caller"} == {"carry_kernel", "scan_kernel"}
+    assert {name for name, stream in found.stream_of.items() if stream != "caller"} == {passing, "scan_kernel"}
     found = order_of(gla_plans.forward_plan, *inputs, *rest, behind=False)
-    assert found.behind["carry_kernel"] == {"state_kernel"} == found.behind["scan_kernel"], "the last rank's scan"
+    assert found.behind[passing] == {"state_kernel"} == found.behind["scan_kernel"], "the last rank's scan"
     found = order_of(gla_plans.forward_plan, *inputs, *rest, before=False)
     assert found.behind["output_kernel"] == {"operands_kernel"}, "waits for no scan"
     found = order_of(gla_plans.backward_plan, *inputs, like, *rest)
     names = found.names
     assert names.count("state_kernel") == 2, "the second, of the chunks, counts"
-    assert found.behind["state_kernel"] == {"carry_kernel"} == found.behind["scan_kernel"]
+    assert found.behind["state_kernel"] == {passing} == found.behind["scan_kernel"]
     assert found.stream_of["state_kernel"] == str(streams.LONG)
     assert found.stream_of["scan_kernel"] == str(streams.SCANS)
     assert found.behind["da_kernel"] == {"state_kernel"} and names.index("da_kernel") > names.index("scan_kernel")

@@ -20,7 +20,7 @@ from allscan.bindings import nvshmem_device as nvshmem
 from allscan.bindings.versions import number, version_of
 from allscan.ops.carrier import AllScanCarrier, IncomingStates
 from allscan.ops.delta import delta_passes
-from allscan.ops.delta.delta_passes import BoundaryStates, ChunkOperands, DeltaShape, LocalGrads
+from allscan.ops.delta.delta_passes import ChunkOperands, DeltaShape, LocalGrads
 from allscan.shmem_kernels import (
     blocks,
     delta_state,
@@ -467,7 +467,7 @@ def test_gla_kernels(K, V, dtype, keeps, monkeypatch):
         gla_fwd.keys_kernel,
         gla_fwd.operands_kernel,
         gla_fwd.state_kernel,
-        gla_fwd.carry_kernel,
+        gla_fwd.state_passing_kernel,
         gla_fwd.final_kernel,
         gla_fwd.output_kernel,
         gla_bwd.da_kernel,
@@ -480,7 +480,7 @@ def test_gla_kernels(K, V, dtype, keeps, monkeypatch):
         launch_gla(K, V, dtype, kept, monkeypatch)
         assert {kernel for kernel, *_ in Launches.made} == kernels
         for kernel, compiled in compiled_launches(more_on_sm_100=None if kept else more, seen=seen):
-            if kernel not in (gla_fwd.keys_kernel, gla_fwd.carry_kernel, gla_fwd.final_kernel):
+            if kernel not in (gla_fwd.keys_kernel, gla_fwd.state_passing_kernel, gla_fwd.final_kernel):
                 assert compiled.count(r"\bmma\.|wgmma\.mma"), f"{kernel} uses no matrix instruction"
 
 
@@ -510,7 +510,7 @@ def test_ssd_kernels(H, G, P, N, dtype, z, num_sms, most_spilled, monkeypatch):
     }
     products |= {ssd_fwd.ssd_scores_kernel} if G < H else set()
     others = {ssd_fwd.ssd_steps_kernel, ssd_bwd.ssd_step_grad_kernel, ssd_bwd.ssd_sums_kernel}
-    others |= {gla_fwd.carry_kernel, gla_fwd.final_kernel}
+    others |= {gla_fwd.state_passing_kernel, gla_fwd.final_kernel}
     assert {kernel for kernel, *_ in Launches.made} == products | others
     for kernel, compiled in compiled_launches():
         assert kernel not in products or compiled.count(r"\bmma\.|wgmma\.mma"), kernel
@@ -538,7 +538,7 @@ def test_delta_kernels(K, V, scalar, most_spilled, monkeypatch):
         assert compiled.count(r"\bmma\.|wgmma\.mma"), kernel
     kernels = {
         delta_state.summary_kernel,
-        delta_state.delta_carry_kernel,
+        delta_state.delta_state_passing_kernel,
         delta_state.delta_states_kernel,
         delta_state.adjoint_kernel,
     }
@@ -559,7 +559,7 @@ def launch_states(K, V, scalar, monkeypatch, capability):
     sums = torch.zeros((1, T, H) if scalar else (1, T, H, K))
     outside = torch.zeros(1, H, K, V)
     kept = saved_states_for(states)
-    states.forward(ChunkOperands(narrow, narrow, wide, sums), BoundaryStates(outside, outside), kept)
+    states.forward(ChunkOperands(narrow, narrow, wide, sums), outside, outside, kept)
     between, d, scores = (
         ChunkOperands(narrow, narrow, wide, sums, narrow),
         LocalGrads(wide, wide),

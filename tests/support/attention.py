@@ -121,19 +121,15 @@ def packed_case(group, zigzag, kind, dtype, per_document=False):
         return [relative(a, b) for a, b in zip((found, leaves[0].grad, *sums), wanted, strict=True)]
 
 
-def split(comm, tokens, zigzag, given, expand, memory=None):
+def split(comm, tokens, zigzag, given, expand):
     """Return o of this rank's part of the inputs."""
     q, *own = given.values()
-    gather = (
-        softmax.Gather(comm, tokens, zigzag, *own)
-        if memory is None
-        else attention_blocks.ChunkedGather(softmax.Row(comm, tokens, None, zigzag=zigzag), memory, *own)
-    )
+    gather = softmax.Gather(comm, tokens, zigzag, *own)
     _, k, v = keys_of(given, expand)
-    return attention_blocks.merged(q.transpose(1, 2), k, v, attention_blocks.Blocks(gather, SCALE, expand, own))
+    return attention_blocks.merged(q.transpose(1, 2), k, v, attention_blocks.Blocks(gather, SCALE, expand))
 
 
-def attention_case(group, kind, layout, batch, how="plain", dtype=torch.float32, length=10, memory=None):
+def attention_case(group, kind, layout, batch, how="plain", dtype=torch.float32, length=10):
     """Return (relative errors of this rank's o and gradients against one rank in float64, the same of one rank in
     ``dtype``)."""
     zigzag = layout != "contiguous"
@@ -153,7 +149,7 @@ def attention_case(group, kind, layout, batch, how="plain", dtype=torch.float32,
         own = {name: x[:, mine].detach().requires_grad_() for name, x in whole.items()}
 
         def call(*tensors):
-            return split(comm, tokens, zigzag, dict(zip(own, tensors, strict=True)), expand, memory)
+            return split(comm, tokens, zigzag, dict(zip(own, tensors, strict=True)), expand)
 
         if how == "no_grad":
             with torch.no_grad():

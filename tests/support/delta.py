@@ -12,7 +12,7 @@ import allscan
 from allscan.base.tiling import multiprocessors
 from allscan.ops.carrier import AllScanCarrier, IncomingStates
 from allscan.ops.delta.delta_checks import shapes_of
-from allscan.ops.delta.delta_passes import BoundaryStates, ChunkOperands, LocalGrads, SavedStates, delta_segment_length
+from allscan.ops.delta.delta_passes import ChunkOperands, LocalGrads, SavedStates, delta_segment_length
 from allscan.ops.delta.delta_prepared import state_pass
 from allscan.ops.operator import Call
 from allscan.reference import delta_reference
@@ -255,11 +255,11 @@ def pass_case(comm, case: DeltaCase):
     cu_seqlens = None if lengths is None else torch.tensor(lengths)
     layout = find_layout(comm, OwnTokens(1, T, cu_seqlens), segment)
     passes = state_pass(comm, layout, shapes_of(whole.q, whole.v), Call(rule, 1.0))
-    AllScanCarrier.of(comm, dense=True).prepare((HV, K, V))
+    AllScanCarrier.of(comm, dense=True).get_or_create_scan((HV, K, V))
     found_final, found_dinitial = torch.zeros_like(whole.initial), torch.zeros_like(whole.initial)
     saved_states = saved_states_for(passes)
     between = ChunkOperands(k, w, u, sums, q)
-    h, v_new = passes.forward(between._replace(q=None), BoundaryStates(whole.initial, found_final), saved_states)
+    h, v_new = passes.forward(between._replace(q=None), whole.initial, found_final, saved_states)
     scale, turned = K**-0.5, []
     for d in (LocalGrads(do, dv), LocalGrads(do, None, scores)):
         *again, incoming, through, prev = passes.turn(between, d, whole.dfinal, saved_states, scale)

@@ -15,7 +15,7 @@ from allscan.launch.plan import words_of
 from allscan.launch.streams import Streams
 from allscan.ops import operator
 from allscan.ops.delta import delta_passes, gdn_plans, kda_plans
-from allscan.ops.delta.delta_passes import BoundaryStates, DeltaShape, Inputs, LocalGrads
+from allscan.ops.delta.delta_passes import DeltaShape, Inputs, LocalGrads
 from allscan.ops.gla import GLA, gla_operator, gla_plans
 from allscan.ops.gpu_blocks import A100, BLACKWELL, HOPPER, SHARED_MEMORY, SMALL
 from allscan.ops.operator import Call
@@ -67,7 +67,7 @@ class NoCarrier:
         def call(*_):
             yield
 
-    def prepare(self, *_, **__):
+    def get_or_create_scan(self, *_, **__):
         pass
 
     def stream(self, *_):
@@ -216,7 +216,7 @@ class NoScan:
 
 def with_gla_blocks(monkeypatch, capability):
     """Give zeco_gla of CPU tensors the block sizes of a GPU."""
-    for sizes in ("SUB_BLOCK", "STEP", "LOOK", "CARRY_WORDS"):
+    for sizes in ("SUB_BLOCK", "STEP", "LOOK", "STATE_PASSING_WORDS"):
         if (of := getattr(gla_plans, sizes)).keys() > {"cpu"}:
             monkeypatch.setattr(gla_plans, sizes, {"cpu": of["cuda"]})
     monkeypatch.setattr(gla_operator, "multiprocessors", lambda device: H100_MULTIPROCESSORS)
@@ -269,6 +269,5 @@ def launch_chunks(K, V, dtype, scalar, monkeypatch, capability=90, saves=False):
         words = sum(words_of(states.intermediates(v.shape, K, layout.num_chunks, dtype)))
         kept = kept._replace(intermediates=torch.empty(words, dtype=torch.int32))
     inputs = Inputs(x, x, v, beta if scalar else torch.zeros(1, T, H, K), beta)
-    ends = BoundaryStates(outside, outside)
-    _, _, *solved = states.whole_forward(inputs, ends, kept, 0.1)
-    states.whole_backward(inputs, LocalGrads(v, None, *solved), ends, kept, 0.1)
+    _, _, *solved = states.whole_forward(inputs, outside, outside, kept, 0.1)
+    states.whole_backward(inputs, LocalGrads(v, None, *solved), outside, outside, kept, 0.1)

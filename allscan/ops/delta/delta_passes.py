@@ -17,7 +17,7 @@ from ...launch.plan import Buffer, Plan, with_places
 from ...shmem_kernels.delta_state import (
     DeltaSizes,
     adjoint_kernel,
-    delta_carry_kernel,
+    delta_state_passing_kernel,
     delta_states_kernel,
     scalar_gradient_kernel,
     summary_kernel,
@@ -79,14 +79,6 @@ class LocalGrads(NamedTuple):
     solved: Any = None  # T - 1: then r = T^T dv' is computed in place of dv'
 
 
-class BoundaryStates(NamedTuple):
-    """States of sequences [N, H, K, V] float32, or None: inputs, where a pass begins, and outputs, which the pass
-    fills. Forward: initial and final states. Backward: gradients of the final and of the initial states."""
-
-    inputs: Any
-    outputs: Any
-
-
 class DeltaShape(NamedTuple):
     """Shape of a StatePass. It sends B states of H heads; with ``zigzag`` 2 * B, for the first and for the second half
     of the tokens of each batch entry or document. scalar: there is one gate per token and head, and k and q, of HK
@@ -125,7 +117,7 @@ def blocks(BK: int, BV_max: int, dtype: torch.dtype) -> dict[str, dict[str, int]
     several = dict(BV=columns, BJ=BJ, num_warps=8 if wide or columns == 128 else 4, num_stages=1 if wide else 2)
     return dict(
         summary=summary | dict(BR=min(rows, BK), BV=min(64 if wide else 128, BV_max)),
-        carry=dict(BC=16, BJ=min(64, BK), num_warps=4 if BK <= 128 else 8),
+        state_passing=dict(BC=16, BJ=min(64, BK), num_warps=4 if BK <= 128 else 8),
         states=several if wide else several | dict(BV=min(64, BV_max), num_warps=4),
         local=several if wide else several | dict(num_stages=3),
         adjoint=several,
@@ -138,7 +130,7 @@ def blocks_of_cpus(BK: int, BV_max: int) -> dict[str, dict[str, int]]:
     several = dict(BV=BV_max, BJ=BK)
     return dict(
         summary=dict(BR=BK, BV=BV_max),
-        carry=dict(BC=max(BK, BV_max), BJ=BK),
+        state_passing=dict(BC=max(BK, BV_max), BJ=BK),
         states=several,
         local=several,
         adjoint=several,
@@ -170,7 +162,8 @@ class StatePass:
     """Forward and backward passes over the states of this rank's chunks. Each plan is recorded once and serves all
     calls that differ in their tensors only.
 
-    layout: the Layout of this rank's tokens, with segments of delta_segment_length.
+    layout: the Layout of this rank's tokens, with segments of delta_segment_length. initial, final, dinitial, dfinal
+    of methods: states of sequences [N, H, K, V] float32 and their gradients, or None; a pass fills final, or dinitial.
     """
 
     def __init__(self, comm: Communicator, layout: Layout, shape: DeltaShape) -> None:
@@ -200,17 +193,17 @@ class StatePass:
 
     @planned
     def forward(
-        self, plan: Plan, x: ChunkOperands, ends: BoundaryStates, saved_states: SavedStates
+        self, plan: Plan, x: ChunkOperands, initial: Buffer | None, final: Buffer | None, saved_states: SavedStates
     ) -> tuple[Buffer, Buffer]:
         """Run forward; return (h, the incoming state of each chunk [B, chunks of each, H, K, V] in k's dtype; v_new,
-        like u). Fills ``saved_states``, and ``ends`` for the sequences that end on this rank."""
+        like u). Fills ``saved_states``, and final for the sequences that end on this rank."""
         outputs = self._chunks(plan, x.k, x.u)
         saved_states = _words(plan, saved_states)
         local = plan.scratch(*self.of_states)
         if self.summarizes:
             self._summaries(plan, x, saved_states.transitions, local)
-        incoming = self._carry(plan, saved_states, local, ends.inputs)
-        self._states(plan, x, incoming, ends.outputs, outputs)
+        incoming = self._carry(plan, saved_states, local, initial)
+        self._states(plan, x, incoming, final, outputs)
         return outputs
 
     @planned
@@ -224,7 +217,7 @@ class StatePass:
         scale: float,
     ) -> tuple[Buffer | None, ...]:
         """Recompute h and v_new of forward, overlapped with the scan of the gradient; return (h, v_new, and the fields
-        of IncomingStates of gradients for ``backward``). dfinal: [N, H, K, V] or None."""
+        of IncomingStates of gradients for ``backward``)."""
         outputs = self._chunks(plan, x.k, x.u)
         saved_states = _words(plan, saved_states)
         local = self._local_gradients(plan, x, d, dfinal, scale)
@@ -249,17 +242,17 @@ class StatePass:
         self._adjoint(plan, x, d, incoming, (*outputs, dinitial), scale)
         return outputs
 
-    def forward_of_none(self, ends: BoundaryStates, saved_states: SavedStates) -> None:
+    def forward_of_none(self, initial: Tensor | None, final: Tensor | None, saved_states: SavedStates) -> None:
         """Run ``forward`` on a rank without tokens: it forwards the incoming state."""
         k, v, g = self._nothing()
-        self.forward(ChunkOperands(k, k, v, g), ends, saved_states)
+        self.forward(ChunkOperands(k, k, v, g), initial, final, saved_states)
 
-    def backward_of_none(self, ends: BoundaryStates, saved_states: SavedStates) -> None:
+    def backward_of_none(self, dfinal: Tensor | None, dinitial: Tensor | None, saved_states: SavedStates) -> None:
         """Run ``turn`` and ``backward`` on a rank without tokens."""
         k, v, g = self._nothing()
         x, d = ChunkOperands(k, k, v, g, k), LocalGrads(v, v)
-        _, _, *incoming = self.turn(x, d, ends.inputs, saved_states, 1.0)
-        self.backward(x, d, IncomingStates(*incoming), ends.outputs, 1.0)
+        _, _, *incoming = self.turn(x, d, dfinal, saved_states, 1.0)
+        self.backward(x, d, IncomingStates(*incoming), dinitial, 1.0)
 
     def _nothing(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return keys, values and gates of one token. Kernels read at most one gate of them and do not use it."""
@@ -269,13 +262,7 @@ class StatePass:
 
     @planned
     def gradients(
-        self,
-        plan: Plan,
-        x: ChunkOperands,
-        v_new: Buffer,
-        d: LocalGrads,
-        states: tuple[Buffer, Buffer],
-        scale: float,
+        self, plan: Plan, x: ChunkOperands, v_new: Buffer, d: LocalGrads, states: tuple[Buffer, Buffer], scale: float
     ) -> list[Buffer]:
         """Return (dq, dk, dw like w, dg like g) of a rule with one gate per head: see scalar_gradient_kernel. states:
         (h, dh). d: with dv'."""
@@ -349,14 +336,14 @@ class StatePass:
         """
         segments, rank = segments or plan.scratch, rank or plan.scratch
         states, through, dense = self.num_states * self.H, None, None
-        own, block = rank(states, self.K, self.V), self.blocks["carry"]["BC"]
+        own, block = rank(states, self.K, self.V), self.blocks["state_passing"]["BC"]
         programs = cdiv(self.V, block)
         if not self.alone and (self.layout.left if reverse else self.layout.entered):
             through, dense = segments(*self.of_transitions), rank(states, self.K, self.K)
             programs += cdiv(self.K, block)
         tables = self._segments(plan), self._table(plan, "segments_of_states")
         tensors = saved_states.transitions, local, *tables, outside, saved_states.incoming, through, own, dense
-        self._launch(plan, "carry", delta_carry_kernel, (programs, states), *tensors, REVERSE=reverse)
+        self._launch(plan, "state_passing", delta_state_passing_kernel, (programs, states), *tensors, REVERSE=reverse)
         return own, through, dense
 
     def _carry(

@@ -25,7 +25,7 @@ from ...tokens.partition import OwnTokens, find_layout
 from ..carrier import StateCarrier
 from ..operator import Call, PreparedCall
 from .delta_checks import RULES, TITLES, Pass, Shapes
-from .delta_passes import BoundaryStates, DeltaShape, Inputs, LocalGrads, SavedStates
+from .delta_passes import DeltaShape, Inputs, LocalGrads, SavedStates
 from .fla_chunks import of_heads
 
 # Dtypes of saved buffers that kernels fill only in part. They are integers, so that a saved_tensors_hook that reads
@@ -66,17 +66,18 @@ class PreparedDelta(PreparedCall):
         *tensors, initial_state, cu_seqlens, final = inputs
         x = Inputs(*tensors)
         boundaries = (cu_seqlens,) if isinstance(cu_seqlens, DeviceBoundaries) else ()
-        ends = BoundaryStates(initial_state, x.q.new_zeros(self.states, dtype=torch.float32) if final else None)
+        final_state = x.q.new_zeros(self.states, dtype=torch.float32) if final else None
         saved_states = SavedStates(*(x.q.new_empty(shape, dtype=dtype) for dtype, shape in self._state_specs))
         self.layout.use(self.comm)
         v_shape = x.v.shape
         if not v_shape[1]:
-            self.passes.forward_of_none(ends, saved_states)
+            self.passes.forward_of_none(initial_state, final_state, saved_states)
             o, chunks = torch.empty_like(x.v), sums_and_chunks(self.rule, x.k, x.v, x.g)
         else:
             if self.in_one:
                 x = Inputs(*_in_one(*x))
-            o, *found = self.passes.whole_forward(x, ends, saved_states, self.call.scale, *boundaries)
+            states = initial_state, final_state, saved_states
+            o, *found = self.passes.whole_forward(x, *states, self.call.scale, *boundaries)
             if self.in_one:
                 o = unsafe_view(o, v_shape)  # not a view for autograd: a caller may write to o in place
                 found = [y if y is None else y.view(*v_shape[:2], *y.shape[2:]) for y in found]
@@ -85,22 +86,22 @@ class PreparedDelta(PreparedCall):
             sums = x.g.new_empty(0, dtype=torch.float32) if sums is None else sums
             chunks = sums, scores.view(WORDS[scores.dtype]), solved
         if self.comm.debug:
-            self.comm._look_for_nan(self.name, o=o, final_state=ends.outputs)
-        return o, ends.outputs, *chunks, *saved_states
+            self.comm._look_for_nan(self.name, o=o, final_state=final_state)
+        return o, final_state, *chunks, *saved_states
 
     def backward(self, do: Tensor, dfinal: Tensor | None, kept: Sequence[Tensor], initial: bool) -> Sequence[Any]:
         q, k, v, beta, sums, scores, solved, *states = kept
         dinitial = q.new_zeros(self.states, dtype=torch.float32) if initial else None
-        x, ends, saved_states = Inputs(q, k, v, sums, beta), BoundaryStates(dfinal, dinitial), SavedStates(*states)
+        x, saved_states = Inputs(q, k, v, sums, beta), SavedStates(*states)
         self.layout.use(self.comm)
         if not q.shape[1]:
-            self.passes.backward_of_none(ends, saved_states)
+            self.passes.backward_of_none(dfinal, dinitial, saved_states)
             grads: Any = [torch.empty_like(y) for y in x]
         else:
             like, d = x, LocalGrads(do, None, scores.view(solved.dtype) if scores.numel() else None, solved)
             if self.in_one:
                 x, d = Inputs(*_in_one(*x)), LocalGrads(*_in_one(*d))
-            dq, dk, *others = self.passes.whole_backward(x, d, ends, saved_states, self.call.scale)
+            dq, dk, *others = self.passes.whole_backward(x, d, dfinal, dinitial, saved_states, self.call.scale)
             grads = of_heads(dq, q.shape[2]), of_heads(dk, q.shape[2]), *others
             grads = [dy.to(y.dtype).contiguous() for dy, y in zip(grads, like, strict=True)]
             if self.in_one:

@@ -13,7 +13,7 @@ from ...comm.communicator import Communicator
 from ...launch.plan import Stored
 from ...tokens.packing import CHUNK_TOKENS, Layout
 from ..carrier import IncomingStates
-from .delta_passes import BoundaryStates, ChunkOperands, DeltaShape, Inputs, LocalGrads, SavedStates, StatePass
+from .delta_passes import ChunkOperands, DeltaShape, Inputs, LocalGrads, SavedStates, StatePass
 
 
 def of_heads(x: Tensor, HK: int) -> Tensor:
@@ -58,9 +58,9 @@ class KDA(FlaPass):
     scalar, safe = False, False
 
     def whole_forward(
-        self, x: Inputs, ends: BoundaryStates, saved_states: SavedStates, scale: float
+        self, x: Inputs, initial: Tensor | None, final: Tensor | None, saved_states: SavedStates, scale: float
     ) -> tuple[Tensor, ...]:
-        """Run forward; return (o, sums of the gates, Aqk, T). Fills ``ends`` and ``saved_states``."""
+        """Run forward; return (o, sums of the gates, Aqk, T). Fills final and ``saved_states``."""
         from fla.ops.gla.chunk import chunk_gla_fwd_o_gk
         from fla.ops.kda.chunk_intra import chunk_kda_fwd_intra
 
@@ -69,14 +69,20 @@ class KDA(FlaPass):
         w, u, _, kg, scores, solved = chunk_kda_fwd_intra(
             q=q, k=k, v=v, gk=sums, beta=beta, scale=scale, safe_gate=self.safe, **self.options
         )
-        h, v_new = self.forward(ChunkOperands(kg, w, u, sums), ends, saved_states)
+        h, v_new = self.forward(ChunkOperands(kg, w, u, sums), initial, final, saved_states)
         o = chunk_gla_fwd_o_gk(q=q, v=v_new, g=sums, A=scores, h=h, scale=scale, **self.options)
         return o, sums, scores, solved
 
     def whole_backward(
-        self, x: Inputs, d: LocalGrads, ends: BoundaryStates, saved_states: SavedStates, scale: float
+        self,
+        x: Inputs,
+        d: LocalGrads,
+        dfinal: Tensor | None,
+        dinitial: Tensor | None,
+        saved_states: SavedStates,
+        scale: float,
     ) -> Inputs:
-        """Run backward; return the gradients of the inputs, of q and k for each head of v. Fills ``ends``. d: do, and
+        """Run backward; return the gradients of the inputs, of q and k for each head of v. Fills dinitial. d: do, and
         Aqk and T in scores and solved."""
         from fla.ops.kda.chunk_bwd import chunk_kda_bwd_dAv, chunk_kda_bwd_wy_dqkg_fused
         from fla.ops.kda.chunk_intra import chunk_kda_bwd_intra
@@ -85,9 +91,9 @@ class KDA(FlaPass):
         (q, k, v, sums, beta), (do, _, scores, solved) = x, d
         w, u, qg, kg = recompute_w_u_fwd(q=q, k=k, v=v, beta=beta, A=solved, gk=sums, **self.packed)
         between = ChunkOperands(kg, w, u, sums, qg)
-        h, v_new, *incoming = self.turn(between, LocalGrads(do, None, scores), ends.inputs, saved_states, scale)
+        h, v_new, *incoming = self.turn(between, LocalGrads(do, None, scores), dfinal, saved_states, scale)
         d_scores, dv = chunk_kda_bwd_dAv(q=q, k=k, v=v_new, do=do, A=scores, scale=scale, **self.options)
-        dh, dv = self.backward(between, LocalGrads(do, dv), IncomingStates(*incoming), ends.outputs, scale)
+        dh, dv = self.backward(between, LocalGrads(do, dv), IncomingStates(*incoming), dinitial, scale)
         del w, u, qg, kg, between
         of_states = dict(h=h, do=do, dh=dh, dv=dv, scale=scale)
         dq, dk, dv, dbeta, dg, d_solved = chunk_kda_bwd_wy_dqkg_fused(
@@ -110,7 +116,7 @@ class GatedDeltaNet(FlaPass):
     scalar = True
 
     def whole_forward(
-        self, x: Inputs, ends: BoundaryStates, saved_states: SavedStates, scale: float
+        self, x: Inputs, initial: Tensor | None, final: Tensor | None, saved_states: SavedStates, scale: float
     ) -> tuple[Tensor | None, ...]:
         """Run forward; return (o, sums of the gates, None, T)."""
         from fla.ops.common.chunk_o import chunk_fwd_o
@@ -119,12 +125,18 @@ class GatedDeltaNet(FlaPass):
         q, k, v, g, beta = x
         sums = self.log2_sums(g)
         w, u, solved = chunk_gated_delta_rule_fwd_intra(k=k, v=v, g=sums, beta=beta, **self.options)
-        h, v_new = self.forward(ChunkOperands(k, w, u, sums), ends, saved_states)
+        h, v_new = self.forward(ChunkOperands(k, w, u, sums), initial, final, saved_states)
         o = chunk_fwd_o(q=q, k=k, v=v_new, h=h, g=sums, scale=scale, **self.options)
         return o, sums, None, solved
 
     def whole_backward(
-        self, x: Inputs, d: LocalGrads, ends: BoundaryStates, saved_states: SavedStates, scale: float
+        self,
+        x: Inputs,
+        d: LocalGrads,
+        dfinal: Tensor | None,
+        dinitial: Tensor | None,
+        saved_states: SavedStates,
+        scale: float,
     ) -> Inputs:
         from fla.ops.common.chunk_o import chunk_bwd_dv_local
         from fla.ops.gated_delta_rule.wy_fast import prepare_wy_repr_bwd, recompute_w_u_fwd
@@ -133,8 +145,8 @@ class GatedDeltaNet(FlaPass):
         w, u = recompute_w_u_fwd(k=k, v=v, beta=beta, A=solved, g=sums, **self.packed)
         dv = chunk_bwd_dv_local(q=q, k=k, g=sums, do=do, scale=scale, **self.options)
         between = ChunkOperands(k, w, u, sums, q)
-        h, v_new, *incoming = self.turn(between, LocalGrads(do, dv), ends.inputs, saved_states, scale)
-        dh, dv = self.backward(between, LocalGrads(do, dv), IncomingStates(*incoming), ends.outputs, scale)
+        h, v_new, *incoming = self.turn(between, LocalGrads(do, dv), dfinal, saved_states, scale)
+        dh, dv = self.backward(between, LocalGrads(do, dv), IncomingStates(*incoming), dinitial, scale)
         # fla rejects its own kernel for this on Hopper before Triton 3.7.1
         dq, dk, dw, dg = self.gradients(between, v_new, LocalGrads(do, dv), (h, dh), scale)
         dk2, dv, dbeta, dg2 = prepare_wy_repr_bwd(k=k, v=v, beta=beta, g=sums, A=solved, dw=dw, du=dv, **self.packed)

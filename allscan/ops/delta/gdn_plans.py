@@ -18,7 +18,7 @@ from ...shmem_kernels.gdn import (
 )
 from ...tokens.packing import CHUNK_TOKENS, DeviceBoundaries, Layout
 from ..carrier import IncomingStates
-from .delta_passes import BoundaryStates, DeltaShape, Inputs, LocalGrads, SavedStates, _words, planned
+from .delta_passes import DeltaShape, Inputs, LocalGrads, SavedStates, _words, planned
 from .kda_plans import ChunkPass, states_of
 
 
@@ -71,7 +71,8 @@ class ScalarChunkPass(ChunkPass):
         self,
         plan: Plan,
         x: Inputs,
-        ends: BoundaryStates,
+        initial: Buffer | None,
+        final: Buffer | None,
         saved_states: SavedStates,
         scale: float,
         boundaries: DeviceBoundaries | None = None,
@@ -87,15 +88,22 @@ class ScalarChunkPass(ChunkPass):
         if self.summarizes:
             tensors = k, v, factors, solved, segments, saved_states.transitions, local
             self._summarize(plan, scalar_summary_kernel, *tensors)
-        incoming = self._carry(plan, saved_states, local, ends.inputs)
+        incoming = self._carry(plan, saved_states, local, initial)
         states = self._intermediates(plan, v, saved_states) if self.saves else (None, None)
-        tensors = q, k, v, factors, scores, solved, segments, *incoming, o, *states, ends.outputs
+        tensors = q, k, v, factors, scores, solved, segments, *incoming, o, *states, final
         self._by_segments(plan, "scalar_output", scalar_states_kernel, *tensors, scale=scale)
         return o, None, scores, solved
 
     @planned
     def whole_backward(
-        self, plan: Plan, x: Inputs, d: LocalGrads, ends: BoundaryStates, saved_states: SavedStates, scale: float
+        self,
+        plan: Plan,
+        x: Inputs,
+        d: LocalGrads,
+        dfinal: Buffer | None,
+        dinitial: Buffer | None,
+        saved_states: SavedStates,
+        scale: float,
     ) -> tuple[Buffer, ...]:
         (q, k, v, g, beta), (do, _, scores, solved) = x, d
         saved_states, segments = _words(plan, saved_states), self._segments(plan)
@@ -104,16 +112,16 @@ class ScalarChunkPass(ChunkPass):
         programs = self.layout.num_chunks * self.H
         self._launch(plan, "factors", factors_kernel, (programs,), g, beta, chunks, factors)
         local, inputs = plan.scratch(*self.of_states), (q, k, factors, do, scores, solved, segments)
-        tensors: tuple[Any, ...] = *inputs, *[None] * 6, local, ends.inputs
+        tensors: tuple[Any, ...] = *inputs, *[None] * 6, local, dfinal
         self._by_segments(plan, "scalar_local", scalar_adjoint_kernel, *tensors, scale=scale)
-        back = self._carry_back(plan, saved_states, local, ends.inputs)
+        back = self._carry_back(plan, saved_states, local, dfinal)
         (h, v_new), (dh, r) = self._intermediates(plan, v, saved_states), self._states_memory(plan, v)
         if not self.saves:
             incoming = IncomingStates(saved_states.incoming)
             tensors = None, k, v, factors, None, solved, segments, *incoming, None, h, v_new, None
             self._by_segments(plan, "scalar_states", scalar_states_kernel, *tensors, scale=scale)
         plan.join()
-        tensors = *inputs, *back, dh, r, ends.outputs, None, None
+        tensors = *inputs, *back, dh, r, dinitial, None, None
         self._by_segments(plan, "scalar_adjoint", scalar_adjoint_kernel, *tensors, scale=scale)
         tensors = q, k, v, g, chunks, factors, h, dh, v_new, do, r, dq, dk, dv, dg, dbeta
         self._launch_chunks(plan, "scalar_gradients", scalar_gradients_kernel, *tensors, scale=scale)

@@ -15,7 +15,6 @@ from ...shmem_kernels.kda_fwd import anchors_kernel, operands_kernel, output_ker
 from ...tokens.packing import CHUNK_TOKENS, DeviceBoundaries, Layout, chunk_weights
 from ..carrier import IncomingStates
 from .delta_passes import (
-    BoundaryStates,
     ChunkOperands,
     DeltaShape,
     Inputs,
@@ -83,12 +82,13 @@ class ChunkPass(StatePass):
         self,
         plan: Plan,
         x: Inputs,
-        ends: BoundaryStates,
+        initial: Buffer | None,
+        final: Buffer | None,
         saved_states: SavedStates,
         scale: float,
         boundaries: DeviceBoundaries | None = None,
     ) -> tuple[Buffer | None, ...]:
-        """Run the whole forward pass; return (o, None, Aqk, T - 1). Fills ``saved_states`` and ``ends`` like
+        """Run the whole forward pass; return (o, None, Aqk, T - 1). Fills ``saved_states`` and final like
         ``forward``. boundaries: of a CapacityLayout."""
         v, saved_states = x.v, _words(plan, saved_states)
         o = self._output(plan, v, boundaries)
@@ -102,16 +102,23 @@ class ChunkPass(StatePass):
         local = plan.scratch(*self.of_states)
         if self.summarizes:
             self._summaries(plan, ChunkOperands(kg, w, u, sums), saved_states.transitions, local)
-        incoming = self._carry(plan, saved_states, local, ends.inputs)
-        tensors = qg, kg, w, u, solved[0], sums, self._segments(plan), *incoming, o, ends.outputs
+        incoming = self._carry(plan, saved_states, local, initial)
+        tensors = qg, kg, w, u, solved[0], sums, self._segments(plan), *incoming, o, final
         self._by_segments(plan, "output", output_kernel, *tensors, scale=scale)
         return o, None, *solved
 
     @planned
     def whole_backward(
-        self, plan: Plan, x: Inputs, d: LocalGrads, ends: BoundaryStates, saved_states: SavedStates, scale: float
+        self,
+        plan: Plan,
+        x: Inputs,
+        d: LocalGrads,
+        dfinal: Buffer | None,
+        dinitial: Buffer | None,
+        saved_states: SavedStates,
+        scale: float,
     ) -> tuple[Buffer, ...]:
-        """Run the whole backward pass; return (dq, dk for each head of v, dv, dg, dbeta). Fills ``ends``. d: do, and
+        """Run the whole backward pass; return (dq, dk for each head of v, dv, dg, dbeta). Fills dinitial. d: do, and
         Aqk and T - 1 in scores and solved."""
         q, k, v, g, beta = x
         saved_states, (dq, dk, dv, dg, dbeta) = _words(plan, saved_states), self._gradients_memory(plan, x)
@@ -119,12 +126,12 @@ class ChunkPass(StatePass):
         if not self.saves:
             self._operands(plan, "solved", x, (d.scores, d.solved), operands, scale)
         between = ChunkOperands(kg, w, u, sums, qg)
-        local = self._local_gradients(plan, between, d, ends.inputs, scale)
-        back = self._carry_back(plan, saved_states, local, ends.inputs)
+        local = self._local_gradients(plan, between, d, dfinal, scale)
+        back = self._carry_back(plan, saved_states, local, dfinal)
         (h, v_new), (dh, r) = self._states_memory(plan, v), self._states_memory(plan, v)
         self._states(plan, between, IncomingStates(saved_states.incoming), None, (h, v_new))
         plan.join()
-        self._adjoint(plan, between, d, back, (dh, r, ends.outputs), scale)
+        self._adjoint(plan, between, d, back, (dh, r, dinitial), scale)
         if not self.saves:
             self._anchors(plan, g, strong, ALL=True)
         chunks, strong, weights = self._tables(plan, strong)

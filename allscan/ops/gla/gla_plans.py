@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,12 +18,12 @@ from ...launch.streams import LONG
 from ...shmem_kernels.gla_blocks import GLASizes
 from ...shmem_kernels.gla_bwd import da_kernel, grad_kernel, value_grad_kernel
 from ...shmem_kernels.gla_fwd import (
-    carry_kernel,
     final_kernel,
     keys_kernel,
     operands_kernel,
     output_kernel,
     state_kernel,
+    state_passing_kernel,
 )
 from ...shmem_kernels.gla_strong import strong_decay_grad_kernel, strong_decay_kernel
 from ...shmem_kernels.segments import gated_segments_kernel
@@ -53,7 +53,7 @@ TUNED = dict(
     output={256: (64, 4, 1)},
     output_reverse={16: (64, 4, 2), 32: (64, 4, 2), 64: (64, 4, 3), 128: (64, 4, 2)},
 )
-CARRY_WORDS = {"cuda": 256, "cpu": 8192}  # words of a state in a program of carry_kernel
+STATE_PASSING_WORDS = {"cuda": 256, "cpu": 8192}  # words of a state in a program of state_passing_kernel
 
 # Precision of products, by input dtype. float16 cannot represent the smallest decays, so products of float16
 # inputs are of three TF32 parts, as those of float32.
@@ -108,7 +108,7 @@ class Shape:
         return [(shape, torch.float32) for shape in shapes]
 
     def intermediates(self, chunks: int, reverse: bool) -> list[Stored]:
-        """Shapes of Chunks: the gates of the chunks, flags of chunks of strong decay, k_out, q_in, A."""
+        """Shapes of the chunks' gates, flags of strong decay, k_out, q_in and A: see GLAPlan.allocate."""
         tokens, dtype = (self.B, self.T, self.H), OPERANDS[self.dtype]
         # with invariant, saved intermediates must have the precision of recomputed ones
         of_a = A_FOR_DV[self.dtype] if reverse or self.saves or self.invariant else dtype
@@ -134,25 +134,6 @@ class Shape:
 
 
 shape_of = functools.lru_cache(4096)(Shape)  # one object per shape: Shape hashes by identity, so lookups are fast
-
-
-class Inputs(NamedTuple):
-    """Inputs of the operator."""
-
-    q: Buffer
-    k: Buffer
-    v: Buffer
-    g: Buffer
-
-
-class Chunks(NamedTuple):
-    """Intermediates of the chunks: see Shape.intermediates."""
-
-    gate: Buffer
-    strong: Buffer
-    k_out: Buffer
-    q_in: Buffer
-    a: Buffer
 
 
 class CarryPlan(Plan):
@@ -197,19 +178,20 @@ class CarryPlan(Plan):
         fwd_epoch: Buffer,
         long: Callable[[], Any] | None = None,
     ) -> Any:
-        """Record the scan over this rank's segments (carry_kernel), then the scan over the ranks. Both overlap with the
-        kernels that are recorded before ``join_carry``.
+        """Record the scan over this rank's segments (state_passing_kernel), then the scan over the ranks. Both overlap
+        with the kernels that are recorded before ``join_carry``.
 
         Afterwards ``states`` and ``gates`` give each segment's incoming state, ``prev`` [states, H, K, V] is this
         rank's incoming state, and ``final`` holds the final states of the sequences.
 
         Forward has little work to overlap with the scan over the ranks: operands_kernel if keys_kernel is separate,
-        otherwise none. The last rank sends to no rank, so it starts that scan first and runs carry_kernel while the
-        scan waits. The first rank receives from no rank, so it does not wait for its scan until ``end``.
+        otherwise none. The last rank sends to no rank, so it starts that scan first and runs state_passing_kernel while
+        the scan waits. The first rank receives from no rank, so it does not wait for its scan until ``end``.
 
-        ``long`` records kernels with few long programs, which need neither the results of carry_kernel nor those of the
-        scan. They run after carry_kernel on a stream of their own (LONG). When multiprocessors become free, the GPU
-        starts their programs after the scan's and before the pending programs of the current stream.
+        ``long`` records kernels with few long programs, which need neither the results of state_passing_kernel nor
+        those of the scan. They run after state_passing_kernel on a stream of their own (LONG). When multiprocessors
+        become free, the GPU starts their programs after the scan's and before the pending programs of the current
+        stream.
         Returns the result of ``long``."""
         if self.shape.invariant:
             assert isinstance(carrier, InOrderCarrier)
@@ -218,7 +200,7 @@ class CarryPlan(Plan):
         H, K, V, reverse, zigzag = self.H, self.K, self.V, self.reverse, bool(self.shape.zigzag)
         halves = 1 + zigzag, self.shape.carried, H, K
         own, decay = self.scratch(*halves, V), self.scratch(*halves)
-        BK, BV = default_tile(K, V, CARRY_WORDS[self.shape.device])
+        BK, BV = default_tile(K, V, STATE_PASSING_WORDS[self.shape.device])
         grid = cdiv(K, BK), cdiv(V, BV), self.shape.states * H
         blocks: dict[str, Any] = dict(d=GLASizes(H=H, K=K, V=V, BK=BK, BV=BV), REVERSE=reverse, num_warps=1)
         tables = self.segments, self.segments_of_states
@@ -230,7 +212,7 @@ class CarryPlan(Plan):
         out = own if first else self.view(prev, 0, *halves, V)
 
         def segments() -> None:
-            self.launch(carry_kernel, grid, states, sums, gates, *tables, outside, own, decay, final, **blocks)
+            self.launch(state_passing_kernel, grid, states, sums, gates, *tables, outside, own, decay, final, **blocks)
 
         if first:
             segments()
@@ -295,10 +277,18 @@ class CarryPlan(Plan):
 class GLAPlan(CarryPlan):
     """A forward or backward pass for calls of one shape.
 
-    ``reverse``: backward.
+    ``reverse``: backward. ``tensors``: q, k, v, g and ``others``.
     """
 
-    def __init__(self, carrier: StateCarrier, shape: Shape, call: Call, layout: Layout, reverse: bool) -> None:
+    def __init__(
+        self,
+        carrier: StateCarrier,
+        shape: Shape,
+        call: Call,
+        layout: Layout,
+        reverse: bool,
+        tensors: Sequence[Tensor | None],
+    ) -> None:
         super().__init__(carrier, shape, layout, reverse)
         self.scale, self.BT = call.scale, CHUNK_TOKENS
         self.BK, self.BV_max = max(16, next_power_of_2(self.K)), max(16, next_power_of_2(self.V))
@@ -324,6 +314,7 @@ class GLAPlan(CarryPlan):
         self.flags = layout.num_chunks * self.H
         self.lookers = (min(self.flags, LOOKERS * max(1, shape.num_sms)),)
         self.chunks, self.weights = self.constant(layout.chunks), self.constant(layout.weights)
+        self.q, self.k, self.v, self.g, *self.others = self.inputs(tensors)
 
     def per_token(self, width: int, **options: Any) -> Buffer:
         return self.scratch(self.shape.B, self.shape.T, self.H, width, **options)
@@ -332,14 +323,15 @@ class GLAPlan(CarryPlan):
         """Allocate scratch for a state per chunk [NC, H, K, V]."""
         return self.scratch(*self.by_chunks, self.K, self.V, dtype=dtype, **options)
 
-    def intermediates(self, saved: Sequence[Buffer], grads: Sequence[Buffer] = ()) -> Chunks:
-        """Return those that forward ``saved``, or scratch. Scratch except gate and strong, which backward uses to the
-        end, shares the memory of ``grads`` if it fits: backward writes ``grads`` last."""
+    def allocate(self, saved: Sequence[Buffer], grads: Sequence[Buffer] = ()) -> None:
+        """Set the intermediates of the chunks to those that forward ``saved``, or to scratch. Scratch except gate and
+        strong, which backward uses to the end, shares the memory of ``grads`` if it fits: backward writes ``grads``
+        last."""
         shapes = () if saved else self.shape.intermediates(self.num_chunks, self.reverse)
         scratch = [
             self.scratch(*shape, dtype=dtype, before=grads if i > 1 else ()) for i, (shape, dtype) in enumerate(shapes)
         ]
-        return Chunks(*saved, *scratch)
+        self.gate, self.strong, self.k_out, self.q_in, self.a = saved or scratch
 
     def keys_apart(self, carrier: StateCarrier) -> bool:
         """Return whether forward runs a separate keys_kernel and computes q_in and A overlapped with the scan. True if
@@ -350,23 +342,23 @@ class GLAPlan(CarryPlan):
         us = carrier.expected_us(shape.states * self.H * self.K * self.V, bool(shape.zigzag))
         return us > APART_US * shape.B * shape.T * self.H * self.K
 
-    def keys(self, x: Inputs, intermediates: Chunks) -> None:
+    def keys(self) -> None:
         """Record keys_kernel."""
         self.launch(
             keys_kernel,
             self.by_chunks,
-            *(x.k, x.g, self.chunks, intermediates.k_out, intermediates.gate, intermediates.strong),
+            *(self.k, self.g, self.chunks, self.k_out, self.gate, self.strong),
             d=self.d,
             num_warps=max(1, self.BK // 128),
         )
 
-    def operands(self, keys: bool, x: Inputs, intermediates: Chunks) -> None:
+    def operands(self, keys: bool) -> None:
         """Record operands_kernel."""
         self.launch(
             operands_kernel,
             self.by_chunks,
-            *(x.q, x.k, x.g, self.chunks, self.weights),
-            *(intermediates.gate, intermediates.strong, intermediates.q_in, intermediates.k_out, intermediates.a),
+            *(self.q, self.k, self.g, self.chunks, self.weights),
+            *(self.gate, self.strong, self.q_in, self.k_out, self.a),
             scale=self.scale,
             d=self.d._replace(BK=min(32, self.BK)),
             **self.precision,
@@ -375,13 +367,12 @@ class GLAPlan(CarryPlan):
             num_stages=3,
         )
 
-    def strong_operands(self, x: Inputs, intermediates: Chunks) -> None:
+    def strong_operands(self) -> None:
         """Record strong_decay_kernel."""
         self.launch(
             strong_decay_kernel,
             self.lookers,
-            *(x.q, x.k, x.g, self.chunks),
-            *(intermediates.strong, intermediates.q_in, intermediates.k_out, intermediates.a),
+            *(self.q, self.k, self.g, self.chunks, self.strong, self.q_in, self.k_out, self.a),
             scale=self.scale,
             N=self.flags,
             d=self.d,
@@ -414,49 +405,44 @@ class GLAPlan(CarryPlan):
             BV //= 2
         return self.fitted(name, BV=BV, num_warps=num_warps if BK * BV > 8192 else 4, num_stages=stages)
 
-    def segment_states(self, x: Buffer, y: Buffer, gate: Buffer, states: Buffer) -> Buffer:
+    def segment_states(self, x: Buffer, y: Buffer, states: Buffer) -> Buffer:
         """Record the kernel that writes each segment's local state to ``states`` [NS, H, K, V].
 
         Returns the sums of gates [NS, H, K]."""
         sums = self.scratch(self.layout.num_segments, self.H, self.K)
-        pointers = x, y, gate, self.segments, states, None, sums, *[None] * 5
+        pointers = x, y, self.gate, self.segments, states, None, sums, *[None] * 5
         self._with_state(state_kernel, min(128, self.BK), "states", *pointers, REVERSE=self.reverse)
         return sums
 
-    def outputs(self, v: Buffer, intermediates: Chunks, incoming: IncomingStates, o: Buffer) -> None:
+    def outputs(self, incoming: IncomingStates, o: Buffer) -> None:
         """Record output_kernel. Forward does not use the parameters after o."""
-        gate, _, k_out, q_in, a = intermediates
-        pointers = k_out, v, q_in, a, gate, self.segments, *incoming, o, *[None] * 4
+        pointers = self.k_out, self.v, self.q_in, self.a, self.gate, self.segments, *incoming, o, *[None] * 4
         self._with_state(output_kernel, self.BK, "output", *pointers, REVERSE=False)
 
     def value_gradients(
-        self,
-        do: Buffer,
-        intermediates: Chunks,
-        incoming: IncomingStates,
-        dv: Buffer,
-        of_chunks: tuple[Buffer, Buffer | None],
+        self, do: Buffer, incoming: IncomingStates, dv: Buffer, of_chunks: tuple[Buffer, Buffer | None]
     ) -> tuple[Buffer, Buffer]:
         """Record the kernels that write dv.
 
         Returns (D, the gates' gradient through the states, one sum for each block of V): see output_kernel."""
-        (gate, _, k_out, q_in, a), (states, low) = intermediates, of_chunks
+        states, low = of_chunks
         pointers: tuple[Buffer | None, ...]
         whole = self.BK <= 128
         BK, name = (self.BK, "output_reverse") if whole else (128, "chunks_reverse")
         dstates = self.of_chunks(self.dtype)
         passed = self.scratch(*self.by_chunks, cdiv(self.V, self.blocks(BK, name)["BV"]), self.K)
         if whole:
-            pointers = q_in, do, k_out, a, gate, self.segments, *incoming, dv, states, low, dstates, passed
+            pointers = self.q_in, do, self.k_out, self.a, self.gate, self.segments
+            pointers = *pointers, *incoming, dv, states, low, dstates, passed
             self._with_state(output_kernel, BK, name, *pointers, REVERSE=True)
         else:
-            pointers = q_in, do, gate, self.segments, dstates, low, None, *incoming, states, passed
+            pointers = self.q_in, do, self.gate, self.segments, dstates, low, None, *incoming, states, passed
             self._with_state(state_kernel, BK, name, *pointers, REVERSE=True)
             BV = min(128 if self.is_bf16 else 64, self.BV_max)
             self.launch(
                 value_grad_kernel,
                 (cdiv(self.V, BV), *self.by_chunks),
-                *(do, k_out, a, self.chunks, dstates, dv),
+                *(do, self.k_out, self.a, self.chunks, dstates, dv),
                 d=self.d._replace(BK=64, BV=BV),
                 **self.precision,
                 num_warps=4,
@@ -464,27 +450,25 @@ class GLAPlan(CarryPlan):
             )
         return dstates, passed
 
-    def chunk_states(
-        self, x: Buffer, y: Buffer, gate: Buffer, incoming: IncomingStates, grads: Sequence[Buffer]
-    ) -> tuple:
+    def chunk_states(self, incoming: IncomingStates, grads: Sequence[Buffer]) -> tuple:
         """Record the kernel that writes each chunk's incoming state [NC, H, K, V] in the format of store_split.
 
         Returns (states, low or None). ``grads``: buffers that are written after the last use of ``low``, which may
         share their memory."""
         states = self.of_chunks(self.dtype)
         low = self.of_chunks(torch.int8, before=grads) if self.is_bf16 else None
-        pointers = x, y, gate, self.segments, states, low, None, *incoming, None, None
+        pointers = self.k_out, self.v, self.gate, self.segments, states, low, None, *incoming, None, None
         self._with_state(state_kernel, min(128, self.BK), "chunks", *pointers, REVERSE=False)
         return states, low
 
-    def score_gradients(self, v: Buffer, do: Buffer) -> tuple:
+    def score_gradients(self, do: Buffer) -> tuple:
         """Record da_kernel; return (dA, its diagonal). See load_da."""
         da = self.per_token((2 if self.is_bf16 else 1) * self.BT, dtype=self.dtype)
         diagonal = self.scratch(self.shape.B, self.shape.T, self.H)
         self.launch(
             da_kernel,
             self.by_chunks,
-            *(v, do, self.chunks, da, diagonal),
+            *(self.v, do, self.chunks, da, diagonal),
             scale=self.scale,
             d=self.d._replace(BV=self.columns),
             **self.precision,
@@ -494,16 +478,10 @@ class GLAPlan(CarryPlan):
         return da, diagonal
 
     def gradients(
-        self,
-        x: Inputs,
-        do: Buffer,
-        intermediates: Chunks,
-        of_scores: Sequence[Buffer | None],
-        of_states: Sequence[Any],
-        grads: Sequence[Buffer],
+        self, do: Buffer, of_scores: Sequence[Buffer | None], of_states: Sequence[Any], grads: Sequence[Buffer]
     ) -> None:
         """Record the kernels that write dq, dk and dg (``grads``): see grad_kernel."""
-        d = self.d._replace(BV=self.columns, PARTS=of_states[2].shape[2])
+        x, d = (self.q, self.k, self.v, self.g), self.d._replace(BV=self.columns, PARTS=of_states[2].shape[2])
         # 64 also for K = 32: for 32 columns of bfloat16 the ptxas of Triton 3.6 generates wrong code
         sizes = self.fitted(
             "grad", BK=64 if self.is_bf16 else min(32, self.BK), num_warps=4, num_stages=self.num_stages
@@ -512,7 +490,7 @@ class GLAPlan(CarryPlan):
         self.launch(
             grad_kernel,
             (cdiv(self.K, BK), *self.by_chunks),
-            *(*x, do, self.chunks, self.weights, intermediates.gate, intermediates.strong),
+            *(*x, do, self.chunks, self.weights, self.gate, self.strong),
             *(*of_scores, *of_states, *grads),
             scale=self.scale,
             d=d._replace(BK=BK),
@@ -522,7 +500,7 @@ class GLAPlan(CarryPlan):
         self.launch(
             strong_decay_grad_kernel,
             self.lookers,
-            *(*x, do, self.chunks, intermediates.strong, *of_scores, *of_states, *grads),
+            *(*x, do, self.chunks, self.strong, *of_scores, *of_states, *grads),
             scale=self.scale,
             N=self.flags,
             d=d,
@@ -533,23 +511,22 @@ class GLAPlan(CarryPlan):
 def forward_plan(shape: Shape, call: Call, layout: Layout, carrier: StateCarrier, *tensors: Tensor | None) -> GLAPlan:
     """Return the plan of forward, whose output is o. ``tensors``: q, k, v, g, initial or None, final or None,
     saved_buffer."""
-    plan = GLAPlan(carrier, shape, call, layout, False)
-    buffers = plan.inputs(tensors)
-    x, (initial, final, saved_buffer) = Inputs(*buffers[:4]), buffers[4:]
+    plan = GLAPlan(carrier, shape, call, layout, False, tensors)
+    initial, final, saved_buffer = plan.others
     fwd_epoch, incoming, *saved = plan.saved_parts(saved_buffer)
-    intermediates = plan.intermediates(saved)
-    o = plan.output_like(x.v)
+    plan.allocate(saved)
+    o = plan.output_like(plan.v)
     if apart := plan.keys_apart(carrier):
-        plan.keys(x, intermediates)
+        plan.keys()
     else:
-        plan.operands(True, x, intermediates)
-    plan.strong_operands(x, intermediates)
-    sums = plan.segment_states(intermediates.k_out, x.v, intermediates.gate, incoming.states)
+        plan.operands(True)
+    plan.strong_operands()
+    sums = plan.segment_states(plan.k_out, plan.v, incoming.states)
     plan.carry(carrier, sums, incoming, (initial, final), fwd_epoch)
     if apart:
-        plan.operands(False, x, intermediates)
+        plan.operands(False)
     plan.join_carry()
-    plan.outputs(x.v, intermediates, incoming, o)
+    plan.outputs(incoming, o)
     plan.end()
     return plan
 
@@ -564,28 +541,20 @@ def backward_plan(shape: Shape, call: Call, layout: Layout, carrier: StateCarrie
     1 x 16384 x 16 x 128 x 128 a waiting scan occupies the places of 10 to 40 of state_kernel's 512 programs. These
     programs start later and run together with da_kernel's; without da_kernel they would be an extra wave.
     """
-    plan = GLAPlan(carrier, shape, call, layout, True)
-    buffers = plan.inputs(tensors)
-    x, (do, dfinal, dinitial, saved_buffer) = Inputs(*buffers[:4]), buffers[4:]
-    dv, *grads = (plan.output_like(t) for t in (x.v, x.q, x.k, x.g))
+    plan = GLAPlan(carrier, shape, call, layout, True, tensors)
+    do, dfinal, dinitial, saved_buffer = plan.others
+    dv, *grads = (plan.output_like(t) for t in (plan.v, plan.q, plan.k, plan.g))
     fwd_epoch, incoming, *saved = plan.saved_parts(saved_buffer)
-    intermediates = plan.intermediates(saved, grads)
+    plan.allocate(saved, grads)
     back = plan.incoming_states()
     if not shape.saves:
-        plan.operands(True, x, intermediates)
-        plan.strong_operands(x, intermediates)
-    sums = plan.segment_states(intermediates.q_in, do, intermediates.gate, back.states)
-    of_chunks = plan.carry(
-        carrier,
-        sums,
-        back,
-        (dfinal, dinitial),
-        fwd_epoch,
-        lambda: plan.chunk_states(intermediates.k_out, x.v, intermediates.gate, incoming, grads),
-    )
-    of_scores = plan.score_gradients(x.v, do)
+        plan.operands(True)
+        plan.strong_operands()
+    sums, ends = plan.segment_states(plan.q_in, do, back.states), (dfinal, dinitial)
+    of_chunks = plan.carry(carrier, sums, back, ends, fwd_epoch, lambda: plan.chunk_states(incoming, grads))
+    of_scores = plan.score_gradients(do)
     plan.join_carry()
-    of_dstates = plan.value_gradients(do, intermediates, back, dv, of_chunks)
+    of_dstates = plan.value_gradients(do, back, dv, of_chunks)
     # from here on grads hold gradients; before, low (and k_out, q_in, a unless saved) used their memory
-    plan.gradients(x, do, intermediates, of_scores, (of_chunks[0], *of_dstates), grads)
+    plan.gradients(do, of_scores, (of_chunks[0], *of_dstates), grads)
     return plan

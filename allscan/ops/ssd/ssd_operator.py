@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -18,7 +17,7 @@ from ...tokens.packing import Layout
 from ..gla.gla_operator import SAVED_DTYPE, BufferedCall, BufferedOperator
 from ..gpu_blocks import gpu_kind
 from ..operator import FLOATS, Asked, Call, check_dtypes
-from .ssd_plans import Inputs, Options, SSDShape, backward_plan, forward_plan, shape_of, strides_of
+from .ssd_plans import Inputs, SSDShape, backward_plan, forward_plan, shape_of, steps_of, strides_of
 
 MOST_ROWS = 256  # of a state: N of zeco_ssd, K of zeco_simple_gla
 
@@ -201,11 +200,10 @@ class PreparedSSD(BufferedCall):
         variant = make, strides, tuple(x is None for x in rest)
         plan = self._plans.get(variant)
         if plan is None:
-            options = options_of(self.call.scale, self.call.more)
             kinds = tuple(None if x is None else (x.shape, x.dtype) for x in tensors)
 
             def new(layout: Layout) -> Plan:
-                return make(self.shape, options, strides, layout, self.carrier, *taken, *rest)
+                return make(self.shape, self.call, strides, layout, self.carrier, *taken, *rest)
 
             plan = self._plans[variant] = self._record((*variant, kinds), new, self.shape.G)
         return plan.run(self.carrier, *[x for x in (*taken, *rest) if x is not None])
@@ -277,10 +275,10 @@ class _SSD(_ScalarDecay):
         check_ssd(Inputs(*tensors[:-1]))
 
     def gates(self, tensors: Sequence[Any], call: Call) -> Iterator[tuple[str, Tensor]]:
-        x, options = Inputs(*tensors[:-1]), options_of(call.scale, call.more)
+        x, steps = Inputs(*tensors[:-1]), steps_of(call.more)
         yield "A", x.A[None, None]
         d = x.dt.float() if x.dt_bias is None else x.dt.float() + x.dt_bias.float()
-        d = (F.softplus(d) if options.softplus else d).clamp(options.least, options.most)
+        d = (F.softplus(d) if steps["SOFTPLUS"] else d).clamp(steps["least"], steps["most"])
         yield "dt * A", torch.where(d == 0, 0.0, x.A.float() * d)
 
     def state_shape(self, n: int, q: Tensor, v: Tensor) -> tuple[int, int, int, int]:
@@ -344,16 +342,6 @@ def check_ssd(tensors: Inputs) -> None:
         raise ValueError(f"D must be {[H]} or {[H, P]}, got {list(D.shape)}")
     if N > MOST_ROWS:
         raise ValueError(f"N must be at most {MOST_ROWS}, got {N}")
-
-
-@functools.lru_cache(1024)
-def options_of(scale: float, more: str) -> Options:
-    """The Options of a Call's ``scale`` and ``more``."""
-    if not more:
-        return Options(scale)
-    softplus, limit = (field.partition("=")[2] for field in more.split(","))
-    least, most = map(float, limit.split(" to "))
-    return Options(scale, softplus == "True", least, most)
 
 
 SSD, SIMPLE_GLA = _SSD(), _SimpleGLA()

@@ -28,6 +28,7 @@ from ...tokens.packing import CHUNK_TOKENS, Layout
 from ..carrier import IncomingStates, StateCarrier
 from ..gla.gla_plans import CarryPlan, Shape
 from ..gpu_blocks import fitted
+from ..operator import Call
 
 SPLIT_HEADS = 32  # most heads whose contributions to dB and dC one program adds up
 LONGEST, SHORTEST = 4096, 512  # tokens of a segment on a GPU
@@ -87,15 +88,6 @@ class SSDShape(Shape):
 shape_of = functools.lru_cache(4096)(SSDShape)  # one object per shape: SSDShape hashes by identity
 
 
-class Options(NamedTuple):
-    """scale: of y. The others determine d_t of ``zeco_ssd``."""
-
-    scale: float = 1.0
-    softplus: bool = False
-    least: float = 0.0
-    most: float = float("inf")
-
-
 class Inputs(NamedTuple):
     """Tensors of the operators. Without A, dt are the gates and d_t is 1; without dt, A are the gates."""
 
@@ -109,29 +101,6 @@ class Inputs(NamedTuple):
     dt_bias: Any = None
 
 
-class Work(NamedTuple):
-    """What the kernels of backward leave for each other, see ssd_bwd.py."""
-
-    states: Buffer
-    dstates: Buffer
-    scalars: Buffer
-    weights: Buffer
-    terms: Buffer
-    through: Buffer
-    skip: Buffer | None  # of D
-    dc: Buffer
-    db: Buffer
-
-
-class Part(NamedTuple):
-    """Consecutive segments of a rank, and their chunks, whose states are in memory at once in backward."""
-
-    segment: int
-    end: int
-    first_chunk: int
-    end_chunk: int
-
-
 STRIDED = "x", "dt", "B", "C", "z"  # Inputs that kernels read by their strides
 
 
@@ -141,7 +110,7 @@ class SSDPlan(CarryPlan):
     shape: SSDShape
 
     def __init__(
-        self, carrier: StateCarrier, shape: SSDShape, options: Options, strides: Inputs, layout: Layout, reverse: bool
+        self, carrier: StateCarrier, shape: SSDShape, call: Call, strides: Inputs, layout: Layout, reverse: bool
     ) -> None:
         super().__init__(carrier, shape, layout, reverse)
         self.N, self.P, self.G = shape.K, shape.V, shape.G
@@ -164,11 +133,9 @@ class SSDPlan(CarryPlan):
             Z_STRIDE=strides.z,
             DY_STRIDE=self.H * self.P,
         )
-        self.scaled: dict[str, Any] = dict(scale=options.scale, PRECISION="bf16" if shape.is_bf16 else "tf32x3")
+        self.scaled: dict[str, Any] = dict(scale=call.scale, PRECISION="bf16" if shape.is_bf16 else "tf32x3")
         self.by_heads = layout.num_chunks * cdiv(self.H, self.d.BH)
-        self.steps: dict[str, Any] = dict(
-            least=options.least, most=options.most, SOFTPLUS=options.softplus, num_warps=4
-        )
+        self.steps = steps_of(call.more) | dict(num_warps=4)
 
     def walk(
         self, kernel: Any, name: str, segments: int, *tensors: Buffer | None, d: SSDSizes | None = None, **fixed: Any
@@ -218,16 +185,19 @@ class SSDPlan(CarryPlan):
         """Record the kernel that writes each segment's local state to ``states``; return the sums of gates
         [NS, H, N]. b, x: B and x; in backward C and dy."""
         sums = self.scratch(self.layout.num_segments, self.H, self.N)
-        every = Part(0, self.layout.num_segments, 0, self.layout.num_chunks)
-        tensors = b, x, factors, self.segments, *[None] * 4, states, sums
+        tensors, every = (b, x, factors, self.segments, *[None] * 4, states, sums), range(self.layout.num_segments)
         self.state_kernel("local", *tensors, part=every, REVERSE=self.reverse)
         return sums
 
-    def state_kernel(self, name: str, *tensors: Buffer | None, part: Part, REVERSE: bool) -> None:
-        """Record ssd_state_kernel of a part, for "local" states or each chunk's "state"."""
+    def chunks_of(self, part: range) -> range:
+        """The chunks of consecutive segments."""
+        return range(self.layout.first_chunks[part.start], self.layout.first_chunks[part.stop])
+
+    def state_kernel(self, name: str, *tensors: Buffer | None, part: range, REVERSE: bool) -> None:
+        """Record ssd_state_kernel of a part of the segments, for "local" states or each chunk's "state"."""
         d = self.d._replace(B_STRIDE=self.d.C_STRIDE, X_STRIDE=self.d.DY_STRIDE) if REVERSE else self.d
-        fixed = dict(first_segment=part.segment, first_chunk=part.first_chunk, REVERSE=REVERSE)
-        self.walk(ssd_state_kernel, name, part.end - part.segment, *tensors, d=d, **fixed)
+        fixed = dict(first_segment=part.start, first_chunk=self.chunks_of(part).start, REVERSE=REVERSE)
+        self.walk(ssd_state_kernel, name, len(part), *tensors, d=d, **fixed)
 
     def outputs(
         self,
@@ -250,13 +220,11 @@ class SSDPlan(CarryPlan):
 
 
 class BackwardPlan(SSDPlan):
-    """The kernels of backward alone. The segments are processed in parts, one after the other, whose chunks' states and
-    gradients of states take turns in the same memory."""
+    """The kernels of backward alone. The segments are processed in ``parts``, one after the other, whose chunks' states
+    and gradients of states take turns in the same memory."""
 
-    def __init__(
-        self, carrier: StateCarrier, shape: SSDShape, options: Options, strides: Inputs, layout: Layout
-    ) -> None:
-        super().__init__(carrier, shape, options, strides, layout, True)
+    def __init__(self, carrier: StateCarrier, shape: SSDShape, call: Call, strides: Inputs, layout: Layout) -> None:
+        super().__init__(carrier, shape, call, strides, layout, True)
         BJ, BV = self.d.BK, self.d.BV
         if self.cuda:
             BJ, BV = min(BJ, GRADIENT_ROWS), min(BV, 64 if shape.is_bf16 else 32)
@@ -265,7 +233,7 @@ class BackwardPlan(SSDPlan):
         self.tokens = dict(tokens=shape.B * shape.T)
         self.parts = self._cut(layout.first_chunks)
 
-    def _cut(self, first_chunks: Sequence[int]) -> list[Part]:
+    def _cut(self, first_chunks: Sequence[int]) -> list[range]:
         """Cut segments with these first chunks into parts of about as many chunks: of LEAST_PART tokens or more, whose
         programs fill a GPU."""
         *firsts, chunks = first_chunks
@@ -276,36 +244,31 @@ class BackwardPlan(SSDPlan):
             number = max(1, min(len(firsts), chunks * CHUNK_TOKENS // self.shape.segment) // least)
         inner = {bisect.bisect_left(firsts, chunks * i // number) for i in range(1, number)}
         cuts = sorted({0, *inner, len(firsts)}) if firsts else [0, 0]
-        return [Part(a, b, first_chunks[a], first_chunks[b]) for a, b in itertools.pairwise(cuts)]
+        return [range(*ends) for ends in itertools.pairwise(cuts)]
 
-    def allocate(self, x: Inputs, grads: Inputs) -> Work:
+    def allocate(self, x: Inputs, grads: Inputs) -> None:
+        """Allocate what the kernels leave for each other, see ssd_bwd.py."""
         NC, H, G, tokens = self.layout.num_chunks, self.H, self.G, self.shape.B * self.shape.T
-        most = max(1, *(part.end_chunk - part.first_chunk for part in self.parts))
+        most = max(1, *(len(self.chunks_of(part)) for part in self.parts))
         dtype = torch.bfloat16 if self.shape.is_bf16 else torch.float32
-        states, dstates = (self.scratch(most, H, self.N, self.P, dtype=dtype) for _ in "SE")
-        dc, db = grads.C, grads.B
+        self.states, self.dstates = (self.scratch(most, H, self.N, self.P, dtype=dtype) for _ in "SE")
+        self.dc, self.db = grads.C, grads.B
         if self.split > 1:
-            dc, db = (self.scratch(self.split, tokens, G, self.N) for _ in "cb")
-        return Work(
-            states,
-            dstates,
-            scalars=self.scratch(NC, H, 2, CHUNK_TOKENS),
-            weights=self.scratch(self.split, tokens, G, CHUNK_TOKENS),
-            terms=self.scratch(NC, H, self.of_groups.NJ, 2, CHUNK_TOKENS),
-            through=self.scratch(NC, H, self.N),
-            skip=None if x.D is None else self.scratch(NC, *x.D.shape),
-            dc=dc,
-            db=db,
-        )
+            self.dc, self.db = (self.scratch(self.split, tokens, G, self.N) for _ in "cb")
+        self.scalars = self.scratch(NC, H, 2, CHUNK_TOKENS)
+        self.weights = self.scratch(self.split, tokens, G, CHUNK_TOKENS)
+        self.terms = self.scratch(NC, H, self.of_groups.NJ, 2, CHUNK_TOKENS)
+        self.through = self.scratch(NC, H, self.N)
+        self.skip = None if x.D is None else self.scratch(NC, *x.D.shape)  # of D
 
-    def pairs(self, x: Inputs, dy: Buffer, scores: Buffer | None, factors: Buffer, work: Work) -> None:
+    def pairs(self, x: Inputs, dy: Buffer, scores: Buffer | None, factors: Buffer) -> None:
         """Record ssd_pairs_kernel."""
         warps, stages = TUNED["pairs"] if self.shape.is_bf16 else (4, 1)
         options = fitted(self.shape.gpu, "ssd_pairs", dict(num_warps=warps, num_stages=stages))
         self.launch(
             ssd_pairs_kernel,
             (self.layout.num_chunks * self.G * self.split,),
-            *(x.C, x.B, x.x, dy, scores, factors, self.chunks, work.scalars, work.weights, work.skip),
+            *(x.C, x.B, x.x, dy, scores, factors, self.chunks, self.scalars, self.weights, self.skip),
             **self.tokens,
             **self.scaled,
             d=self.of_groups,
@@ -313,9 +276,9 @@ class BackwardPlan(SSDPlan):
             **options,
         )
 
-    def chunk_states(self, x: Inputs, factors: Buffer, incoming: IncomingStates, part: Part, work: Work) -> None:
+    def chunk_states(self, x: Inputs, factors: Buffer, incoming: IncomingStates, part: range) -> None:
         """Record the kernel that writes the incoming state of each chunk of a part."""
-        tensors = x.B, x.x, factors, self.segments, *incoming, work.states, None, None
+        tensors = x.B, x.x, factors, self.segments, *incoming, self.states, None, None
         self.state_kernel("state", *tensors, part=part, REVERSE=False)
 
     def adjoint(
@@ -325,39 +288,39 @@ class BackwardPlan(SSDPlan):
         scores: Buffer | None,
         factors: Buffer,
         back: IncomingStates,
-        part: Part,
-        work: Work,
+        part: range,
         dx: Buffer,
     ) -> None:
         """Record ssd_adjoint_kernel of a part."""
         self.walk(
             ssd_adjoint_kernel,
             "adjoint",
-            part.end - part.segment,
-            *(x.C, x.B, dy, scores, factors, self.segments, *back, x.D, work.dstates, dx),
-            first_segment=part.segment,
-            first_chunk=part.first_chunk,
+            len(part),
+            *(x.C, x.B, dy, scores, factors, self.segments, *back, x.D, self.dstates, dx),
+            first_segment=part.start,
+            first_chunk=self.chunks_of(part).start,
             PER_CHANNEL=per_channel(x.D),
         )
 
-    def gradients(self, x: Inputs, dy: Buffer, factors: Buffer, part: Part, work: Work) -> None:
+    def gradients(self, x: Inputs, dy: Buffer, factors: Buffer, part: range) -> None:
         """Record ssd_gradients_kernel of a part."""
         # of float32: with 8 warps, ptxas loses operands of products in TF32 (tests/support/sm90.py)
         warps, stages = TUNED["gradients"] if self.shape.is_bf16 else (4, 1)
         options = fitted(self.shape.gpu, "ssd_gradients", dict(num_warps=warps, num_stages=stages))
+        chunks = self.chunks_of(part)
         self.launch(
             ssd_gradients_kernel,
-            ((part.end_chunk - part.first_chunk) * self.G * self.split * self.of_groups.NJ,),
-            *(x.C, x.B, x.x, dy, work.weights, factors, self.chunks, work.states, work.dstates),
-            *(work.dc, work.db, work.terms, work.through),
-            first_chunk=part.first_chunk,
+            (len(chunks) * self.G * self.split * self.of_groups.NJ,),
+            *(x.C, x.B, x.x, dy, self.weights, factors, self.chunks, self.states, self.dstates),
+            *(self.dc, self.db, self.terms, self.through),
+            first_chunk=chunks.start,
             **self.tokens,
             **self.scaled,
             d=self.of_groups,
             **options,
         )
 
-    def step_gradients(self, x: Inputs, factors: Buffer, work: Work, grads: Inputs) -> None:
+    def step_gradients(self, x: Inputs, factors: Buffer, grads: Inputs) -> None:
         """Record the kernels that write ddt and the gradients that are sums: of A, D and dt_bias over chunks, of B and
         C over programs of one group."""
         NC = self.layout.num_chunks
@@ -365,14 +328,14 @@ class BackwardPlan(SSDPlan):
         self.launch(
             ssd_step_grad_kernel,
             (self.by_heads,),
-            *(x.dt, x.A, x.dt_bias, factors, self.chunks, work.scalars, work.terms, work.through),
+            *(x.dt, x.A, x.dt_bias, factors, self.chunks, self.scalars, self.terms, self.through),
             *(grads.dt, of_A, of_bias),
             d=self.of_groups._replace(BK=next_power_of_2(self.N)),
             **self.steps,
         )
-        sums = [(of_A, grads.A, NC), (of_bias, grads.dt_bias, NC), (work.skip, grads.D, NC)]
+        sums = [(of_A, grads.A, NC), (of_bias, grads.dt_bias, NC), (self.skip, grads.D, NC)]
         if self.split > 1:
-            sums += [(work.dc, grads.C, self.split), (work.db, grads.B, self.split)]
+            sums += [(self.dc, grads.C, self.split), (self.db, grads.B, self.split)]
         for parts, whole, number in sums:
             if parts is not None:
                 self._sum(parts, whole, number)
@@ -387,17 +350,26 @@ class BackwardPlan(SSDPlan):
         self.launch(ssd_sums_kernel, grid, parts, whole, parts=number, width=width, BN=BN, BW=BW, num_warps=4)
 
 
+def steps_of(more: str) -> dict[str, Any]:
+    """The parameters of ssd_steps_kernel that determine d_t of ``zeco_ssd``, from a Call's ``more``."""
+    if not more:
+        return dict(least=0.0, most=math.inf, SOFTPLUS=False)
+    softplus, limit = (field.partition("=")[2] for field in more.split(","))
+    least, most = map(float, limit.split(" to "))
+    return dict(least=least, most=most, SOFTPLUS=softplus == "True")
+
+
 def per_channel(D: Any) -> bool:
     """Whether D, or its buffer, is [H, P]."""
     return D is not None and len(D.shape) == 2
 
 
 def forward_plan(
-    shape: SSDShape, options: Options, strides: Inputs, layout: Layout, carrier: StateCarrier, *tensors: Tensor | None
+    shape: SSDShape, call: Call, strides: Inputs, layout: Layout, carrier: StateCarrier, *tensors: Tensor | None
 ) -> SSDPlan:
     """Return the plan of forward, whose output is y. ``tensors``: Inputs, initial or None, final or None,
     saved_buffer."""
-    plan = SSDPlan(carrier, shape, options, strides, layout, False)
+    plan = SSDPlan(carrier, shape, call, strides, layout, False)
     buffers = plan.inputs(tensors)
     x, (initial, final, saved_buffer) = Inputs(*buffers[:-3]), buffers[-3:]
     fwd_epoch, incoming, *_ = plan.saved_parts(saved_buffer)
@@ -413,33 +385,34 @@ def forward_plan(
 
 
 def backward_plan(
-    shape: SSDShape, options: Options, strides: Inputs, layout: Layout, carrier: StateCarrier, *tensors: Tensor | None
+    shape: SSDShape, call: Call, strides: Inputs, layout: Layout, carrier: StateCarrier, *tensors: Tensor | None
 ) -> SSDPlan:
     """Return the plan of backward, whose outputs are the gradients of the Inputs that are not None. ``tensors``:
     Inputs, dy, dfinal or None, dinitial or None, saved_buffer.
 
     The chunks' states of the first part, and the pairs, need no remote gradient and overlap with the carry."""
-    plan = BackwardPlan(carrier, shape, options, strides, layout)
+    plan = BackwardPlan(carrier, shape, call, strides, layout)
     buffers = plan.inputs(tensors)
     x, (dy, dfinal, dinitial, saved_buffer) = Inputs(*buffers[:-4]), buffers[-4:]
     grads = Inputs(*[t if t is None else plan.output(*t.shape, dtype=t.dtype) for t in x])
     fwd_epoch, incoming, *_ = plan.saved_parts(saved_buffer)
     back = plan.incoming_states()
-    factors, scores, work = plan.factors(x), plan.scores(x), plan.allocate(x, grads)
+    factors, scores = plan.factors(x), plan.scores(x)
+    plan.allocate(x, grads)
     if x.z is not None:
         dout, dy = dy, plan.scratch(*dy.shape, dtype=dy.dtype)
         plan.outputs(x, scores, factors, incoming, dy, dout, grads.z)
     sums = plan.local_states(x.C, dy, factors, back.states)
     ends, first = (dfinal, dinitial), plan.parts[0]
-    plan.carry(carrier, sums, back, ends, fwd_epoch, lambda: plan.chunk_states(x, factors, incoming, first, work))
-    plan.pairs(x, dy, scores, factors, work)
+    plan.carry(carrier, sums, back, ends, fwd_epoch, lambda: plan.chunk_states(x, factors, incoming, first))
+    plan.pairs(x, dy, scores, factors)
     plan.join_carry()
     for part in plan.parts:
         if part is not first:
-            plan.chunk_states(x, factors, incoming, part, work)
-        plan.adjoint(x, dy, scores, factors, back, part, work, grads.x)
-        plan.gradients(x, dy, factors, part, work)
-    plan.step_gradients(x, factors, work, grads)
+            plan.chunk_states(x, factors, incoming, part)
+        plan.adjoint(x, dy, scores, factors, back, part, grads.x)
+        plan.gradients(x, dy, factors, part)
+    plan.step_gradients(x, factors, grads)
     plan.end()
     return plan
 

@@ -179,10 +179,10 @@ def test_what_is_kept(run, size, dtype):
         operands = {"operands_kernel", "strong_decay_kernel"}
         assert operands <= set(again[0]) and again[0] == kept[0] and again[0].count("operands_kernel") == 1
         # overlaps with the scan, if there is one that takes longer than the rest
-        behind = again[0].index("operands_kernel") > again[0].index("carry_kernel")
+        behind = again[0].index("operands_kernel") > again[0].index("state_passing_kernel")
         if size > 1:  # the last rank sends nothing, so its scan does not wait for its segments
-            assert (again[0].index("scan_kernel") < again[0].index("carry_kernel")) == (rank == size - 1)
-            assert of_again[0].index("scan_kernel") > of_again[0].index("carry_kernel")
+            assert (again[0].index("scan_kernel") < again[0].index("state_passing_kernel")) == (rank == size - 1)
+            assert of_again[0].index("scan_kernel") > of_again[0].index("state_passing_kernel")
         assert behind == (size > 1) and again[0][0] == ("keys_kernel" if behind else "operands_kernel")
         assert operands <= set(of_again[0]) and of_again[0].count("operands_kernel") == 1
         assert of_kept[0][0] == "state_kernel" and of_kept[0] == [x for x in of_again[0] if x not in operands]
@@ -492,7 +492,7 @@ class Filled:
     def __init__(self, comm, value, waits=True):
         self.comm, self.handle, self.value, self.waits = comm, register(self), value, waits
 
-    def prepare(self, shape, agree=None, deferred=None, *, first_call_only=False):
+    def get_or_create_scan(self, shape, agree=None, deferred=None, *, first_call_only=False):
         self.comm.agreed.arguments.remember((shape, agree))
 
     def stream(self, priority=0):

@@ -32,7 +32,7 @@ class Seat:
         self.stream = self.comm.streams.side
         self.queue = ranks.ranks[rank].stream  # stream of this rank's calls
 
-    def prepare(self, shape, agree=None, problem=None, *, first_call_only=False):
+    def get_or_create_scan(self, shape, agree=None, problem=None, *, first_call_only=False):
         assert problem is None
         self.comm.agreed.arguments.remember((shape, agree))
 
