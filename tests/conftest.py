@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import inspect
 import os
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 
 from allscan.tools import ranks
 from support import gpu_record, gpu_schedule, side_by_side
+from support.values import on_communicator
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 OF_GPU = os.path.join(ROOT, "tests", "gpu")
@@ -202,10 +204,13 @@ def pool(request):
 @pytest.fixture
 def run(pool, request):
     """Return run(size, function, *arguments, **named): it calls function(group, *arguments, **named) on the first
-    ``size`` ranks and returns the results by rank."""
+    ``size`` ranks and returns the results by rank. A function whose first parameter is ``comm`` gets a communicator of
+    the group, which is closed behind it."""
 
     def run(size, function, *arguments, **named):
         device_for(size, request.config)
+        if [*inspect.signature(function).parameters][:1] == ["comm"]:
+            function = functools.partial(on_communicator, function)
         function = functools.partial(function, **named) if named else function
         return pool.run(ranks.on_first, size, function, *arguments)[:size]
 
@@ -244,20 +249,9 @@ def pytest_terminal_summary(terminalreporter):
     """Print the versions of frameworks; tests of a missing one are skipped."""
     from allscan.bindings.versions import installed_version
 
-    names = (
-        "torch",
-        "triton",
-        "flash-linear-attention",
-        "transformers",
-        "accelerate",
-        "trl",
-        "axolotl-ringmaster",
-        "megatron-core",
-        "mamba-ssm",
-        "causal-conv1d",
-        "transformer-engine",
-    )
-    found = [f"{name} {installed_version(name) or 'missing'}" for name in names]
+    names = "torch triton flash-linear-attention transformers accelerate trl axolotl-ringmaster megatron-core"
+    names += " mamba-ssm causal-conv1d transformer-engine"
+    found = [f"{name} {installed_version(name) or 'missing'}" for name in names.split()]
     terminalreporter.write_line(f"with {', '.join(found)}")
 
 

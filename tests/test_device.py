@@ -16,7 +16,7 @@ import triton.language as tl
 import allscan
 from allscan import device
 from support.segments import bits
-from support.values import error, late, raised
+from support.values import error, late, raised, value_or_error
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
@@ -40,25 +40,24 @@ def dense_kernel(p_state, p_transition, p_initial, p_out, channel, V, K: tl.cons
     tl.store(p_out + offsets, b_prev, mask=inside)
 
 
-def dense_case(group, protocol):
-    with allscan.Communicator(group) as comm:
-        heads, K, V = 2, 16, 40
-        scan = allscan.AllScan(comm, (heads, K, V), tile=(K, 16), protocol=protocol)
-        worst = 0.0
-        for epoch in range(6):
-            generator = torch.Generator().manual_seed(epoch)
-            states = [torch.randn(heads, K, V, generator=generator) for _ in range(comm.size)]
-            transitions = [torch.randn(heads, K, K, generator=generator) / 4 for _ in range(comm.size)]
-            initial = torch.randn(heads, K, V, generator=generator)
-            expected = initial.double()
-            for state, transition in zip(states[: comm.rank], transitions):
-                expected = transition.double() @ expected + state
-            late(epoch, comm.rank, 5)
-            mine = (x.to(comm.device) for x in (states[comm.rank], transitions[comm.rank], initial))
-            out = torch.full((heads, K, V), float("nan"), device=comm.device)
-            scan.launch(dense_kernel, (scan.num_tiles,), *mine, out, scan.channel(), V, K, num_warps=2)
-            worst = max(worst, error(out, expected))
-        return worst
+def dense_case(comm, protocol):
+    heads, K, V = 2, 16, 40
+    scan = allscan.AllScan(comm, (heads, K, V), tile=(K, 16), protocol=protocol)
+    worst = 0.0
+    for epoch in range(6):
+        generator = torch.Generator().manual_seed(epoch)
+        states = [torch.randn(heads, K, V, generator=generator) for _ in range(comm.size)]
+        transitions = [torch.randn(heads, K, K, generator=generator) / 4 for _ in range(comm.size)]
+        initial = torch.randn(heads, K, V, generator=generator)
+        expected = initial.double()
+        for state, transition in zip(states[: comm.rank], transitions):
+            expected = transition.double() @ expected + state
+        late(epoch, comm.rank, 5)
+        mine = (x.to(comm.device) for x in (states[comm.rank], transitions[comm.rank], initial))
+        out = torch.full((heads, K, V), float("nan"), device=comm.device)
+        scan.launch(dense_kernel, (scan.num_tiles,), *mine, out, scan.channel(), V, K, num_warps=2)
+        worst = max(worst, error(out, expected))
+    return worst
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
@@ -96,25 +95,24 @@ def segments_kernel(p_states, p_decays, p_incoming, p_outgoing, channel, n, K: t
     tl.store(p_outgoing + at, b_prev)
 
 
-def segments_case(group, counts):
+def segments_case(comm, counts):
     """Return segments' incoming states and the outgoing one: [by an own kernel, by allscan_segments]."""
     K, V = TILES["shape"]
-    with allscan.Communicator(group) as comm:
-        generator = torch.Generator().manual_seed(0)
-        states = torch.randn(sum(counts), K, V, generator=generator)
-        decays = torch.rand(sum(counts), K, generator=generator)
-        states[torch.rand(states.shape, generator=generator) < 0.2] = -0.0
-        decays[torch.rand(decays.shape, generator=generator) < 0.2] = 0.0
-        begin, n = sum(counts[: comm.rank]), counts[comm.rank]
-        mine = [x[begin : begin + n].to(comm.device) for x in (states, decays)]
-        scan = allscan.AllScan(comm, **TILES)
-        found = [torch.full((many, K, V), float("nan"), device=comm.device) for many in (n, 1)]
-        for epoch in range(3):
-            late(epoch, comm.rank, 5)
-            scan.launch(segments_kernel, (scan.num_tiles,), *mine, *found, scan.channel(), n, K, V, num_warps=1)
-        comm.barrier()
-        expected = allscan.allscan_segments(*mine, comm=comm)
-        return [[bits(x) for x in some] for some in ((found[0], found[1][0]), expected)]
+    generator = torch.Generator().manual_seed(0)
+    states = torch.randn(sum(counts), K, V, generator=generator)
+    decays = torch.rand(sum(counts), K, generator=generator)
+    states[torch.rand(states.shape, generator=generator) < 0.2] = -0.0
+    decays[torch.rand(decays.shape, generator=generator) < 0.2] = 0.0
+    begin, n = sum(counts[: comm.rank]), counts[comm.rank]
+    mine = [x[begin : begin + n].to(comm.device) for x in (states, decays)]
+    scan = allscan.AllScan(comm, **TILES)
+    found = [torch.full((many, K, V), float("nan"), device=comm.device) for many in (n, 1)]
+    for epoch in range(3):
+        late(epoch, comm.rank, 5)
+        scan.launch(segments_kernel, (scan.num_tiles,), *mine, *found, scan.channel(), n, K, V, num_warps=1)
+    comm.barrier()
+    expected = allscan.allscan_segments(*mine, comm=comm)
+    return [[bits(x) for x in some] for some in ((found[0], found[1][0]), expected)]
 
 
 @pytest.mark.parametrize("size, counts", [(1, [7]), (2, [3, 4]), (4, [1, 3, 2, 1])])
@@ -129,7 +127,7 @@ def test_segments_in_an_own_kernel(run, size, counts):
 
 
 def misuse_case(group):
-    """Return errors of launches and scans with wrong grids and channels, on each rank; nothing is launched."""
+    """Return [(expected type, a text, the error)] of launches and scans with wrong grids and channels."""
     with allscan.Communicator(group, timeout=60) as comm:
         scan, other, closed = (allscan.AllScan(comm, TILES["shape"], tile=TILES["tile"]) for _ in range(3))
         state = torch.ones(TILES["shape"], device=comm.device)
@@ -140,16 +138,24 @@ def misuse_case(group):
         def launch(grid=(4,), given=channel, on=scan, **named):
             on.launch(tiles_kernel, grid, state, out, *(() if named else (given,)), num_warps=1, **named)
 
+        grids = (4, torch.tensor(4), "4", [4], (), (1,) * 4), ((0,),), ((4.0,), (True,))
+        no_tuple, too_small, no_integers = ([raised(launch, grid) for grid in some] for some in grids)
+        method, closed_one = "got the method itself: call it", "this AllScan is closed"
         found = [
-            *(raised(launch, grid) for grid in (4, torch.tensor(4), "4", [4], (), (1,) * 4, (0,), (4.0,), (True,))),
-            *(raised(launch, **given) for given in (dict(given=scan.channel), dict(channel=scan.channel))),
-            raised(launch, given=scan),
-            *(raised(launch, **given) for given in (dict(given=other.channel()), dict(channel=of_closed))),
-            raised(launch, given=of_closed, on=closed),
-            *(raised(closed.channel, **given) for given in ({}, dict(adjoint_of=fwd_epoch))),
-            raised(scan.scan, state, channel=scan.channel),
-            raised(scan.scan, state, channel=of_closed),
-            raised(scan.launch, misuse_case, (4,), state, channel),
+            *(("TypeError", "grid must be a tuple of one to three integers", answer) for answer in no_tuple),
+            *(("ValueError", "at least 1", answer) for answer in too_small),
+            *(("TypeError", "integer", answer) for answer in no_integers),
+            ("TypeError", method, raised(launch, given=scan.channel)),
+            ("TypeError", method, raised(launch, channel=scan.channel)),
+            ("TypeError", method, raised(scan.scan, state, channel=scan.channel)),
+            ("TypeError", "expected a Channel from AllScan.channel(), got AllScan", raised(launch, given=scan)),
+            ("ValueError", "must come from this AllScan", raised(launch, given=other.channel())),
+            ("ValueError", "must come from this AllScan", raised(launch, channel=of_closed)),
+            ("ValueError", "from this AllScan and have the direction", raised(scan.scan, state, channel=of_closed)),
+            ("RuntimeError", closed_one, raised(launch, given=of_closed, on=closed)),
+            ("RuntimeError", closed_one, raised(closed.channel)),
+            ("RuntimeError", closed_one, raised(closed.channel, adjoint_of=fwd_epoch)),
+            ("TypeError", "a triton.jit function, got <function", raised(scan.launch, misuse_case, (4,))),
         ]
         launched = scan.epochs, other.epochs
         launch(lambda constants: (4,), channel=channel)
@@ -162,21 +168,9 @@ def misuse_case(group):
 def test_wrong_grids_and_channels(run):
     """Every rank raises before a launch: for an int as grid; for the method or the AllScan in place of the channel; for
     the channel of another AllScan, or of a closed one."""
-    expected = [("TypeError", "grid must be a tuple of one to three integers")] * 6 + [
-        ("ValueError", "at least 1"),
-        ("TypeError", "integer"),
-        ("TypeError", "integer"),
-        *[("TypeError", "got the method itself: call it")] * 2,
-        ("TypeError", "expected a Channel from AllScan.channel(), got AllScan"),
-        *[("ValueError", "must come from this AllScan")] * 2,
-        *[("RuntimeError", "this AllScan is closed")] * 3,
-        ("TypeError", "got the method itself: call it"),
-        ("ValueError", "from this AllScan and have the direction"),
-        ("TypeError", "kernel must be a triton.jit function, got <function"),
-    ]
     for found, launched in run(2, misuse_case):
-        for (kind, words), answer in zip(expected, found, strict=True):
-            assert answer is not None and answer[0] == kind and words in answer[1], (words, answer)
+        for kind, text, answer in found:
+            assert answer is not None and answer[0] == kind and text in answer[1], (text, answer)
         assert launched == ((0, 0), (0, 0))
 
 
@@ -271,11 +265,8 @@ def test_a_kernel_that_receives_and_does_not_send(run, debug):
     """The rank of the launch gets an error, not only the rank that waits for the tile."""
     (first, good), (second, also_good) = run(2, unsent_case, debug)
     assert good and also_good
-    assert (
-        first[0] == "AllScanOutOfStep"
-        and "received_kernel" in first[1]
-        and "but tile 0 has 1, tile 1 has 1" in first[1]
-    ), first
+    assert first[0] == "AllScanOutOfStep" and "received_kernel" in first[1], first
+    assert "but tile 0 has 1, tile 1 has 1" in first[1], first
     assert second[0] in ("AllScanTimeout", "AllScanOutOfStep") and "received_kernel" in second[1], second
 
 
@@ -359,19 +350,24 @@ def shift_kernel(p_x, p_out, channel):
     tl.store(p_out + at, device.shift(channel, 0, tl.load(p_x + at), b_first))
 
 
-def dtypes_case(group, protocol):
+def error_with_causes(launch, *arguments):
+    """Return the text of a launch's error and of its causes, such as the compiler's; "" without an error."""
+    try:
+        launch(*arguments, num_warps=1)
+    except Exception as error:
+        return "".join(traceback.format_exception(error))
+    return ""
+
+
+def dtypes_case(comm, protocol):
     """Return the error of a launch that sends a tile of each of some dtypes, and whether float32 arrives after that."""
-    with allscan.Communicator(group, timeout=60) as comm:
-        scan = allscan.AllScan(comm, (2, 8), tile=(2, 8), protocol=protocol)
-        x, found = torch.full((2, 8), 1.0 + comm.rank, device=comm.device), []
-        out = torch.zeros_like(x)
-        for dtype in (torch.int32, torch.uint32, torch.int64, torch.float16, torch.bfloat16, torch.float64):
-            try:
-                scan.launch(shift_kernel, (1,), x.to(dtype), out, scan.channel(), num_warps=1)
-            except Exception as error:
-                found.append("".join(traceback.format_exception(error)))  # the compiler's error has a cause
-        scan.launch(shift_kernel, (1,), x, out, scan.channel(), num_warps=1)
-        return found, torch.equal(out, torch.full_like(x, comm.rank))
+    scan = allscan.AllScan(comm, (2, 8), tile=(2, 8), protocol=protocol)
+    x, found = torch.full((2, 8), 1.0 + comm.rank, device=comm.device), []
+    out = torch.zeros_like(x)
+    for dtype in (torch.int32, torch.uint32, torch.int64, torch.float16, torch.bfloat16, torch.float64):
+        found.append(error_with_causes(scan.launch, shift_kernel, (1,), x.to(dtype), out, scan.channel()))
+    scan.launch(shift_kernel, (1,), x, out, scan.channel(), num_warps=1)
+    return found, torch.equal(out, torch.full_like(x, comm.rank))
 
 
 @pytest.mark.parametrize("protocol", ["sentinel", "signal"])
@@ -416,18 +412,13 @@ OTHERS = [(name, *size) for name in ("b_state", "b_first", "b_value") for size i
 OTHERS += [(name, *size) for name in ("b_decay", "begun") for size in ((0, 8), (8, 4), (2, 8))]
 
 
-def shapes_case(group, others):
+def shapes_case(comm, others):
     """Return the error of a launch for each of ``others``, and those of launches with decays of all allowed shapes."""
-    with allscan.Communicator(group, timeout=60) as comm:
-        scan, out, found = allscan.AllScan(comm, (8, 8), tile=(8, 8)), torch.zeros(8, 8, device=comm.device), []
-        allowed = [("b_decay", *size) for size in ((8, 8), (8, 1), (1, 8), (1, 1), (0, 0))]
-        for which, BK, BV in (*others, *allowed):
-            try:
-                scan.launch(any_kernel, (1,), out, scan.channel(), BK, BV, which, num_warps=1)
-                found.append("")
-            except Exception as error:
-                found.append("".join(traceback.format_exception(error)))
-        return found
+    scan, out, found = allscan.AllScan(comm, (8, 8), tile=(8, 8)), torch.zeros(8, 8, device=comm.device), []
+    allowed = [("b_decay", *size) for size in ((8, 8), (8, 1), (1, 8), (1, 1), (0, 0))]
+    for which, BK, BV in (*others, *allowed):
+        found.append(error_with_causes(scan.launch, any_kernel, (1,), out, scan.channel(), BK, BV, which))
+    return found
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -453,14 +444,12 @@ def opposite_case(group):
             out = torch.full((2, 8), -1.0, device=comm.device)
             channel = scan.channel(reverse=reverse)
             scan.launch(shift_kernel, (1,), torch.full_like(out, value), out, channel, num_warps=1)
-            return out[0, 0].item()
+            received = out[0, 0].item()
+            comm.check()
+            return received
 
         for i in range(4):
-            try:
-                found.append(launch(10.0 * i + comm.rank, reverse=i == 0 and comm.rank == comm.size - 1))
-                comm.check()
-            except RuntimeError as error:
-                found.append(type(error).__name__)
+            found.append(value_or_error(launch, 10.0 * i + comm.rank, i == 0 and comm.rank == comm.size - 1))
         comm.resync()
         return found, launch(7.0 + comm.rank, False) == (7.0 + comm.rank - 1 if comm.rank else 0.0)
 

@@ -197,18 +197,7 @@ def test_import_is_quick_and_needs_no_gpu():
 
 def test_installed_package_imports_outside_the_checkout(tmp_path):
     target = str(tmp_path / "site")
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "-q",
-        "--no-deps",
-        "--no-build-isolation",
-        "--target",
-        target,
-        ROOT,
-    ]
+    command = [sys.executable, *"-m pip install -q --no-deps --no-build-isolation --target".split(), target, ROOT]
     config = tmp_path / "build.cfg"  # otherwise setuptools takes files of an earlier build from build/
     config.write_text(f"[build]\nbuild_base = {tmp_path / 'build'}\n")
     subprocess.run(command, check=True, capture_output=True, env=os.environ | {"DIST_EXTRA_CONFIG": str(config)})
@@ -379,14 +368,16 @@ def functions(node, compiled=False):
         yield from functions(child, inside)
 
 
+def host_functions():
+    """Yield (path, function) of the package's functions that Triton does not compile: it would read annotations."""
+    for path in python_files("allscan"):  # bindings and shmem_kernels are links in it
+        with open(path, encoding="utf-8") as file:
+            yield from ((path, f) for f, compiled in functions(ast.parse(file.read())) if not compiled)
+
+
 @pytest.mark.quick
 def test_every_function_says_what_it_returns():
-    """Except for functions compiled by Triton, which would read the annotation."""
-    missing = []
-    for path in python_files("allscan"):  # bindings and shmem_kernels are links in it
-        for function, compiled in functions(ast.parse(open(path, encoding="utf-8").read())):
-            if not compiled and function.returns is None:
-                missing.append(f"{path}:{function.lineno} {function.name}")
+    missing = [f"{path}:{x.lineno} {x.name}" for path, x in host_functions() if x.returns is None]
     assert not missing, "\n".join(missing)
 
 
@@ -395,18 +386,16 @@ OF_THE_INTERPRETER = *(f"{x}.py" for x in OF_INTERPRETER), "rails.py"  # functio
 
 @pytest.mark.quick
 def test_every_parameter_has_a_type():
-    """Except for functions compiled by Triton, and for unused parameters, whose names begin with an underscore."""
+    """Except for unused parameters, whose names begin with an underscore."""
     missing = []
-    for path in python_files("allscan"):  # bindings and shmem_kernels are links in it
-        tree = ast.parse(open(path, encoding="utf-8").read())
-        for function, compiled in functions(tree) if os.path.basename(path) not in OF_THE_INTERPRETER else ():
-            device = any(name in ast.unparse(x) for x in function.decorator_list for name in ("builtin", "extern"))
-            given = function.args
-            taken = *given.posonlyargs, *given.args, *given.kwonlyargs, given.vararg, given.kwarg
-            untyped = [x.arg for x in taken if x and x.annotation is None and x.arg.strip("_") and x.arg[0] != "_"]
-            untyped = [name for name in untyped if name not in ("self", "cls")]
-            if not (compiled or device) and untyped:
-                missing.append(f"{path}:{function.lineno} {function.name} {untyped}")
+    for path, function in host_functions():
+        device = any(name in ast.unparse(x) for x in function.decorator_list for name in ("builtin", "extern"))
+        given = function.args
+        taken = *given.posonlyargs, *given.args, *given.kwonlyargs, given.vararg, given.kwarg
+        untyped = [x.arg for x in taken if x and x.annotation is None and x.arg.strip("_") and x.arg[0] != "_"]
+        untyped = [name for name in untyped if name not in ("self", "cls")]
+        if os.path.basename(path) not in OF_THE_INTERPRETER and not device and untyped:
+            missing.append(f"{path}:{function.lineno} {function.name} {untyped}")
     assert not missing, "\n".join(missing)
 
 

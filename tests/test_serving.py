@@ -83,59 +83,56 @@ def batches(comm, zigzag, pieces):
                 seen[i] += n
 
 
-def prefill_case(
-    group, rule, layout, pieces, dtype=torch.float32, state_v_first=False, on_device=False, invariant=None
-):
+def prefill_case(comm, rule, layout, pieces, dtype=torch.float32, state_v_first=False, on_device=False, invariant=None):
     """Return (error of the outputs, of the states in the pool, whether other slots are unchanged, this rank's pool)."""
     operator = getattr(allscan, f"zeco_{rule}")
-    with allscan.Communicator(group) as comm:
-        generator = torch.Generator().manual_seed(0)
-        whole = [tensors_of(rule, n, generator) for n in REQUESTS]
-        if rule == "ssd":  # one A for all requests
-            whole = [(x, dt, whole[0][2], *rest) for x, dt, _, *rest in whole]
-        rows, columns = (V, K) if state_v_first or rule == "ssd" else (K, V)
-        pool = torch.randn(SLOTS, H, rows, columns, generator=generator).to(comm.device, dtype)
-        before, used, states, seen = pool.clone(), set(), {}, dict.fromkeys(range(len(REQUESTS)), 0)
-        errors, zigzag = [0.0], layout == "zigzag"
-        for which, slots, starts, begun, mine, first in batches(comm, zigzag, pieces):
-            parts, expected = [], []
-            for i, n in zip(which, torch.tensor(starts).diff().tolist(), strict=True):
-                if i is None:
-                    parts.append(of_tokens(whole[0], slice(0, n)))
-                    expected.append(reference(rule, parts[-1], None)[0])
-                    continue
-                parts.append(of_tokens(whole[i], slice(seen[i], seen[i] + n)))
-                seen[i] += n
-                if n:
-                    o, state = reference(rule, parts[-1], states.get(i))
-                    expected.append(o)
-                    states[i] = state.to(dtype).double()
-            whole_row = [torch.cat(x, 1) if torch.is_tensor(x[0]) and x[0].ndim > 1 else x[0] for x in zip(*parts)]
-            own = [x.to(comm.device) if torch.is_tensor(x) else x for x in of_tokens(whole_row, mine)]
-            if on_device:
-                slots, begun = torch.tensor(slots, device=comm.device), torch.tensor(begun, device=comm.device)
-            options = dict(first_token=first, layout=layout, invariant=invariant)
-            options |= dict(state_v_first=True) if state_v_first else {}
-            o = serving.prefill(
-                operator,
-                *own,
-                comm=comm,
-                pool=pool,
-                slots=slots,
-                query_start_loc=starts,
-                has_initial_state=begun,
-                **options,
-            )
-            if own[0].shape[1]:
-                errors.append(relative(o, torch.cat(expected, 1)[:, mine]))
-            used |= {int(slot) for slot in slots if slot >= 0}
-            for i, slot in zip(which, slots, strict=True):
-                if i in states:
-                    found = pool[int(slot)].mT if state_v_first else pool[int(slot)]
-                    errors.append(relative(found[None], states[i]))
-        comm.check()
-        others = [slot for slot in range(SLOTS) if slot not in used]
-        return max(errors), torch.equal(pool[others], before[others]), pool.cpu()
+    generator = torch.Generator().manual_seed(0)
+    whole = [tensors_of(rule, n, generator) for n in REQUESTS]
+    if rule == "ssd":  # one A for all requests
+        whole = [(x, dt, whole[0][2], *rest) for x, dt, _, *rest in whole]
+    rows, columns = (V, K) if state_v_first or rule == "ssd" else (K, V)
+    pool = torch.randn(SLOTS, H, rows, columns, generator=generator).to(comm.device, dtype)
+    before, used, states, seen = pool.clone(), set(), {}, dict.fromkeys(range(len(REQUESTS)), 0)
+    errors, zigzag = [0.0], layout == "zigzag"
+    for which, slots, starts, begun, mine, first in batches(comm, zigzag, pieces):
+        parts, expected = [], []
+        for i, n in zip(which, torch.tensor(starts).diff().tolist(), strict=True):
+            if i is None:
+                parts.append(of_tokens(whole[0], slice(0, n)))
+                expected.append(reference(rule, parts[-1], None)[0])
+                continue
+            parts.append(of_tokens(whole[i], slice(seen[i], seen[i] + n)))
+            seen[i] += n
+            if n:
+                o, state = reference(rule, parts[-1], states.get(i))
+                expected.append(o)
+                states[i] = state.to(dtype).double()
+        whole_row = [torch.cat(x, 1) if torch.is_tensor(x[0]) and x[0].ndim > 1 else x[0] for x in zip(*parts)]
+        own = [x.to(comm.device) if torch.is_tensor(x) else x for x in of_tokens(whole_row, mine)]
+        if on_device:
+            slots, begun = torch.tensor(slots, device=comm.device), torch.tensor(begun, device=comm.device)
+        options = dict(first_token=first, layout=layout, invariant=invariant)
+        options |= dict(state_v_first=True) if state_v_first else {}
+        o = serving.prefill(
+            operator,
+            *own,
+            comm=comm,
+            pool=pool,
+            slots=slots,
+            query_start_loc=starts,
+            has_initial_state=begun,
+            **options,
+        )
+        if own[0].shape[1]:
+            errors.append(relative(o, torch.cat(expected, 1)[:, mine]))
+        used |= {int(slot) for slot in slots if slot >= 0}
+        for i, slot in zip(which, slots, strict=True):
+            if i in states:
+                found = pool[int(slot)].mT if state_v_first else pool[int(slot)]
+                errors.append(relative(found[None], states[i]))
+    comm.check()
+    others = [slot for slot in range(SLOTS) if slot not in used]
+    return max(errors), torch.equal(pool[others], before[others]), pool.cpu()
 
 
 @pytest.mark.parametrize(
@@ -169,69 +166,67 @@ def test_the_same_bits_with_invariant(run, rule):
     assert all(torch.equal(pools[0][0], pool) for pool in pools[1])
 
 
-def aligned_case(group, rule):
-    with allscan.Communicator(group) as comm:
-        tensors = tensors_of(rule, 256, torch.Generator().manual_seed(0))
-        pool = torch.zeros(3, H, K, V, device=comm.device)
-        mine = place(comm, [256 // comm.size] * comm.size)
-        own = [x.to(comm.device) for x in of_tokens(tensors, mine)]
-        for _ in range(2):
-            serving.prefill(
-                getattr(allscan, f"zeco_{rule}"),
-                *own,
-                comm=comm,
-                pool=pool,
-                slots=[2, 0],
-                query_start_loc=[0, 100, 256],
-                invariant=64,
-            )
-        comm.check()
-        return pool.cpu()
+def aligned_case(comm, rule):
+    tensors = tensors_of(rule, 256, torch.Generator().manual_seed(0))
+    pool = torch.zeros(3, H, K, V, device=comm.device)
+    mine = place(comm, [256 // comm.size] * comm.size)
+    own = [x.to(comm.device) for x in of_tokens(tensors, mine)]
+    for _ in range(2):
+        serving.prefill(
+            getattr(allscan, f"zeco_{rule}"),
+            *own,
+            comm=comm,
+            pool=pool,
+            slots=[2, 0],
+            query_start_loc=[0, 100, 256],
+            invariant=64,
+        )
+    comm.check()
+    return pool.cpu()
 
 
-def convolution_case(group, layout, pieces, dtype, transposed):
+def convolution_case(comm, layout, pieces, dtype, transposed):
     """Return (error of the outputs, this rank's pool)."""
     C, n = 10, 3
-    with allscan.Communicator(group) as comm:
-        generator = torch.Generator().manual_seed(0)
-        weight = torch.randn(C, 1, n + 1, generator=generator)
-        whole = [torch.randn(1, size, C, generator=generator).to(dtype).float() for size in REQUESTS]
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(C, 1, n + 1, generator=generator)
+    whole = [torch.randn(1, size, C, generator=generator).to(dtype).float() for size in REQUESTS]
 
-        def conv(x):
-            padded = F.conv1d(x.mT.float(), weight.to(x.device), padding=n, groups=C)
-            return F.silu(padded[..., :-n].mT).to(x.dtype)
+    def conv(x):
+        padded = F.conv1d(x.mT.float(), weight.to(x.device), padding=n, groups=C)
+        return F.silu(padded[..., :-n].mT).to(x.dtype)
 
-        expected, zigzag = [conv(x) for x in whole], layout == "zigzag"
-        memory = torch.randn(SLOTS, n, C, generator=generator).to(comm.device, dtype)
-        pool = memory.mT if transposed else memory.mT.contiguous()
-        seen, slot_of, errors = [0] * len(REQUESTS), {}, [0.0]
-        for which, slots, starts, begun, mine, first in batches(comm, zigzag, pieces):
-            row, wanted = [], []
-            for i, size, slot in zip(which, torch.tensor(starts).diff().tolist(), slots, strict=True):
-                part = slice(0, size) if i is None else slice(seen[i], seen[i] + size)
-                row.append(whole[i or 0][:, part])
-                wanted.append(expected[i or 0][:, part])
-                if i is not None:
-                    seen[i], slot_of[i] = seen[i] + size, slot
-            y = serving.convolve(
-                conv,
-                torch.cat(row, 1)[:, mine].to(comm.device, dtype),
-                comm=comm,
-                pool=pool,
-                slots=slots,
-                query_start_loc=starts,
-                has_initial_state=begun,
-                first_token=first,
-                layout=layout,
-            )
-            wanted = torch.cat(wanted, 1)[:, mine].to(dtype)
-            assert y.shape == wanted.shape and y.dtype == dtype
-            if y.numel():
-                errors.append(relative(y, wanted))
-            for i, slot in slot_of.items():
-                last = F.pad(whole[i], (0, 0, n, 0))[:, seen[i] : seen[i] + n]
-                assert torch.equal(pool[slot].float().cpu(), last[0].mT)  # copies
-        return max(errors), pool.cpu()
+    expected, zigzag = [conv(x) for x in whole], layout == "zigzag"
+    memory = torch.randn(SLOTS, n, C, generator=generator).to(comm.device, dtype)
+    pool = memory.mT if transposed else memory.mT.contiguous()
+    seen, slot_of, errors = [0] * len(REQUESTS), {}, [0.0]
+    for which, slots, starts, begun, mine, first in batches(comm, zigzag, pieces):
+        row, wanted = [], []
+        for i, size, slot in zip(which, torch.tensor(starts).diff().tolist(), slots, strict=True):
+            part = slice(0, size) if i is None else slice(seen[i], seen[i] + size)
+            row.append(whole[i or 0][:, part])
+            wanted.append(expected[i or 0][:, part])
+            if i is not None:
+                seen[i], slot_of[i] = seen[i] + size, slot
+        y = serving.convolve(
+            conv,
+            torch.cat(row, 1)[:, mine].to(comm.device, dtype),
+            comm=comm,
+            pool=pool,
+            slots=slots,
+            query_start_loc=starts,
+            has_initial_state=begun,
+            first_token=first,
+            layout=layout,
+        )
+        wanted = torch.cat(wanted, 1)[:, mine].to(dtype)
+        assert y.shape == wanted.shape and y.dtype == dtype
+        if y.numel():
+            errors.append(relative(y, wanted))
+        for i, slot in slot_of.items():
+            last = F.pad(whole[i], (0, 0, n, 0))[:, seen[i] : seen[i] + n]
+            assert torch.equal(pool[slot].float().cpu(), last[0].mT)  # copies
+    return max(errors), pool.cpu()
 
 
 @pytest.mark.parametrize(
@@ -287,8 +282,7 @@ def rejected_case(group, name):
 
         def call(operator, **options):
             serving.prefill(operator, *tensors, **options)
-            if comm.device.type == "cuda":
-                torch.cuda.synchronize()
+            comm.streams.synchronize()
             comm.check()
 
         call(**right)
@@ -318,8 +312,7 @@ def failing_convolution_case(group):
         def call(conv):
             batch = dict(slots=[0], query_start_loc=[0, 5 * comm.size], first_token=5 * comm.rank)
             serving.convolve(conv, x, comm=comm, pool=pool, **batch)
-            if comm.device.type == "cuda":
-                torch.cuda.synchronize()
+            comm.streams.synchronize()
             comm.check()
 
         call(torch.neg)
@@ -360,8 +353,7 @@ def slots_on_device_case(group, slots):
         requests = serving._Requests(comm, pool, [0, 1], [0, 3, 5], None)
         requests.slots = torch.tensor(slots, device=comm.device)
         requests.write(requests.read() + 1)
-        if comm.device.type == "cuda":
-            torch.cuda.synchronize()
+        comm.streams.synchronize()
         found = raised(comm.check)
         comm.resync()
         comm.check()
@@ -384,17 +376,16 @@ def slots_of(kind, device):
     return torch.tensor([2, 0], device=device, dtype=getattr(torch, kind))
 
 
-def same_slots_case(group, kind):
+def same_slots_case(comm, kind):
     """Whether these slots are those of a list."""
-    with allscan.Communicator(group) as comm:
-        found = []
-        for slots in [2, 0], slots_of(kind, comm.device):
-            pool = torch.arange(3 * H * K * V, dtype=torch.float32, device=comm.device).view(3, H, K, V)
-            requests = serving._Requests(comm, pool, slots, [0, 3, 5], [True, False])
-            requests.write(requests.read() + 1)
-            found.append(pool)
-        comm.check()
-        return torch.equal(*found)
+    found = []
+    for slots in [2, 0], slots_of(kind, comm.device):
+        pool = torch.arange(3 * H * K * V, dtype=torch.float32, device=comm.device).view(3, H, K, V)
+        requests = serving._Requests(comm, pool, slots, [0, 3, 5], [True, False])
+        requests.write(requests.read() + 1)
+        found.append(pool)
+    comm.check()
+    return torch.equal(*found)
 
 
 @pytest.mark.parametrize("kind", ["strided", "int8", "int64"])
@@ -402,18 +393,17 @@ def test_kinds_of_slots(run, kind):
     assert run(1, same_slots_case, kind) == [True]
 
 
-def large_pool_case(group, dim):
+def large_pool_case(comm, dim):
     """Write and read the states of two slots of a pool whose stride in this dimension is 2**30 numbers, and whose
     memory is that of the few numbers which are touched. Return whether the states are right."""
-    with allscan.Communicator(group) as comm:
-        shape, strides = [2, 3, 3, 3], [27, 9, 3, 1]
-        strides[dim] = 2**30
-        memory = torch.empty(2**31 + 2**10, dtype=torch.bfloat16, device=comm.device)
-        pool = memory.as_strided(shape, strides)
-        states = torch.arange(54.0, device=comm.device).view(shape)
-        requests = serving._Requests(comm, pool, [1, 0], [0, 3, 5], None)
-        requests.write(states)
-        return torch.equal(pool.float()[[1, 0]], states) and torch.equal(requests.read(), states)
+    shape, strides = [2, 3, 3, 3], [27, 9, 3, 1]
+    strides[dim] = 2**30
+    memory = torch.empty(2**31 + 2**10, dtype=torch.bfloat16, device=comm.device)
+    pool = memory.as_strided(shape, strides)
+    states = torch.arange(54.0, device=comm.device).view(shape)
+    requests = serving._Requests(comm, pool, [1, 0], [0, 3, 5], None)
+    requests.write(states)
+    return torch.equal(pool.float()[[1, 0]], states) and torch.equal(requests.read(), states)
 
 
 @pytest.mark.parametrize("dim", [1, 2, 3])

@@ -9,12 +9,12 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
+from test_serving import H, K, V, reference, tensors_of
 
 import allscan
 from allscan import serving
 from allscan.base.tiling import next_power_of_2
 from allscan.launch.plan import Plan
-from allscan.reference import delta_reference
 from allscan.scan.launcher import ChannelUse, Launcher
 from allscan.shmem_kernels.channel import STEPS_A_STAMP, Channel
 from allscan.shmem_kernels.device_tables import COUNT_WORDS, PASSES, SEGMENTS, TOKENS, tables_kernel
@@ -22,56 +22,47 @@ from allscan.shmem_kernels.segment_table import LAST, UNUSED
 from allscan.tokens.packing import CHUNK_TOKENS, Layout, cut, most_segments
 from support.values import raised, random_requests, relative
 
-H, K, V = 2, 16, 8
 
-
-def tables_case(group, layouts):
+def tables_case(comm, layouts):
     """Compare the kernel's tables with those of the host, of all ranks. Return the number of different stamps."""
     order, stamps = random.Random(1), set()
-    with allscan.Communicator(group) as comm:
-        for _ in range(layouts):
-            N, size, T, segment = order.randint(1, 40), order.randint(1, 5), order.randint(1, 400), 128
-            lengths, row = random_requests(order, N, size, T, order.random() < 0.7)
-            NS, NC = most_segments(1, T, N, segment), T // CHUNK_TOKENS + min(N, T)
-            dtype = order.choice([torch.int32, torch.int64])
-            boundaries, places = (torch.tensor(x, dtype=dtype, device=comm.device) for x in (lengths, row))
-            words = []
-            for rank in range(size):
-                segments, chunks, counts = (
-                    torch.full(shape, 77, dtype=torch.int32, device=comm.device)
-                    for shape in ((NS, 6), (NC, 2), (COUNT_WORDS,))
-                )
-                word = torch.zeros(1, dtype=torch.int64, device=comm.device)
-                base, BI = torch.full_like(word, 5), order.choice([1, 8, 64])
-                outputs = base, segments, chunks, counts, word, comm.memory.fault, comm.memory.record
-                numbers = dict(rank=rank, P=size, N=N, T=T, NS=NS, NC=NC, SEGMENT=segment, BT=CHUNK_TOKENS)
-                blocks = dict(BN=next_power_of_2(N), BP=next_power_of_2(size), BI=BI)
-                tables_kernel[(-(-max(NS, NC) // BI),)](boundaries, places, *outputs, **numbers, **blocks)
-                begin, end = (min(x, lengths[-1]) for x in row[rank : rank + 2])
-                pieces = cut(lengths, begin, end - begin, rank == 0)
-                expected = Layout(pieces, 1, segment, torch.device("cpu"))
-                n, m = expected.num_segments, expected.num_chunks
-                assert torch.equal(segments[:n].cpu(), expected.segments.view(n, 6)), (lengths, row, rank)
-                assert torch.equal(chunks[:m].cpu(), expected.chunks.view(m, 2)), (lengths, row, rank)
-                assert (segments[n:, 5] == (LAST.value | UNUSED.value)).all() and not chunks[m:].any()
-                counts = counts.tolist()
-                assert counts[SEGMENTS.value : SEGMENTS.value + 2] == expected.segments_of_states[0].tolist()
-                assert counts[PASSES.value] == bool(expected.passing) and counts[TOKENS.value] == end - begin
-                words.append(int(word))
-            assert len({*words}) == 1 and words[0] % STEPS_A_STAMP.value == 5, words  # equal on all ranks
-            stamps.add(words[0])
-        comm.check()
+    for _ in range(layouts):
+        N, size, T, segment = order.randint(1, 40), order.randint(1, 5), order.randint(1, 400), 128
+        lengths, row = random_requests(order, N, size, T, order.random() < 0.7)
+        NS, NC = most_segments(1, T, N, segment), T // CHUNK_TOKENS + min(N, T)
+        dtype = order.choice([torch.int32, torch.int64])
+        boundaries, places = (torch.tensor(x, dtype=dtype, device=comm.device) for x in (lengths, row))
+        words = []
+        for rank in range(size):
+            segments, chunks, counts = (
+                torch.full(shape, 77, dtype=torch.int32, device=comm.device)
+                for shape in ((NS, 6), (NC, 2), (COUNT_WORDS,))
+            )
+            word = torch.zeros(1, dtype=torch.int64, device=comm.device)
+            base, BI = torch.full_like(word, 5), order.choice([1, 8, 64])
+            outputs = base, segments, chunks, counts, word, comm.memory.fault, comm.memory.record
+            numbers = dict(rank=rank, P=size, N=N, T=T, NS=NS, NC=NC, SEGMENT=segment, BT=CHUNK_TOKENS)
+            blocks = dict(BN=next_power_of_2(N), BP=next_power_of_2(size), BI=BI)
+            tables_kernel[(-(-max(NS, NC) // BI),)](boundaries, places, *outputs, **numbers, **blocks)
+            begin, end = (min(x, lengths[-1]) for x in row[rank : rank + 2])
+            pieces = cut(lengths, begin, end - begin, rank == 0)
+            expected = Layout(pieces, 1, segment, torch.device("cpu"))
+            n, m = expected.num_segments, expected.num_chunks
+            assert torch.equal(segments[:n].cpu(), expected.segments.view(n, 6)), (lengths, row, rank)
+            assert torch.equal(chunks[:m].cpu(), expected.chunks.view(m, 2)), (lengths, row, rank)
+            assert (segments[n:, 5] == (LAST.value | UNUSED.value)).all() and not chunks[m:].any()
+            counts = counts.tolist()
+            assert counts[SEGMENTS.value : SEGMENTS.value + 2] == expected.segments_of_states[0].tolist()
+            assert counts[PASSES.value] == bool(expected.passing) and counts[TOKENS.value] == end - begin
+            words.append(int(word))
+        assert len({*words}) == 1 and words[0] % STEPS_A_STAMP.value == 5, words  # equal on all ranks
+        stamps.add(words[0])
+    comm.check()
     return len(stamps)
 
 
 def test_tables(run):
     assert run(1, tables_case, 60)[0] > 55
-
-
-def inputs(rule, T, generator):
-    q, k, v = (torch.randn(1, T, H, n, generator=generator) for n in (K, K, V))
-    g, beta = -torch.rand(1, T, H, K, generator=generator), torch.rand(1, T, H, generator=generator)
-    return q, F.normalize(k, dim=-1), v, g if rule == "kda" else g[..., 0], beta
 
 
 def rows_of(tensors, mine, T):
@@ -80,41 +71,43 @@ def rows_of(tensors, mine, T):
     return [F.pad(x, (0, 0) * (x.ndim - 2) + (0, T - x.shape[1]), value=-3.0) for x in parts]
 
 
-def lengths_case(group, rule, layouts, T=150, requests=5):
+def drawn_batch(comm, order, requests, T, uneven, dtypes):
+    """Draw a batch with one slot of -1; dtypes: of query_start_loc and cut. Return (boundaries of the requests, this
+    rank's tokens, arguments of both calls, of the call with lengths on the device, of the one with them on the
+    host)."""
+    lengths, row = random_requests(order, requests, comm.size, T, uneven)
+    begin, end = (min(x, lengths[-1]) for x in row[comm.rank : comm.rank + 2])
+    slots, begun = order.sample(range(requests), requests), [order.random() < 0.5 for _ in range(requests)]
+    slots[order.randrange(requests)] = -1
+    boundaries, places = (torch.tensor(x, dtype=d, device=comm.device) for x, d in zip((lengths, row), dtypes))
+    on_device = dict(query_start_loc=boundaries, on_device=True, **dict(cut=places) if uneven else {})
+    on_host = dict(query_start_loc=lengths, first_token=begin)
+    return lengths, slice(begin, end), dict(comm=comm, slots=slots, has_initial_state=begun), on_device, on_host
+
+
+def lengths_case(comm, rule, layouts, T=150, requests=5):
     """Run random lengths with one capacity. Return (whether bits are those of calls that know the lengths on the host,
     the largest error of the first layouts)."""
     operator, order, same, errors = getattr(allscan, f"zeco_{rule}"), random.Random(2), [], [0.0]
-    with allscan.Communicator(group) as comm:
-        for i in range(layouts):
-            uneven, generator = i % 2 == 1, torch.Generator().manual_seed(i)
-            lengths, row = random_requests(order, requests, comm.size, T, uneven)
-            begin, end = (min(x, lengths[-1]) for x in row[comm.rank : comm.rank + 2])
-            whole, mine = inputs(rule, lengths[-1], generator), slice(begin, end)
-            own = [x.to(comm.device) for x in rows_of(whole, mine, T)]
-            pool = torch.randn(requests, H, K, V, generator=generator).to(comm.device)
-            slots, begun = order.sample(range(requests), requests), [order.random() < 0.5 for _ in range(requests)]
-            slots[order.randrange(requests)] = -1
-            batch = dict(comm=comm, slots=slots, has_initial_state=begun)
-            pools, found = [pool.clone() for _ in range(2)], []
-            boundaries, places = (torch.tensor(x, device=comm.device) for x in (lengths, row))
-            where = dict(cut=places.int()) if uneven else {}
-            given = dict(query_start_loc=boundaries, on_device=True, **where)
-            o = serving.prefill(operator, *own, pool=pools[0], **batch, **given)
-            tokens = [x[:, : end - begin] for x in own]
-            given = dict(query_start_loc=lengths, first_token=begin)
-            found = serving.prefill(operator, *tokens, pool=pools[1], **batch, **given)
-            same.append(torch.equal(o[:, : end - begin], found) and not o[:, end - begin :].any())
-            same.append(torch.equal(*pools))
-            if i < 4 and end > begin:
-                g = whole[3] if rule == "kda" else whole[3][..., None].expand(*whole[3].shape, K)
-                expected = []
-                for a, b, slot, continues in zip(lengths, lengths[1:], slots, begun, strict=False):
-                    state = pool[slot][None].cpu() if continues and slot >= 0 else None
-                    if b > a:
-                        part = [x[:, a:b] for x in (*whole[:3], g, whole[4])]
-                        expected.append(delta_reference(*part, initial_state=state)[0])
-                errors.append(relative(o[:, : end - begin], torch.cat(expected, 1)[:, mine]))
-        comm.check()
+    for i in range(layouts):
+        dtypes = torch.int64, torch.int32
+        lengths, mine, batch, on_device, on_host = drawn_batch(comm, order, requests, T, i % 2 == 1, dtypes)
+        generator, n = torch.Generator().manual_seed(i), mine.stop - mine.start
+        whole = tensors_of(rule, lengths[-1], generator)
+        own = [x.to(comm.device) for x in rows_of(whole, mine, T)]
+        pool = torch.randn(requests, H, K, V, generator=generator).to(comm.device)
+        pools = [pool.clone() for _ in range(2)]
+        o = serving.prefill(operator, *own, pool=pools[0], **batch, **on_device)
+        found = serving.prefill(operator, *[x[:, :n] for x in own], pool=pools[1], **batch, **on_host)
+        same += [torch.equal(o[:, :n], found) and not o[:, n:].any(), torch.equal(*pools)]
+        if i < 4 and n:
+            expected = []
+            for a, b, slot, continues in zip(lengths, lengths[1:], batch["slots"], batch["has_initial_state"]):
+                state = pool[slot][None].cpu() if continues and slot >= 0 else None
+                if b > a:
+                    expected.append(reference(rule, [x[:, a:b] for x in whole], state)[0])
+            errors.append(relative(o[:, :n], torch.cat(expected, 1)[:, mine]))
+    comm.check()
     return all(same), max(errors)
 
 
@@ -133,7 +126,7 @@ def test_random_lengths(run, rule, size, layouts):
         assert same and error < 2e-5, error
 
 
-def convolution_case(group, T, layouts, dtype, n=3, C=6, requests=6):
+def convolution_case(comm, T, layouts, dtype, n=3, C=6, requests=6):
     """Return the largest difference of a convolution's outputs from those with lengths on the host, relative, and
     whether all states are theirs."""
     order, errors, same = random.Random(4), [0.0], []
@@ -143,26 +136,19 @@ def convolution_case(group, T, layouts, dtype, n=3, C=6, requests=6):
     def conv(x):
         return F.silu(F.conv1d(x.mT.float(), weight.to(x.device), padding=n, groups=C)[..., :-n].mT).to(x.dtype)
 
-    with allscan.Communicator(group) as comm:
-        for i in range(layouts):
-            uneven = i % 2 == 1
-            lengths, row = random_requests(order, requests, comm.size, T, uneven)
-            begin, end = (min(x, lengths[-1]) for x in row[comm.rank : comm.rank + 2])
-            whole = torch.randn(1, lengths[-1], C, generator=generator).to(dtype)
-            own = [x.to(comm.device) for x in rows_of([whole], slice(begin, end), T)]
-            pool = torch.randn(requests, C, n, generator=generator).to(comm.device)
-            slots, begun = order.sample(range(requests), requests), [order.random() < 0.5 for _ in range(requests)]
-            slots[order.randrange(requests)] = -1
-            batch, pools = dict(comm=comm, slots=slots, has_initial_state=begun), [pool.clone() for _ in range(2)]
-            boundaries, places = (torch.tensor(x, device=comm.device) for x in (lengths, row))
-            given = dict(query_start_loc=boundaries.int(), on_device=True, **(dict(cut=places) if uneven else {}))
-            y = serving.convolve(conv, *own, pool=pools[0], **batch, **given)
-            given = dict(query_start_loc=lengths, first_token=begin)
-            expected = serving.convolve(conv, own[0][:, : end - begin], pool=pools[1], **batch, **given)
-            same.append(torch.equal(*pools) and not y[:, end - begin :].any())
-            if end > begin:
-                errors.append(relative(y[:, : end - begin], expected))
-        comm.check()
+    for i in range(layouts):
+        dtypes = torch.int32, torch.int64
+        lengths, mine, batch, on_device, on_host = drawn_batch(comm, order, requests, T, i % 2 == 1, dtypes)
+        whole = torch.randn(1, lengths[-1], C, generator=generator).to(dtype)
+        [own], tokens = rows_of([whole.to(comm.device)], mine, T), mine.stop - mine.start
+        pool = torch.randn(requests, C, n, generator=generator).to(comm.device)
+        pools = [pool, pool.clone()]
+        y = serving.convolve(conv, own, pool=pools[0], **batch, **on_device)
+        expected = serving.convolve(conv, own[:, :tokens], pool=pools[1], **batch, **on_host)
+        same.append(torch.equal(*pools) and not y[:, tokens:].any())
+        if tokens:
+            errors.append(relative(y[:, :tokens], expected))
+    comm.check()
     return max(errors), all(same)
 
 
@@ -180,15 +166,14 @@ def test_convolutions(run, size, T, layouts, dtype):
         assert same and error < 1e-6, error
 
 
-def arguments_case(group):
+def arguments_case(comm):
     """The fields of the channel of a compiled launch with a step word of its own, and of one without."""
-    with allscan.Communicator(group) as comm:
-        launcher, buffer = allscan.AllScan(comm, (1, 16, 16)).launcher, Plan().scratch(1, dtype=torch.int64)
-        steps, found = comm.memory.steps.data_ptr(), []
-        for stamp, addresses in (buffer, [11, 22, 33]), (5, [11, 33]):
-            first, channel = launcher._with_channel(ChannelUse(False, False, stamp), addresses)
-            found.append((first, channel[Channel._fields.index("step")], channel[Channel._fields.index("fwd_epoch")]))
-        return found == [(11, 22, 33), (11, steps + 16 * 5, 33)]
+    launcher, buffer = allscan.AllScan(comm, (1, 16, 16)).launcher, Plan().scratch(1, dtype=torch.int64)
+    steps, found = comm.memory.steps.data_ptr(), []
+    for stamp, addresses in (buffer, [11, 22, 33]), (5, [11, 33]):
+        first, channel = launcher._with_channel(ChannelUse(False, False, stamp), addresses)
+        found.append((first, channel[Channel._fields.index("step")], channel[Channel._fields.index("fwd_epoch")]))
+    return found == [(11, 22, 33), (11, steps + 16 * 5, 33)]
 
 
 @pytest.mark.cpu
@@ -207,13 +192,12 @@ OTHER = {  # what rank 1 has in place of these requests
 
 def checked_call(comm, rule, query_start_loc, cut):
     """Prefill three requests, each rank with 60 rows, and check the communicator afterwards."""
-    own = [x.to(comm.device) for x in inputs(rule, 60, torch.Generator().manual_seed(0))]
+    own = [x.to(comm.device) for x in tensors_of(rule, 60, torch.Generator().manual_seed(0))]
     boundaries, cut = (torch.tensor(x, device=comm.device) for x in (query_start_loc, cut))
     where = dict(slots=[0, 1, 2], query_start_loc=boundaries, cut=cut, on_device=True)
     pool = torch.zeros(3, H, K, V, device=comm.device)
     serving.prefill(getattr(allscan, f"zeco_{rule}"), *own, comm=comm, pool=pool, **where)
-    if comm.device.type == "cuda":
-        torch.cuda.synchronize()
+    comm.streams.synchronize()
     comm.check()
 
 
@@ -245,7 +229,7 @@ def replay_case(group, rule):
     """Return the exception of a call in which rank 1 has other lengths, and no rank looks at its fault record before
     the end: as in the replay of a CUDA graph."""
     with allscan.Communicator(group, timeout=5) as comm:
-        own = [x.to(comm.device) for x in inputs(rule, 60, torch.Generator().manual_seed(0))]
+        own = [x.to(comm.device) for x in tensors_of(rule, 60, torch.Generator().manual_seed(0))]
         pool, boundaries = torch.zeros(3, H, K, V), torch.tensor([0, 30, 60 * comm.size - 20, 60 * comm.size])
         where = dict(slots=[0, 1, 2], query_start_loc=boundaries, on_device=True)
 
@@ -303,21 +287,20 @@ def test_wrong_boundaries(run, kind, size=2):
         assert name == "ValueError" and "query_start_loc must rise from 0 to at most" in text, (name, text)
 
 
-def nan_case(group, K):
+def nan_case(comm, K):
     """Return whether a request without NaN has none in its output and its state, beside one with NaN."""
-    with allscan.Communicator(group) as comm:
-        generator = torch.Generator().manual_seed(0)
-        q, k, v = (torch.randn(1, 20, H, n, generator=generator) for n in (K, K, V))
-        own = [x.to(comm.device) for x in (q, F.normalize(k, dim=-1), v, *-torch.rand(2, 1, 20, H))]
-        own[4] = -own[4]
-        if comm.rank == 0:
-            own[2][:, 3] = float("nan")
-        pool = torch.zeros(2, H, K, V, device=comm.device)
-        boundaries = torch.tensor([0, 30, 20 * comm.size], device=comm.device)
-        batch = dict(comm=comm, pool=pool, slots=[0, 1], query_start_loc=boundaries, on_device=True)
-        o = serving.prefill(allscan.zeco_gated_delta_rule, *own, **batch)
-        first = max(0, 30 - 20 * comm.rank)
-        return [bool(x.isnan().any()) for x in (pool[0], pool[1], o[:, first:])]
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 20, H, n, generator=generator) for n in (K, K, V))
+    own = [x.to(comm.device) for x in (q, F.normalize(k, dim=-1), v, *-torch.rand(2, 1, 20, H))]
+    own[4] = -own[4]
+    if comm.rank == 0:
+        own[2][:, 3] = float("nan")
+    pool = torch.zeros(2, H, K, V, device=comm.device)
+    boundaries = torch.tensor([0, 30, 20 * comm.size], device=comm.device)
+    batch = dict(comm=comm, pool=pool, slots=[0, 1], query_start_loc=boundaries, on_device=True)
+    o = serving.prefill(allscan.zeco_gated_delta_rule, *own, **batch)
+    first = max(0, 30 - 20 * comm.rank)
+    return [bool(x.isnan().any()) for x in (pool[0], pool[1], o[:, first:])]
 
 
 @pytest.mark.parametrize("K", [16, 144])  # transitions that the scan's kernel holds, and that it does not
@@ -341,7 +324,7 @@ def refused_case(group, name):
         options = {n: x.to(comm.device) if torch.is_tensor(x) else x for n, x in options.items()}
         boundaries = torch.tensor([0, 3, 5], device=comm.device)
         given = dict(slots=[0, 1], query_start_loc=boundaries, on_device=True, operator=allscan.zeco_kda) | options
-        own = [x.to(comm.device) for x in inputs("kda", 5, torch.Generator().manual_seed(0))]
+        own = [x.to(comm.device) for x in tensors_of("kda", 5, torch.Generator().manual_seed(0))]
         pool = torch.zeros(2, H, K, V, device=comm.device)
         return raised(serving.prefill, given.pop("operator"), *own, comm=comm, pool=pool, **given)
 
@@ -357,7 +340,7 @@ def test_refused_arguments(run, name):
 def debug_case(group):
     """Return the exception of a call whose lengths differ on rank 1, in debug mode, which reads them."""
     with allscan.Communicator(group, timeout=20, debug=True) as comm:
-        own = [x.to(comm.device) for x in inputs("kda", 5, torch.Generator().manual_seed(0))]
+        own = [x.to(comm.device) for x in tensors_of("kda", 5, torch.Generator().manual_seed(0))]
         pool = torch.zeros(2, H, K, V, device=comm.device)
         boundaries = torch.tensor([0, 3 + comm.rank, 5], device=comm.device)
         batch = dict(slots=[0, 1], query_start_loc=boundaries, on_device=True)

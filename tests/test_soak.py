@@ -8,11 +8,11 @@ import pytest
 
 from support import soak
 
+pytestmark = pytest.mark.cpu
 STEPS = 40  # 100 take more than two minutes in the interpreter on two cores
 
 
 @pytest.mark.slow
-@pytest.mark.cpu
 def test_soak():
     """soak() checks its results; this test checks that the planned events have happened."""
     every = [word for name in ("fault", "checkpoint", "validate") for word in (f"--{name}-every", str(STEPS // 4))]
@@ -31,7 +31,6 @@ def test_soak():
     assert raised["AllScanTimeout"] + raised["AllScanOutOfStep"] + raised["AllScanRejected"] == 5, raised
 
 
-@pytest.mark.cpu
 @pytest.mark.quick
 @pytest.mark.parametrize(
     "wrong, message",
@@ -67,7 +66,6 @@ def test_what_the_verdict_sees(wrong, message):
         soak.check(options, (*expected[:2], [1e-6, 2e-3]), [good, good])
 
 
-@pytest.mark.cpu
 @pytest.mark.quick
 def test_memory_that_grows_is_seen():
     options = soak.parsed(["--device", "cpu", "--steps", str(2 * soak.FILLED)])

@@ -54,9 +54,22 @@ from bench import (
 from bench.harness import ROOT, results
 from support.gla import BF16, F32, LIMIT, NAMES, GLACase, Whole
 from support.launches import Launches, launch_chunks
-from support.values import place, relative_all
+from support.values import check_errors, place, relative_all
 
+pytestmark = pytest.mark.cpu
 _alone = {}
+
+
+@pytest.fixture
+def printed(capsys, monkeypatch):
+    """Return printed(main, *options): the lines that a benchmark prints."""
+
+    def printed(main, *options):
+        monkeypatch.setattr(sys, "argv", ["bench", *options])
+        assert main() == 0
+        return capsys.readouterr().out.splitlines()
+
+    return printed
 
 
 def baseline_case(group, method, dtype):
@@ -86,19 +99,17 @@ def baseline_case(group, method, dtype):
 
 
 @pytest.mark.slow(but=("ring-2", "all_to_all-2", "all_gather overlapped-2"))
-@pytest.mark.cpu  # bench.operator checks these methods on GPUs, with groups that all ranks of the job have created
+# bench.operator checks these methods on GPUs, with groups that all ranks of the job have created
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("method", ["all_gather", "all_gather overlapped", "ring", "all_to_all"])
 def test_baselines_of_the_operator(run, size, method, dtype=F32):
-    for errors in run(size, baseline_case, method, dtype):
-        assert max(errors.values()) < LIMIT[dtype], errors
+    check_errors(run(size, baseline_case, method, dtype), LIMIT[dtype])
 
 
 def chain_case(group, kind, shape):
     return versions.Chain(kind, shape).check()
 
 
-@pytest.mark.cpu
 @pytest.mark.parametrize(
     "kind, shape", [("scan", (2, 8, 16)), ("transitions", (1, 16, 32)), ("transitions", (1, 256, 16))]
 )
@@ -108,7 +119,6 @@ def test_virtual_ranks_whose_scans_are_timed(run, kind, shape):
     assert error < 1e-6
 
 
-@pytest.mark.cpu
 @pytest.mark.quick
 def test_names_of_torchs_symmetric_memory():
     """The baselines that take it run on GPUs only."""
@@ -118,7 +128,6 @@ def test_names_of_torchs_symmetric_memory():
     assert found and all(hasattr(_symmetric_memory, name) for name in found)
 
 
-@pytest.mark.cpu
 @pytest.mark.quick
 def test_the_model_predicts_sizes_that_it_was_not_fitted_to():
     for method, points in scaling.measured(scaling.SCAN).items():
@@ -141,7 +150,6 @@ def test_the_model_predicts_sizes_that_it_was_not_fitted_to():
         assert np.abs(predicted / us[~others] - 1).max() < 0.15, count
 
 
-@pytest.mark.cpu
 def test_the_models_table_of_algorithms(monkeypatch):
     fits = {method: scaling.fit(method, *values) for method, values in scaling.measured(scaling.SCAN).items()}
     table = scaling.choices(fits, 8, 5.0, 50.0)
@@ -157,7 +165,6 @@ def test_the_models_table_of_algorithms(monkeypatch):
     assert us[0] < 120 and us[1] < 150  # the targets of issue 23
 
 
-@pytest.mark.cpu
 def test_what_the_model_writes(tmp_path):
     assert scaling.main(["--out", str(tmp_path / "scaling")]) == 0
     with open(tmp_path / "scaling.csv") as file:
@@ -167,7 +174,6 @@ def test_what_the_model_writes(tmp_path):
     assert all(row["us"] == "" for row in rows if row["kind"] == "extrapolated")
 
 
-@pytest.mark.cpu
 def test_time_of_a_scan_that_nothing_covers():
     kernels = [("scan_kernel", 1, 10.0, 20.0), ("a", 0, 0.0, 12.0), ("b", 0, 15.0, 5.0), ("c", 0, 18.0, 4.0)]
     assert timeline.exposed(kernels) == pytest.approx(20 - 2 - 5 - 2)
@@ -175,7 +181,6 @@ def test_time_of_a_scan_that_nothing_covers():
 
 
 @pytest.mark.slow
-@pytest.mark.cpu
 def test_host_times_against_other_sources(tmp_path, capsys):
     """The other sources are these; nothing is timed."""
     archive = tmp_path / "before.tgz"
@@ -189,7 +194,6 @@ def test_host_times_against_other_sources(tmp_path, capsys):
 METHODS = "allscan", "allscan, forward+backward", "halo", "zeco_gla", "zeco_gla, forward+backward"
 
 
-@pytest.mark.cpu
 def test_the_count_of_a_kernels_work(capsys):
     counted = local.work(1, 16384, 16, 128, 128)
     q = 16384 * 16 * 128 * 2  # bytes of a bfloat16 input; g has twice as many
@@ -200,7 +204,6 @@ def test_the_count_of_a_kernels_work(capsys):
     assert len(capsys.readouterr().out.splitlines()) == 1 + len(local.SHAPES)
 
 
-@pytest.mark.cpu
 def test_a_check_lets_no_nan_pass():
     good, bad = torch.ones(3), torch.tensor([1.0, float("nan"), 1.0])
     assert harness.checked("equal", [good, good], [good, good], 1e-9) == 0
@@ -210,30 +213,22 @@ def test_a_check_lets_no_nan_pass():
 
 
 @pytest.mark.slow
-@pytest.mark.cpu
-def test_calls_from_python_on_cpu_ranks(capsys, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["host"])
-    assert host.main() == 0
-    said = capsys.readouterr().out
+def test_calls_from_python_on_cpu_ranks(printed):
+    said = "\n".join(printed(host.main))
     assert "AllScan.scan(out=)" in said and "zeco_gla, forward+backward" in said
 
 
-@pytest.mark.cpu
-def test_the_loss_in_slices_without_gpus(capsys, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["loss"])
-    assert loss.main() == 0
-    errors = re.findall(r"(torch, whole|linear_cross_entropy) .* error (\S+)", capsys.readouterr().out)
+def test_the_loss_in_slices_without_gpus(printed):
+    errors = re.findall(r"(torch, whole|linear_cross_entropy) .* error (\S+)", "\n".join(printed(loss.main)))
     assert len(errors) == 4 and max(float(error) for _, error in errors) < 4e-3, errors
 
 
-@pytest.mark.cpu
 @pytest.mark.parametrize("name", ["gla", "qwen3_next"])
 def test_long_sequences_are_checked(run, name):
     """Loss and gradients of the split model, with everything recomputed and in slices, are those of one rank."""
     assert max(run(2, long.check, name, 24, {})) < 1e-4
 
 
-@pytest.mark.cpu
 @pytest.mark.slow(but="qwen3_next")
 @pytest.mark.parametrize("name", prefill.SIZES)
 def test_prompts_are_checked(run, name):
@@ -252,7 +247,6 @@ def prefill_rows(group):
         return prefill.measure(group, "qwen3_next", 48, [1, 2], 1)
 
 
-@pytest.mark.cpu
 @pytest.mark.parametrize("size, method, scans", [(1, "one GPU", (0, 0)), (2, "split, zigzag", (9, 18))])
 def test_times_of_prompts(run, size, method, scans):
     for rows in run(size, prefill_rows):
@@ -260,42 +254,34 @@ def test_times_of_prompts(run, size, method, scans):
         assert [int(x["proof"].split()[0]) for x in rows] == list(scans) and rows[0]["first_token_ms"] > 0
 
 
-@pytest.mark.cpu
 def test_the_scan_over_segments_without_gpus(capsys):
     segments.main([])
     assert "checked on CPU ranks" in capsys.readouterr().out
 
 
-@pytest.mark.cpu
 def test_a_wrong_scan_over_segments_has_no_row(run):
     assert run(1, wrong_segments_case) == [True]
 
 
-def wrong_segments_case(group):
-    with allscan.Communicator(group) as comm:
-        [_, one, *_] = segments.cases(comm, segments.SMALL)
-        wrong = one._replace(call=lambda: one.call() + 1e-3)
-        segments.check(comm, segments.SMALL, one)
-        with pytest.raises(RuntimeError, match="allscan_segments of 1 segments is wrong"):
-            segments.check(comm, segments.SMALL, wrong)
+def wrong_segments_case(comm):
+    [_, one, *_] = segments.cases(comm, segments.SMALL)
+    wrong = one._replace(call=lambda: one.call() + 1e-3)
+    segments.check(comm, segments.SMALL, one)
+    with pytest.raises(RuntimeError, match="allscan_segments of 1 segments is wrong"):
+        segments.check(comm, segments.SMALL, wrong)
     return True
 
 
 @pytest.mark.slow
-@pytest.mark.cpu
-def test_the_first_step_of_a_process_without_gpus(capsys, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["cold"])
-    assert cold.main() == 0
-    assert "ran in the interpreter" in capsys.readouterr().out
+def test_the_first_step_of_a_process_without_gpus(printed):
+    assert "ran in the interpreter" in "\n".join(printed(cold.main))
 
 
-@pytest.mark.cpu
 def test_transitions_are_checked_on_cpu_ranks(capsys):
     assert transitions.main([]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 3
 
 
-@pytest.mark.cpu
 def test_the_committed_results_can_be_drawn(tmp_path):
     for name, draw in (("scan", plots.scan), ("operator", plots.operator)):
         draw(plots.rows(results(f"{name}.csv")), tmp_path / f"{name}.png")
@@ -304,7 +290,6 @@ def test_the_committed_results_can_be_drawn(tmp_path):
     assert (tmp_path / "all.png").stat().st_size > 10_000
 
 
-@pytest.mark.cpu
 def test_a_softmax_layer_can_be_drawn(tmp_path):
     """A drawing of a step has the kernels of the first layer's forward pass and of the last layer's backward pass."""
     names = "sdpa_fprop", "sdpa_fprop", "merge_kernel", "sdpa_bprop", "ncclDevKernel", "gemm"
@@ -321,56 +306,41 @@ def test_a_softmax_layer_can_be_drawn(tmp_path):
     assert (tmp_path / "hybrid.png").stat().st_size > 10_000
 
 
-@pytest.mark.cpu
 def test_every_method_trains_the_model_alike():
     with Ranks(2, "cpu") as ranks:
         errors = ranks.run(model.check, 2, 40)[0]
     assert set(errors) == {*baselines.METHODS, "zeco", "all_to_all"} and max(errors.values()) < 1e-5
 
 
-@pytest.mark.cpu
-def test_the_split_of_scalar_decays(capsys, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["ssd_split"])
-    assert ssd_split.main() == 0
-    lines = capsys.readouterr().out.splitlines()[1:]
-    assert [line.split()[0] for line in lines] == [*ssd_split.RULES]
+def test_the_split_of_scalar_decays(printed):
+    assert [line.split()[0] for line in printed(ssd_split.main)[1:]] == [*ssd_split.RULES]
 
 
 @pytest.mark.slow
-@pytest.mark.cpu
-def test_every_method_trains_the_hybrid_alike(capsys, monkeypatch):
+def test_every_method_trains_the_hybrid_alike(printed):
     pytest.importorskip("transformers", minversion="5.23", reason="needs transformers")
-    monkeypatch.setattr(sys, "argv", "hybrid --model kimi_linear qwen3_next nemotron_h --mla 128 192".split())
-    assert hybrid.main() == 0
-    lines = capsys.readouterr().out.splitlines()[1:]
+    lines = printed(hybrid.main, *"--model kimi_linear qwen3_next nemotron_h --mla 128 192".split())[1:]
     models = ["kimi_linear, MLA 128", "kimi_linear, MLA 192", "qwen3_next", "nemotron_h"]
     assert [line[23:45].rstrip() for line in lines] == ["allscan", "allscan, zigzag", "heads", "gathered"] * 4
     assert [line[:22].rstrip() for line in lines[::4]] == models
     assert all(float(line.split()[-1]) < 1e-5 for line in lines), lines
 
 
-@pytest.mark.cpu
-def test_every_method_trains_megatrons_hybrid_alike(capsys, monkeypatch):
+def test_every_method_trains_megatrons_hybrid_alike(printed):
     for name in ("megatron", "fla"):
         pytest.importorskip(name)
-    monkeypatch.setattr(sys, "argv", ["megatron"])
-    assert megatron.main() == 0
-    lines = capsys.readouterr().out.splitlines()[1:]
+    lines = printed(megatron.main)[1:]
     assert [line[:22].rstrip() for line in lines] == [*megatron.METHODS]
     assert all(float(line.split()[-1]) < 1e-5 for line in lines), lines
 
 
 @pytest.mark.slow
-@pytest.mark.cpu
-def test_both_cuts_of_packed_rows_train_alike(capsys, monkeypatch):
+def test_both_cuts_of_packed_rows_train_alike(printed):
     pytest.importorskip("transformers", minversion="5.23", reason="needs transformers")
-    monkeypatch.setattr(sys, "argv", ["packed"])
-    assert packed.main() == 0
-    lines = capsys.readouterr().out.splitlines()[1:]
+    lines = printed(packed.main)[1:]
     assert len(lines) == len(packed.packings(64)) and all(float(line.split()[-1]) < 1e-5 for line in lines), lines
 
 
-@pytest.mark.cpu
 def test_a_rehearsal(capsys, monkeypatch):
     """Each method runs on its own ranks. An error is reported, and the ranks of that method are ended."""
     pytest.importorskip("transformers", minversion="5.23", reason="needs transformers")
@@ -383,7 +353,6 @@ def test_a_rehearsal(capsys, monkeypatch):
     assert [[process.exitcode for process in ranks.processes] for ranks in made] == [[0, 0], [-9, -9]]
 
 
-@pytest.mark.cpu
 def test_the_first_configuration():
     """A rehearsal runs autotuned kernels with the first remaining configuration, without tuning."""
     made, config = [], types.SimpleNamespace(all_kwargs=lambda: dict(BK=32, num_warps=2))
@@ -426,13 +395,11 @@ def proven_case(group):
             return method.prove("zeco, zigzag", before, 1, 1, True, once)
 
 
-@pytest.mark.cpu
 def test_both_scans_of_the_zigzag_layout_are_counted_on_every_rank(run, size=3):
     assert run(size, proven_case) == ["4 scans of All-Scan in 1 steps; 4 kernels of scans a step"] * size
     assert {proof.kind_of(name) for name in proof.SCANS} == {"recurrences"}
 
 
-@pytest.mark.cpu
 def test_what_ran():
     found = collections.Counter({"ncclDevKernel_SendRecv()": 4, "scan_kernel": 2})
     assert proof.ran("a", found, ("SendRecv", "scan_kernel|other"), ("AllGather",)).startswith("4 SendRecv; 2 scan")
@@ -442,7 +409,6 @@ def test_what_ran():
             proof.ran("a", found, wanted, unwanted)
 
 
-@pytest.mark.cpu
 @pytest.mark.quick
 def test_configurations_are_compiled_by_one_process_each(tmp_path, monkeypatch):
     class Function:
@@ -483,7 +449,6 @@ def test_configurations_are_compiled_by_one_process_each(tmp_path, monkeypatch):
     assert len(function.compiled) == 24  # the share of another GPU
 
 
-@pytest.mark.cpu
 @pytest.mark.quick
 def test_what_the_delta_rules_are_measured_at():
     plan = delta.points(list(delta.RULES), None, list(delta.GATES), None, "fla")

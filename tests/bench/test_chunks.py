@@ -8,7 +8,6 @@ from unittest import mock
 import pytest
 import triton
 
-import allscan
 from bench import chunks, local_delta
 from support.sm90 import Compiled
 
@@ -47,16 +46,15 @@ def test_kernels_read_what_they_should(name):
     assert compiled.count(r"wgmma\.mma") and not compiled.lost_operands()
 
 
-def local_case(group):
+def local_case(comm):
     """Return errors of bench.local's KDA and Gated DeltaNet methods that run on CPUs."""
-    with allscan.Communicator(group) as comm:
-        kinds = itertools.product(("weak", "strong"), (False, True), ("kda", "gated_delta_rule"))
-        shapes = [local_delta.Shape(70, 1, 16, *kind) for kind in kinds]
-        return [
-            local_delta.check(f"zeco_{shape.rule}, {how}", comm, shape, 70)
-            for shape in shapes
-            for how in ("chunk=allscan", "recompute=False")
-        ]
+    kinds = itertools.product(("weak", "strong"), (False, True), ("kda", "gated_delta_rule"))
+    shapes = [local_delta.Shape(70, 1, 16, *kind) for kind in kinds]
+    return [
+        local_delta.check(f"zeco_{shape.rule}, {how}", comm, shape, 70)
+        for shape in shapes
+        for how in ("chunk=allscan", "recompute=False")
+    ]
 
 
 @pytest.mark.slow

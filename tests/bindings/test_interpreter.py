@@ -15,6 +15,7 @@ import triton.language as tl
 
 from allscan.bindings.interpreter import fast_launches, prepare_interpreter
 from allscan.shmem_kernels.wait import poll_word
+from support.values import raised
 
 pytestmark = [pytest.mark.cpu, pytest.mark.quick]
 FOUND = []
@@ -257,12 +258,8 @@ def launches():
             ((x, 2, most, None, 0.5, None, 3), {}),
         ):
             FOUND.clear()
-            error = None
-            try:
-                launched[lambda arguments: (1, 2)](*args, **options)
-            except Exception as raised:
-                error = type(raised).__name__
-            found.append([error, *FOUND, x.tolist(), y.tolist()])
+            error = raised(launched[lambda arguments: (1, 2)], *args, **options)
+            found.append([error and error[0], *FOUND, x.tolist(), y.tolist()])
     now = {name: value for module in (tl, tl.core, tl.core.tensor) for name, value in vars(module).items()}
     return [*found, sorted(name for name in {*language, *now} if language.get(name) is not now.get(name))]
 

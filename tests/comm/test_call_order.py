@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 import allscan
 from allscan.base.caches import Agreement
-from allscan.comm import calls, heap
+from allscan.comm import calls
 from allscan.comm.call_order import Order
 from allscan.comm.tags import stamp
 from allscan.launch.compiled_kernel import channel_addresses
@@ -33,6 +33,7 @@ from allscan.shmem_kernels.channel import STAMPS
 from allscan.tools import ranks
 from support.call_order import (
     TIMEOUT,
+    check_no_values_of_others,
     ignoring_case,
     other_backward_case,
     resync_case,
@@ -40,15 +41,7 @@ from support.call_order import (
     validation_case,
 )
 from support.fla import import_fla
-from support.values import pairs, raised
-
-
-def check_no_values_of_others(answers):
-    """Each rank has right values, NaN or the names of errors; barrier() raises, and calls after resync() are right."""
-    for rank, (found, right, end, again) in enumerate(answers):
-        for got, wanted in zip(found, right):
-            assert got == wanted or isinstance(got, str) or got != got, (rank, found, right)
-        assert end[0] in ("AllScanOutOfStep", "AllScanTimeout") and again, (rank, found, end)
+from support.values import check_errors, pairs, raised, value_or_error
 
 
 @pytest.mark.side_by_side(case=shifted_case, step=False)
@@ -69,13 +62,9 @@ def other_shape_case(group, options):
     found, right = [], []
     for i in range(1, 7):
         state = torch.full((3 if i == 4 and comm.rank == 1 else 1, 2), float(i), device=comm.device)
-        try:
-            found.append(allscan.allscan(state, comm=comm).mean().item())
-        except RuntimeError as problem:
-            found.append(type(problem).__name__)
+        found.append(value_or_error(lambda state=state: allscan.allscan(state, comm=comm).mean().item()))
         right.append(float(i * comm.rank))
-    if comm.device.type == "cuda":
-        torch.cuda.synchronize()
+    comm.streams.synchronize()
     end = raised(comm.barrier)
     comm.resync()
     again = (allscan.allscan(torch.ones(1, 2, device=comm.device), comm=comm) == comm.rank).all().item()
@@ -182,16 +171,15 @@ def test_a_loop_without_step(run, size, debug):
             assert turns == [0, int(warns and size > 1 and rank == 0), 0, 0], (rank, name, turns)
 
 
-def stale_case(group):
+def stale_case(comm):
     """Backward of a graph from before resync() raises."""
-    with allscan.Communicator(group) as comm:
-        prev = allscan.allscan(torch.ones(1, 16, device=comm.device, requires_grad=True), comm=comm)
-        comm.resync()
-        with pytest.raises(RuntimeError, match="before Communicator.resync"):
-            prev.sum().backward()
-        del prev
-        gc.collect()
-        return [scan.launcher.backwards.dropped for scan in comm.collectives]
+    prev = allscan.allscan(torch.ones(1, 16, device=comm.device, requires_grad=True), comm=comm)
+    comm.resync()
+    with pytest.raises(RuntimeError, match="before Communicator.resync"):
+        prev.sum().backward()
+    del prev
+    gc.collect()
+    return [scan.launcher.backwards.dropped for scan in comm.collectives]
 
 
 def test_a_graph_from_before_resync_is_not_missed(run):
@@ -213,15 +201,14 @@ def test_a_call_left_out_before_closing(run):
         assert "rank 0: 2 forward and 0 reverse; rank 1: 1 forward and 0 reverse" in answer[1]
 
 
-def all_reject_case(group):
+def all_reject_case(comm):
     """A call that all ranks reject alike has no effect."""
-    with allscan.Communicator(group) as comm:
-        state = torch.ones(1, 2, device=comm.device)
-        scan = allscan.AllScan(comm, (1, 2))
-        for i in range(1, 6):
-            assert raised(scan.scan, state.double())[0] == "TypeError"
-            assert scan.scan(i * state).mean().item() == i * comm.rank
-        comm.barrier()
+    state = torch.ones(1, 2, device=comm.device)
+    scan = allscan.AllScan(comm, (1, 2))
+    for i in range(1, 6):
+        assert raised(scan.scan, state.double())[0] == "TypeError"
+        assert scan.scan(i * state).mean().item() == i * comm.rank
+    comm.barrier()
     return True
 
 
@@ -247,8 +234,7 @@ def known_fault_case(group, kind, where):
 
     if last:
         call(allscan.allscan, state.double() if kind == "rejected" else state, comm=comm)
-        if comm.device.type == "cuda":
-            torch.cuda.synchronize()
+        comm.streams.synchronize()
         call(allscan.allscan, state, comm=comm)
         call(comm.barrier)
         store.set(f"{key}0", b"")
@@ -310,9 +296,8 @@ def compared_case(group):
 
 def test_debug_hears_of_a_rejected_call(run):
     for rank, (answer, seconds, right) in enumerate(run(2, compared_case)):
-        assert answer[0] == ("TypeError" if rank else "AllScanRejected") and seconds < 60 and right == [True, True], (
-            answer
-        )
+        assert answer[0] == ("TypeError" if rank else "AllScanRejected"), answer
+        assert seconds < 60 and right == [True, True]
         assert rank or "rank 1 has rejected this call: TypeError" in answer[1]
 
 
@@ -466,39 +451,38 @@ def recomputed_operators(comm):
     return made, learned
 
 
-def recomputed_case(group, scans_only):
+def recomputed_case(comm, scans_only):
     """Return differences of gradients to those without checkpointing, by operator, place in the region, early_stop."""
     from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-    with allscan.Communicator(group, timeout=60) as comm:
-        operators, learned = recomputed_operators(comm)
-        found = {}
-        chosen = [*operators.items()][: SCANS if scans_only else None]
-        for (name, function), last in product(chosen, (False, True)):
+    operators, learned = recomputed_operators(comm)
+    found = {}
+    chosen = [*operators.items()][: SCANS if scans_only else None]
+    for (name, function), last in product(chosen, (False, True)):
 
-            def region(x, function=function, last=last):
-                y = function(x.sin())
-                return y if last else y.cos().square()
+        def region(x, function=function, last=last):
+            y = function(x.sin())
+            return y if last else y.cos().square()
 
-            def gradients(call):
-                x = torch.linspace(0.1, 1.0, 64, device=comm.device).view(1, 4, 2, 8).requires_grad_()
-                learned.grad = None
-                call(x).square().sum().backward()
-                return x.grad, torch.zeros_like(learned) if learned.grad is None else learned.grad
+        def gradients(call):
+            x = torch.linspace(0.1, 1.0, 64, device=comm.device).view(1, 4, 2, 8).requires_grad_()
+            learned.grad = None
+            call(x).square().sum().backward()
+            return x.grad, torch.zeros_like(learned) if learned.grad is None else learned.grad
 
-            expected = gradients(region)
-            for early_stop in (True, False):
+        expected = gradients(region)
+        for early_stop in (True, False):
 
-                def checkpointed(x, region=region, early_stop=early_stop):
-                    with set_checkpoint_early_stop(early_stop):
-                        return checkpoint(region, x, use_reentrant=False)
+            def checkpointed(x, region=region, early_stop=early_stop):
+                with set_checkpoint_early_stop(early_stop):
+                    return checkpoint(region, x, use_reentrant=False)
 
-                found[name, last, early_stop] = max(
-                    (a - b).abs().max().item() for a, b in zip(expected, gradients(checkpointed), strict=True)
-                )
-        assert comm.order.rejected is None and not any(any(x.launcher.backwards.dropped) for x in comm.collectives)
-        comm.barrier()
-        return found
+            found[name, last, early_stop] = max(
+                (a - b).abs().max().item() for a, b in zip(expected, gradients(checkpointed), strict=True)
+            )
+    assert comm.order.rejected is None and not any(any(x.launcher.backwards.dropped) for x in comm.collectives)
+    comm.barrier()
+    return found
 
 
 @pytest.mark.slow(but="3")
@@ -507,9 +491,8 @@ def test_what_ranks_compute_again(run, size, scans_only):
     """Non-reentrant checkpointing recomputes each operator, last in its region or not, at the same place on all ranks
     or on none, whichever optional inputs a rank has."""
     for found in run(size, recomputed_case, scans_only):
-        assert len(found) == 4 * (SCANS if scans_only else 35) and max(found.values()) < 1e-5, {
-            k: v for k, v in found.items() if not v < 1e-5
-        }
+        assert len(found) == 4 * (SCANS if scans_only else 35)
+        check_errors([found], 1e-5)
 
 
 def test_backwards_in_another_order(run):
@@ -541,26 +524,25 @@ def test_resync_in_different_steps(run):
         assert all("rank 0: 2; rank 1: 2; rank 2: 3" in text for _, text in answers), answers
 
 
-def interrupted_case(group):
+def interrupted_case(comm):
     """Rank 1 is interrupted after all ranks have agreed on a call and before it has recorded that."""
-    with allscan.Communicator(group, timeout=60) as comm:
-        x = torch.ones(1, 20, 1, 16, device=comm.device)
+    x = torch.ones(1, 20, 1, 16, device=comm.device)
 
-        def call(cu_seqlens=None):
-            return allscan.zeco_gla(x, x, x, -0.1 * x, comm=comm, cu_seqlens=cu_seqlens)[0]
+    def call(cu_seqlens=None):
+        return allscan.zeco_gla(x, x, x, -0.1 * x, comm=comm, cu_seqlens=cu_seqlens)[0]
 
-        call()
-        if comm.rank == 1:
-            with (
-                mock.patch.object(Agreement, "remember", side_effect=KeyboardInterrupt),
-                contextlib.suppress(KeyboardInterrupt),
-            ):
-                call([0, 25, 40])
-        else:
-            raised(call, [0, 25, 40])
-        comm.resync()
-        again = [raised(call), raised(call, [0, 25, 40]), raised(call, [0, 25, 40]), raised(comm.barrier)]
-        return again, len(comm.agreed.arguments)
+    call()
+    if comm.rank == 1:
+        with (
+            mock.patch.object(Agreement, "remember", side_effect=KeyboardInterrupt),
+            contextlib.suppress(KeyboardInterrupt),
+        ):
+            call([0, 25, 40])
+    else:
+        raised(call, [0, 25, 40])
+    comm.resync()
+    again = [raised(call), raised(call, [0, 25, 40]), raised(call, [0, 25, 40]), raised(comm.barrier)]
+    return again, len(comm.agreed.arguments)
 
 
 def interrupted_first_call_case(group):
@@ -632,19 +614,18 @@ def neighbour_shift_case(group, key, how):
         return abs(found - 2 * right) <= 1e-6 * abs(right)
 
 
-@pytest.mark.parametrize("size", [4])  # of 2 ranks the last one waits for the first in any case
 @pytest.mark.parametrize("how", ["number", "tensor", "signs", "zeco_gla"])
-def test_a_tile_with_zero_decays_waits_for_one_rank(run, size, how):
+def test_a_tile_with_zero_decays_waits_for_one_rank(run, how, size=4):
+    # of 2 ranks the last one waits for the first in any case
     assert run(size, neighbour_shift_case, uuid.uuid4().hex, how) == [True] * size
 
 
-def nan_decay_case(group):
+def nan_decay_case(comm):
     """A NaN decay is not 0: its tile waits, and NaN is sent on."""
-    with allscan.Communicator(group) as comm:
-        state, decay = torch.ones(1, 2, 2, device=comm.device), torch.full((1, 2), float("nan"), device=comm.device)
-        allscan.allscan(state, torch.ones_like(decay), comm=comm)  # a first call rejects NaN
-        prev = allscan.allscan(state, decay, comm=comm)
-        return prev.isnan().all().item() if comm.rank > 1 else (prev == comm.rank).all().item() or comm.rank == 1
+    state, decay = torch.ones(1, 2, 2, device=comm.device), torch.full((1, 2), float("nan"), device=comm.device)
+    allscan.allscan(state, torch.ones_like(decay), comm=comm)  # a first call rejects NaN
+    prev = allscan.allscan(state, decay, comm=comm)
+    return prev.isnan().all().item() if comm.rank > 1 else (prev == comm.rank).all().item() or comm.rank == 1
 
 
 def test_a_decay_that_is_nan(run, pool):
@@ -676,21 +657,13 @@ def test_more_tiles_than_programs(run, pool, depth, protocol):
     assert all(run(min(3, pool.size), few_programs_case, depth, protocol))
 
 
-def overtaking_case(group, depth):
+def overtaking_case(comm, depth):
     """Concurrent puts arrive in any order, up to 0.3 s late."""
-
-    allscan.init()
-    network = heap.symmetric_heap().network
-    network.most_s = 0.3
-    try:
-        with allscan.Communicator(group) as comm:
-            scan = allscan.AllScan(comm, (1, 2, 4), depth=depth, protocol="put")
-            outs = [scan.scan(torch.full((1, 2, 4), 10.0 * i + comm.rank)) for i in range(1, 9)]
-            wrong = [i for i, o in enumerate(outs, 1) if (o != sum(10.0 * i + r for r in range(comm.rank))).any()]
-            comm.barrier()
-    finally:
-        network.most_s = 2e-3
-    return wrong
+    with mock.patch.object(comm.memory.heap.network, "most_s", 0.3):
+        scan = allscan.AllScan(comm, (1, 2, 4), depth=depth, protocol="put")
+        outs = [scan.scan(torch.full((1, 2, 4), 10.0 * i + comm.rank)) for i in range(1, 9)]
+        comm.barrier()
+    return [i for i, o in enumerate(outs, 1) if (o != sum(10.0 * i + r for r in range(comm.rank))).any()]
 
 
 @pytest.mark.cpu
@@ -699,23 +672,22 @@ def test_puts_that_overtake_each_other(run, depth):
     assert run(3, overtaking_case, depth) == [[], [], []]
 
 
-def transforms_case(group):
+def transforms_case(comm):
     """torch.func's transforms are rejected by name, and the next call is right."""
-    with allscan.Communicator(group, timeout=60) as comm:
-        x = torch.ones(2, 1, 3, 1, 2, device=comm.device)
-        calls = {
-            "allscan": lambda x: allscan.allscan(x[0].transpose(0, 1), comm=comm),
-            "halo": lambda x: allscan.halo(x, 1, comm=comm),
-            "zeco_gla": lambda x: allscan.zeco_gla(x, x, x, -x, comm=comm, scale=1.0)[0],
-        }
-        found = []
-        for first in (True, False):  # False: the call repeats a shape
-            for call in calls.values():
-                if not first:
-                    call(x[0])
-                for transformed in (torch.func.vmap(call), torch.func.grad(lambda x, call=call: call(x[0]).sum())):
-                    found.append(raised(transformed, x))
-        return found, allscan.allscan(x[0, 0], comm=comm).mean().item() == comm.rank
+    x = torch.ones(2, 1, 3, 1, 2, device=comm.device)
+    calls = {
+        "allscan": lambda x: allscan.allscan(x[0].transpose(0, 1), comm=comm),
+        "halo": lambda x: allscan.halo(x, 1, comm=comm),
+        "zeco_gla": lambda x: allscan.zeco_gla(x, x, x, -x, comm=comm, scale=1.0)[0],
+    }
+    found = []
+    for first in (True, False):  # False: the call repeats a shape
+        for call in calls.values():
+            if not first:
+                call(x[0])
+            for transformed in (torch.func.vmap(call), torch.func.grad(lambda x, call=call: call(x[0]).sum())):
+                found.append(raised(transformed, x))
+    return found, allscan.allscan(x[0, 0], comm=comm).mean().item() == comm.rank
 
 
 @pytest.mark.cpu
@@ -763,8 +735,7 @@ MIXED = {  # arguments that ranks mix after agreeing on both, and tokens of a ra
 
 def fault_at_the_end(comm):
     """Return the error of a barrier after mixed calls, and resync()."""
-    if comm.device.type == "cuda":
-        torch.cuda.synchronize()
+    comm.streams.synchronize()
     found = raised(comm.barrier)
     comm.resync()
     return found
@@ -807,12 +778,7 @@ def mixed_case(group, operator, what):
         return o.detach().norm().item(), leaf.grad.norm().item()
 
     right = [call(**ways[i]) for i in (0, 1, 0)]
-    found = []
-    for _ in range(3):
-        try:
-            found.append(call(**ways[comm.rank == comm.size - 1]))
-        except RuntimeError as problem:
-            found.append(type(problem).__name__)
+    found = [value_or_error(call, **ways[comm.rank == comm.size - 1]) for _ in range(3)]
     end = fault_at_the_end(comm)
     again = all(
         math.isclose(a, b, rel_tol=1e-4) for i in (1, 0) for a, b in zip(call(**ways[i]), right[i], strict=True)
@@ -880,12 +846,7 @@ def mixed_reverse_case(group, operator):
 
     right = {reverse: call(reverse) for reverse in (False, True)}
     call(comm.rank == comm.size - 1)
-    found = []
-    for reverse in (False, True):
-        try:
-            found.append(torch.equal(call(reverse), right[reverse]))
-        except RuntimeError as problem:
-            found.append(type(problem).__name__)
+    found = [value_or_error(lambda way=way: torch.equal(call(way), right[way])) for way in (False, True)]
     end = fault_at_the_end(comm)
     again = all(torch.equal(call(reverse), x) for reverse, x in right.items())
     comm.close()
@@ -974,10 +935,7 @@ def fails_before_its_launch_case(group):
         found = []
         for value in (1.0, 10.0, 20.0):
             with mock.patch.object(launcher.Launcher, "before_launch", failing if value == 1.0 else launch):
-                try:
-                    found.append(allscan.allscan(value * x, comm=comm)[0, 0, 0].item())
-                except RuntimeError as error:
-                    found.append(type(error).__name__)
+                found.append(value_or_error(lambda n=value: allscan.allscan(n * x, comm=comm)[0, 0, 0].item()))
         end = raised(comm.barrier)
         comm.resync()
         return found, end[0], allscan.allscan(x, comm=comm)[0, 0, 0].item() == comm.rank
@@ -1100,19 +1058,18 @@ def test_stamps():
     assert stamp((0, 12, 40), 1, 128) == int.from_bytes(digest, "little") % STAMPS.value
 
 
-def failed_resync_case(group):
+def failed_resync_case(comm):
     """Return the errors of resync() calls where rank 1 fails inside of one; whether a scan is right afterwards."""
-    with allscan.Communicator(group, timeout=60) as comm:
-        x = torch.ones(2, 16, 16, device=comm.device)
-        for _ in range(3):
-            comm.step()
-            allscan.allscan(x, comm=comm)
-        if comm.rank == 1:
-            comm.memory.reset = mock.Mock(side_effect=torch.OutOfMemoryError("no memory"))
-        first = raised(comm.resync)
-        vars(comm.memory).pop("reset", None)
-        again = raised(comm.resync)
-        return first[0], again, allscan.allscan(x, comm=comm)[0, 0, 0].item() == comm.rank
+    x = torch.ones(2, 16, 16, device=comm.device)
+    for _ in range(3):
+        comm.step()
+        allscan.allscan(x, comm=comm)
+    if comm.rank == 1:
+        comm.memory.reset = mock.Mock(side_effect=torch.OutOfMemoryError("no memory"))
+    first = raised(comm.resync)
+    vars(comm.memory).pop("reset", None)
+    again = raised(comm.resync)
+    return first[0], again, allscan.allscan(x, comm=comm)[0, 0, 0].item() == comm.rank
 
 
 def test_resync_again_after_one_that_failed_on_one_rank(run):
@@ -1121,29 +1078,28 @@ def test_resync_again_after_one_that_failed_on_one_rank(run):
     assert rest_of_0 == rest_of_1 == [None, True]
 
 
-def interrupted_resync_case(group):
+def interrupted_resync_case(comm):
     """Rank 1 gets Ctrl-C once the others go on in resync(), twice; it calls step() between the attempts."""
-    with allscan.Communicator(group, timeout=60) as comm:
-        x, exchange = torch.ones(2, 16, 16, device=comm.device), comm.order.store_exchange.exchange
+    x, exchange = torch.ones(2, 16, 16, device=comm.device), comm.order.store_exchange.exchange
 
-        def interrupted(value, what, *rest, **options):
-            exchange(value, what, *rest, **options)
-            raise KeyboardInterrupt
+    def interrupted(value, what, *rest, **options):
+        exchange(value, what, *rest, **options)
+        raise KeyboardInterrupt
 
-        found = []
-        for attempt in range(2):
-            comm.step()
-            allscan.allscan(x, comm=comm)
-            if comm.rank == 1:
-                with mock.patch.object(comm.order.store_exchange, "exchange", interrupted):
-                    with pytest.raises(KeyboardInterrupt):
-                        comm.resync()
-            else:
-                found.append(raised(comm.resync)[0])
-            if attempt:
-                comm.order.missed_steps += 1  # as a step() that raises
-            found.append(raised(comm.resync))
-        return found, comm._steps(), allscan.allscan(x, comm=comm)[0, 0, 0].item() == comm.rank
+    found = []
+    for attempt in range(2):
+        comm.step()
+        allscan.allscan(x, comm=comm)
+        if comm.rank == 1:
+            with mock.patch.object(comm.order.store_exchange, "exchange", interrupted):
+                with pytest.raises(KeyboardInterrupt):
+                    comm.resync()
+        else:
+            found.append(raised(comm.resync)[0])
+        if attempt:
+            comm.order.missed_steps += 1  # as a step() that raises
+        found.append(raised(comm.resync))
+    return found, comm._steps(), allscan.allscan(x, comm=comm)[0, 0, 0].item() == comm.rank
 
 
 def test_resync_again_after_ctrl_c_in_it(run):

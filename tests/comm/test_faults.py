@@ -5,16 +5,17 @@ from __future__ import annotations
 import contextlib
 import copy
 import errno
+import functools
 import gc
 import inspect
 import os
 import pickle
 import signal
 import tempfile
-import threading
 import time
 import warnings
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
 import conftest
@@ -33,7 +34,8 @@ from allscan.bindings.shared_memory import SharedMemoryHeap
 from allscan.comm import communicator, heap, host_exchange, places
 from support.faults import TIMEOUT, poisoned_case, scan_until_timeout
 from support.fla import import_fla
-from support.values import error, inputs, raised, raised_and_freed
+from support.scans import error_of
+from support.values import error, raised, raised_and_freed
 
 
 def never_calls_case(absent):
@@ -49,11 +51,7 @@ def never_calls_case(absent):
         comm.close()  # waits for no rank
         answer = (seconds, record, message, again[0], time.monotonic() - start)
     with allscan.Communicator() as other:  # all ranks have returned: a new communicator works
-        states, decays = inputs(other, (2, 4, 8), (2, 4), 1)
-        expected = states[0].double() * decays[1][..., None] + states[1] if other.rank == 2 else None
-        prev = allscan.allscan(states[other.rank].to(other.device), decays[other.rank].to(other.device), comm=other)
-        good = expected is None or error(prev, expected) < 1e-6
-    return answer, good
+        return answer, error_of(other, functools.partial(allscan.allscan, comm=other), (2, 4, 8), 1) < 1e-6
 
 
 def test_a_rank_that_never_calls(fresh, size=3):
@@ -112,8 +110,7 @@ def left_out_case(ended):
                     o, _ = allscan.zeco_gla(x, x, x, -0.1 * x.detach(), comm=comm)
                 elif (comm.rank, step) != (1, 2):
                     o.sum().backward()
-                if comm.device.type == "cuda":
-                    torch.cuda.synchronize()  # a host is in the call that its GPU is in
+                comm.streams.synchronize()  # a host is in the call that its GPU is in
                 comm.check()
         except allscan.AllScanTimeout as timeout:
             return str(pickle.loads(pickle.dumps(timeout)))
@@ -254,69 +251,54 @@ def test_a_rank_killed_in_mid_scan(fresh, request, tmp_path, size=2):
 
 
 def disagree_case(group):
+    """Return ([(expected type of this rank's error, a text of it, the error)], difference of a right call)."""
     with allscan.Communicator(group) as comm:
-        me = comm.rank
-        device = comm.device
+        me, device = comm.rank, comm.device
 
         def make(*shape, dtype=torch.float32, device=device):
             return torch.zeros(shape, dtype=dtype, device=device)
 
-        other = "meta" if device.type == "cpu" else "cpu"
+        def call(*tensors):
+            return raised(allscan.allscan, *tensors, comm=comm)
+
+        def scan(*shape, **options):
+            return raised(allscan.AllScan, comm, shape, **options)
+
+        def made(**options):
+            return raised(allscan.Communicator, group, **options)
+
+        other, odd = "meta" if device.type == "cpu" else "cpu", torch.float64 if me else torch.float32
         answers = [
-            raised(allscan.allscan, make(2, 4, 8 + me), comm=comm),
-            raised(allscan.allscan, make(2, 4, 9, dtype=torch.float64 if me else torch.float32), comm=comm),
-            raised(allscan.allscan, make(2, 4, 10, device=other), comm=comm),
-            raised(allscan.allscan, make(2, 4, 11), make(2, 5), comm=comm),
-            raised(allscan.allscan, make(2, 4, 12), make(2, 4, dtype=torch.float16), comm=comm),
-            raised(allscan.allscan, make(8), comm=comm),
-            raised(allscan.allscan, "state", comm=comm),
-            raised(allscan.AllScan, comm, (2, 4, 8), depth=1 + me),
-            raised(allscan.AllScan, comm, (2, 4, 8), depth=0),
-            raised(allscan.AllScan, comm, (2, 4, 8), protocol="carrier pigeon"),
-            raised(allscan.AllScan, comm, (2, 4, 8), tile=(3, 8)),
-            raised(allscan.AllScan, comm, (1, 1 << 14, 1 << 14)),
-            raised(allscan.Communicator, group, timeout=0),
-            raised(allscan.Communicator, group, timeout=float("inf")),
-            raised(allscan.Communicator, group, transport="smoke signals"),
-            raised(allscan.Communicator, "group"),
-            *(
-                raised(allscan.Communicator, group, **(wrong if me else {}))
-                for wrong in (dict(timeout=-1), dict(timeout="5"), dict(max_ctas=0), dict(transport="pigeon"))
-            ),
+            ("ValueError", "different arguments", call(make(2, 4, 8 + me))),
+            ("TypeError" if me else "ValueError", "float64", call(make(2, 4, 9, dtype=odd))),
+            ("ValueError", "must be on", call(make(2, 4, 10, device=other))),
+            ("ValueError", "broadcastable", call(make(2, 4, 11), make(2, 5))),
+            ("TypeError", "float16", call(make(2, 4, 12), make(2, 4, dtype=torch.float16))),
+            ("ValueError", "[..., K, V]", call(make(8))),
+            ("TypeError", "str", call("state")),
+            ("ValueError", "different arguments", scan(2, 4, 8, depth=1 + me)),
+            ("ValueError", "depth", scan(2, 4, 8, depth=0)),
+            ("ValueError", "protocol", scan(2, 4, 8, protocol="carrier pigeon")),
+            ("ValueError", "powers of two", scan(2, 4, 8, tile=(3, 8))),
+            ("MemoryError", "ALLSCAN_HEAP", scan(1, 1 << 14, 1 << 14)),
+            ("ValueError", "timeout", made(timeout=0)),
+            ("ValueError", "timeout", made(timeout=float("inf"))),
+            ("ValueError", "transport", made(transport="smoke signals")),
+            ("ValueError", "ProcessGroup", raised(allscan.Communicator, "group")),
         ]
+        for wrong in (dict(timeout=-1), dict(timeout="5"), dict(max_ctas=0), dict(transport="pigeon")):
+            [name] = wrong
+            text = f"rank 0: ok; rank 1: ValueError: {name} must be"
+            answers.append(("ValueError", text, made(**(wrong if me else {}))))
         healthy = error(allscan.allscan(make(2, 4, 8) + 1, comm=comm), torch.full((2, 4, 8), float(me)))
-    answers.append(raised(allscan.allscan, make(2, 4, 8), comm=comm))
+    answers.append(("RuntimeError", "closed", call(make(2, 4, 8))))
     return answers, healthy
 
 
 def test_errors_are_clear_and_on_every_rank(run):
-    expected = [
-        ("ValueError", "ValueError", "different arguments"),
-        ("ValueError", "TypeError", "float64"),
-        ("ValueError", "ValueError", "must be on"),
-        ("ValueError", "ValueError", "broadcastable"),
-        ("TypeError", "TypeError", "float16"),
-        ("ValueError", "ValueError", "[..., K, V]"),
-        ("TypeError", "TypeError", "str"),
-        ("ValueError", "ValueError", "different arguments"),
-        ("ValueError", "ValueError", "depth"),
-        ("ValueError", "ValueError", "protocol"),
-        ("ValueError", "ValueError", "powers of two"),
-        ("MemoryError", "MemoryError", "ALLSCAN_HEAP"),
-        ("ValueError", "ValueError", "timeout"),
-        ("ValueError", "ValueError", "timeout"),
-        ("ValueError", "ValueError", "transport"),
-        ("ValueError", "ValueError", "ProcessGroup"),
-        *[("ValueError", "ValueError", f"rank 0: ok; rank 1: ValueError: {name} must be") for name in ("timeout",) * 2],
-        *[
-            ("ValueError", "ValueError", f"ok; rank 1: ValueError: {name} must be")
-            for name in ("max_ctas", "transport")
-        ],
-        ("RuntimeError", "RuntimeError", "closed"),
-    ]
     for rank, (answers, healthy) in enumerate(run(2, disagree_case)):
-        for answer, wanted in zip(answers, expected, strict=True):
-            assert answer is not None and answer[0] == wanted[rank] and wanted[2] in answer[1], (rank, answer, wanted)
+        for kind, text, answer in answers:
+            assert answer is not None and answer[0] == kind and text in answer[1], (rank, kind, text, answer)
         assert healthy == 0
 
 
@@ -395,11 +377,8 @@ def two_threads_case():
                 found[i].append(f"{type(problem).__name__}: {problem}")
                 return
 
-    threads = [threading.Thread(target=calls, args=(i,)) for i in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(calls, range(2)))
     return found
 
 
@@ -491,10 +470,8 @@ def order_case(group):
 def test_debug_names_the_first_launch_that_differs(run):
     for shapes, directions in run(2, order_case):
         assert "launch 4: rank 0: scan over (1, 4, 8), in step 0; rank 1: scan over (1, 4, 16), in step 0" in shapes
-        assert (
-            "launch 5: rank 0: scan over (1, 4, 8), reverse, in step 0; rank 1: scan over (1, 4, 8), in step 0"
-            in directions
-        )
+        other = "launch 5: rank 0: scan over (1, 4, 8), reverse, in step 0; rank 1: scan over (1, 4, 8), in step 0"
+        assert other in directions
 
 
 def broken_on_one_rank_case():
@@ -537,17 +514,14 @@ def test_a_block_left_with_an_error_on_one_rank(fresh):
 
 def threads_case():
     """Two communicators of one group make their first calls in a thread each, in a different order on each rank."""
-    comms, scans = [allscan.Communicator() for _ in range(2)], [None, None]
+    comms = [allscan.Communicator() for _ in range(2)]
 
-    def work(i, delay):  # Triton's interpreter itself is single-threaded
-        time.sleep(delay)
-        scans[i] = allscan.AllScan(comms[i], (1, 16))
+    def made(comm):  # Triton's interpreter itself is single-threaded
+        time.sleep(0.3 * (comm is comms[comm.rank]))
+        return allscan.AllScan(comm, (1, 16))
 
-    threads = [threading.Thread(target=work, args=(i, 0.3 * (i == comms[0].rank))) for i in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(2) as threads:
+        scans = [*threads.map(made, comms)]
     results = [scan.scan(torch.full((1, 16), value)).mean().item() for scan, value in zip(scans, (10.0, 20.0))]
     for comm in comms:
         comm.close()
@@ -631,8 +605,7 @@ def failing_steps_case(group, failing):
                     x = torch.ones(1, 4, 1, 16, device=comm.device, requires_grad=True)
                     o, _ = allscan.zeco_gla(x, x, x, -0.1 * x, comm=comm)
                     o.sum().backward()
-                if comm.device.type == "cuda":
-                    torch.cuda.synchronize()
+                comm.streams.synchronize()
                 comm.check()
                 losses.append(round(o.sum().item(), 2))
             except (torch.cuda.OutOfMemoryError, allscan.AllScanError) as caught:
@@ -843,15 +816,13 @@ def test_a_later_call_that_one_rank_rejects(answers, kind, size=2):
         assert answer[1][:40] in other[1], (name, answer, other)
 
 
-def captured_case(group):
+def captured_case(comm):
     """A first call in a capture allocates nothing. The capture is mocked: CPU ranks have no CUDA graphs."""
-    with allscan.Communicator(group) as comm:
-        free, capturing = comm.memory.heap.arena.free_bytes, comm.streams.capturing
-        comm.streams.capturing = lambda: True
+    free = comm.memory.heap.arena.free_bytes
+    with mock.patch.object(comm.streams, "capturing", lambda: True):
         answer = raised(allscan.allscan, torch.ones(2, 16), comm=comm)
-        comm.streams.capturing = capturing
-        assert comm.memory.heap.arena.free_bytes == free
-        return answer, allscan.allscan(torch.ones(2, 16), comm=comm).sum().item()
+    assert comm.memory.heap.arena.free_bytes == free
+    return answer, allscan.allscan(torch.ones(2, 16), comm=comm).sum().item()
 
 
 @pytest.mark.cpu
@@ -861,22 +832,13 @@ def test_a_first_call_in_a_capture(run):
         assert total == 32.0 * rank
 
 
-def full_case(group):
+def full_case(comm):
     """The memory of rank 1's host is full: all ranks get an error, and everything allocated is freed."""
-    with allscan.Communicator(group) as comm:
-        free, fallocate = comm.memory.heap.arena.free_bytes, os.posix_fallocate
-
-        def full(*_):
-            raise OSError(errno.ENOSPC, "No space left on device")
-
-        if comm.rank == 1:
-            os.posix_fallocate = full
-        try:
-            answer = raised(allscan.allscan, torch.ones(2, 16), comm=comm)
-        finally:
-            os.posix_fallocate = fallocate
-        assert comm.memory.heap.arena.free_bytes == free
-        return answer, allscan.allscan(torch.ones(2, 16), comm=comm).sum().item()
+    free, full = comm.memory.heap.arena.free_bytes, OSError(errno.ENOSPC, "No space left on device")
+    with mock.patch.object(os, "posix_fallocate", side_effect=full) if comm.rank == 1 else contextlib.nullcontext():
+        answer = raised(allscan.allscan, torch.ones(2, 16), comm=comm)
+    assert comm.memory.heap.arena.free_bytes == free
+    return answer, allscan.allscan(torch.ones(2, 16), comm=comm).sum().item()
 
 
 @pytest.mark.cpu
@@ -886,11 +848,10 @@ def test_a_host_without_memory(run):
         assert total == 32.0 * rank
 
 
-def pickled_case(group):
+def pickled_case(comm):
     module = torch.nn.Linear(2, 2)
-    with allscan.Communicator(group) as comm:
-        module.comm = comm
-        return copy.deepcopy(module).comm is comm, raised(pickle.dumps, module)
+    module.comm = comm
+    return copy.deepcopy(module).comm is comm, raised(pickle.dumps, module)
 
 
 @pytest.mark.cpu

@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 import types
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
@@ -82,20 +83,9 @@ class ThreadRank(StoreExchange):
 
 def together(ranks, *functions):
     """Call function(rank) for each rank in a thread; return results or exceptions."""
-    answers = [None] * len(ranks)
-
-    def work(i):
-        try:
-            answers[i] = functions[i % len(functions)](ranks[i])
-        except Exception as error:
-            answers[i] = error
-
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(len(ranks))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return answers
+    with ThreadPoolExecutor(len(ranks)) as threads:
+        calls = [threads.submit(functions[i % len(functions)], rank) for i, rank in enumerate(ranks)]
+        return [call.exception() or call.result() for call in calls]
 
 
 @pytest.mark.parametrize("count", [*(pytest.param(n, marks=pytest.mark.quick) for n in (8, 64)), 512])

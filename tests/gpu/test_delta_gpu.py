@@ -10,7 +10,7 @@ import allscan
 from support.delta import NAMES, DeltaCase, Whole, kept_case, of_rank, same_prefix
 from support.fla import import_fla
 from support.gla import BF16, F32
-from support.values import late, place, relative_all
+from support.values import captured, late, place, relative_all
 
 pytestmark = pytest.mark.gpu
 
@@ -41,22 +41,21 @@ def same_with_stragglers(comm, whole, mine, where):
     return ours
 
 
-def beside_fla_case(group, tokens, kind, dtype, cuts, beta, chunk="fla"):
+def beside_fla_case(comm, tokens, kind, dtype, cuts, beta, chunk="fla"):
     """Return, by tensor of this rank's part, (our error, error of fla's chunk_kda on the global sequence)."""
     import_fla()
     from fla.ops.kda import chunk_kda
 
-    with allscan.Communicator(group) as comm:
-        tokens, lengths, mine, where = of_layout(comm, tokens, cuts)
-        case = DeltaCase("kda", tokens, H=2, HV=4, K=128, V=128, gates=kind, dtype=dtype, lengths=lengths, beta=beta)
-        whole = Whole(case, comm.device)
-        sequences = 1 if lengths is None else len(lengths) - 1
-        expected = of_rank(whole.reference(), comm, tokens, lengths, sequences, *[bool(where)] * 2)
-        theirs = whole.ours(comm, slice(None), lambda *x, comm, **options: chunk_kda(*x, **options))
-        theirs = of_rank(theirs, comm, tokens, lengths, sequences, *[bool(where)] * 2)
-        ours = same_with_stragglers(comm, whole, mine, where | dict(chunk=chunk))
-        errors = [relative_all(NAMES, x, expected) for x in (ours, theirs)]
-        return {name: (errors[0][name], errors[1][name]) for name in NAMES}
+    tokens, lengths, mine, where = of_layout(comm, tokens, cuts)
+    case = DeltaCase("kda", tokens, H=2, HV=4, K=128, V=128, gates=kind, dtype=dtype, lengths=lengths, beta=beta)
+    whole = Whole(case, comm.device)
+    sequences = 1 if lengths is None else len(lengths) - 1
+    expected = of_rank(whole.reference(), comm, tokens, lengths, sequences, *[bool(where)] * 2)
+    theirs = whole.ours(comm, slice(None), lambda *x, comm, **options: chunk_kda(*x, **options))
+    theirs = of_rank(theirs, comm, tokens, lengths, sequences, *[bool(where)] * 2)
+    ours = same_with_stragglers(comm, whole, mine, where | dict(chunk=chunk))
+    errors = [relative_all(NAMES, x, expected) for x in (ours, theirs)]
+    return {name: (errors[0][name], errors[1][name]) for name in NAMES}
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -113,27 +112,26 @@ def test_a_prefix_does_not_depend_on_the_strength_of_later_gates(run, later):
     assert all(same.values()), same
 
 
-def gated_case(group, tokens, kind, dtype, cuts, chunk):
+def gated_case(comm, tokens, kind, dtype, cuts, chunk):
     """Return errors of zeco_gated_delta_rule against float64 by tensor, and of fla's forward pass on the global
     sequence."""
     import_fla()
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
-    with allscan.Communicator(group) as comm:
-        tokens, lengths, mine, where = of_layout(comm, tokens, cuts)
-        sizes = dict(H=2, HV=4, K=128, V=128)
-        case = DeltaCase("gated_delta_rule", tokens, **sizes, gates=kind, dtype=dtype, lengths=lengths)
-        whole = Whole(case, comm.device)
-        sequences = 1 if lengths is None else len(lengths) - 1
-        exact = whole.reference()
-        expected = of_rank(exact, comm, tokens, lengths, sequences, *[bool(where)] * 2)
-        packed = None if lengths is None else torch.tensor(lengths, device=comm.device)
-        given = dict(initial_state=whole.initial, output_final_state=True, cu_seqlens=packed)
-        with torch.no_grad():
-            theirs = [*chunk_gated_delta_rule(*whole.tensors(), **given), *exact[2:]]
-        theirs = of_rank(theirs, comm, tokens, lengths, sequences, *[bool(where)] * 2)
-        ours = same_with_stragglers(comm, whole, mine, where | dict(chunk=chunk))
-        return [relative_all(NAMES, x, expected) for x in (ours, theirs)]
+    tokens, lengths, mine, where = of_layout(comm, tokens, cuts)
+    sizes = dict(H=2, HV=4, K=128, V=128)
+    case = DeltaCase("gated_delta_rule", tokens, **sizes, gates=kind, dtype=dtype, lengths=lengths)
+    whole = Whole(case, comm.device)
+    sequences = 1 if lengths is None else len(lengths) - 1
+    exact = whole.reference()
+    expected = of_rank(exact, comm, tokens, lengths, sequences, *[bool(where)] * 2)
+    packed = None if lengths is None else torch.tensor(lengths, device=comm.device)
+    given = dict(initial_state=whole.initial, output_final_state=True, cu_seqlens=packed)
+    with torch.no_grad():
+        theirs = [*chunk_gated_delta_rule(*whole.tensors(), **given), *exact[2:]]
+    theirs = of_rank(theirs, comm, tokens, lengths, sequences, *[bool(where)] * 2)
+    ours = same_with_stragglers(comm, whole, mine, where | dict(chunk=chunk))
+    return [relative_all(NAMES, x, expected) for x in (ours, theirs)]
 
 
 GATED = [(kind, BF16, "one") for kind in ("zero", "mild", "strong")]
@@ -190,17 +188,8 @@ def graph_case(group, replays):
             o, _ = allscan.zeco_kda(*own, comm=comm)
             return [o, *torch.autograd.grad(o, own, whole.do[:, mine])]
 
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(3):
-                expected = [x.clone() for x in step()]
-        torch.cuda.current_stream().wait_stream(side)
-        comm.barrier()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            found = step()
-        different = 0
+        expected, different = [x.clone() for x in step()], 0
+        graph, found = captured(comm, step)
         for i in range(replays):
             if i % 100 == 0:
                 late(i, comm.rank, 20)

@@ -47,22 +47,21 @@ def passes(operator, given, do, options):
     return forward, both, chain
 
 
-def peaks_case(group, rule, layout, H, D, recompute):
+def peaks_case(comm, rule, layout, H, D, recompute):
     """Return measured over estimated peaks of ``passes``, for two numbers of tokens."""
     ratios = []
-    with allscan.Communicator(group) as comm:
-        options = dict(comm=comm, layout=layout, recompute=recompute) | ({} if rule == "gla" else dict(chunk="allscan"))
-        processors = torch.cuda.get_device_properties(comm.device).multi_processor_count
-        for T in (4096, 16384):
-            how = dict(multiprocessors=processors, recompute=recompute)
-            cut = Cut(T * comm.size, comm.size, 1, layout == "zigzag", **how)
-            found = estimate.peak(Recurrent(rule, 1, H, D, D), cut)
-            expected = found.forward, found.both, (LAYERS - 1) * found.saved + found.both
-            functions = passes(getattr(allscan, OPERATORS[rule]), *inputs(rule, T, H, D, comm.device), options)
-            for function, nbytes in zip(functions, expected, strict=True):
-                function()  # compiles, and agrees with the other ranks
-                ratios.append(round(extra_mib(function) * (1 << 20) / nbytes, 4))
-        comm.barrier()
+    options = dict(comm=comm, layout=layout, recompute=recompute) | ({} if rule == "gla" else dict(chunk="allscan"))
+    processors = torch.cuda.get_device_properties(comm.device).multi_processor_count
+    for T in (4096, 16384):
+        how = dict(multiprocessors=processors, recompute=recompute)
+        cut = Cut(T * comm.size, comm.size, 1, layout == "zigzag", **how)
+        found = estimate.peak(Recurrent(rule, 1, H, D, D), cut)
+        expected = found.forward, found.both, (LAYERS - 1) * found.saved + found.both
+        functions = passes(getattr(allscan, OPERATORS[rule]), *inputs(rule, T, H, D, comm.device), options)
+        for function, nbytes in zip(functions, expected, strict=True):
+            function()  # compiles, and agrees with the other ranks
+            ratios.append(round(extra_mib(function) * (1 << 20) / nbytes, 4))
+    comm.barrier()
     return ratios
 
 

@@ -31,17 +31,16 @@ def rows_error(actual, expected):
     return error.square().mean().sqrt().item()
 
 
-def errors_case(group, kind):
-    with allscan.Communicator(group) as comm:
-        whole = Whole(GLACase([1024], H=16, K=128, V=128, gates=kind, dtype=BF16), comm.device)
-        expected = whole.reference()
-        answers = []
-        keeping = functools.partial(allscan.zeco_gla, recompute=False)
-        for call in (allscan.zeco_gla, keeping, chunk_gla):
-            actual = whole.ours(comm, slice(None), call)
-            errors = relative_all(NAMES, actual, expected)
-            answers.append(errors | {"dinitial_state, by rows": rows_error(actual[-1], expected[-1])})
-        return answers
+def errors_case(comm, kind):
+    whole = Whole(GLACase([1024], H=16, K=128, V=128, gates=kind, dtype=BF16), comm.device)
+    expected = whole.reference()
+    answers = []
+    keeping = functools.partial(allscan.zeco_gla, recompute=False)
+    for call in (allscan.zeco_gla, keeping, chunk_gla):
+        actual = whole.ours(comm, slice(None), call)
+        errors = relative_all(NAMES, actual, expected)
+        answers.append(errors | {"dinitial_state, by rows": rows_error(actual[-1], expected[-1])})
+    return answers
 
 
 @pytest.mark.parametrize("kind", ["weak", "mild", "zero", "strong"])

@@ -33,6 +33,7 @@ import allscan
 from allscan.tools.ranks import Ranks, on_first
 from support.fla import import_fla
 from support.megatron import group_of_one
+from support.models import with_weights
 from support.values import place, relative
 
 pytestmark = pytest.mark.gpu
@@ -164,20 +165,7 @@ def parts(size):
 
 
 def made(family, device):
-    kind, options = MODELS[family]
-    home = f"transformers.models.{family}"
-    config = getattr(importlib.import_module(f"{home}.configuration_{family}"), f"{kind}Config")(**options)
-    torch.manual_seed(0)
-    model = getattr(importlib.import_module(f"{home}.modeling_{family}"), f"{kind}ForCausalLM")(config)
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            if name.endswith("A_log"):
-                p.uniform_(-6, -3)  # states last over some ranks
-            elif name.endswith(("dt_bias", ".D")):
-                p.normal_()
-            elif p.ndim > 1 and "conv" not in name:
-                p.normal_(std=p.shape[-1] ** -0.5)  # layers change more than rounding does
-    return model.to(device).train()
+    return with_weights(family, *MODELS[family], rates=(-6, -3)).to(device)
 
 
 @contextlib.contextmanager

@@ -21,7 +21,7 @@ from allscan.tools.ranks import Ranks
 from support.faults import poisoned_case
 from support.gla import GLACase, check, gates, gla_case
 from support.long_runs import graph_case, long_case, zigzag_case
-from support.scans import ScanCase, scan_case
+from support.scans import ScanCase, error_of, scan_case
 from support.values import captured, error, inputs, late, place, relative
 
 pytestmark = pytest.mark.gpu
@@ -62,24 +62,23 @@ def test_put_in_both_directions_with_special_values(run, size):
         assert max(run(size, scan_case, case)) < 1e-6
 
 
-def full_size_case(group, protocol, depth):
+def full_size_case(comm, protocol, depth):
     """Scan 2 MiB states without barriers, so that ranks wait for credits. With signals, several warps a tile."""
-    with allscan.Communicator(group) as comm:
-        scan = allscan.AllScan(comm, (32, 128, 128), protocol=protocol, depth=depth)
-        generator = torch.Generator(comm.device).manual_seed(0)
-        worst = torch.zeros((), device=comm.device, dtype=torch.float64)
-        for _ in range(20):
-            states = torch.randn(comm.size, *scan.shape, generator=generator, device=comm.device)
-            decays = torch.rand(comm.size, *scan.shape[:-1], generator=generator, device=comm.device)
-            outs = [torch.full(scan.shape, float("nan"), device=comm.device) for _ in range(20)]
-            for i, out in enumerate(outs):
-                scan.scan(states[comm.rank], decays[comm.rank], reverse=bool(i % 2), out=out)
-            for reverse in (False, True):
-                expected = allscan_reference(list(states), list(decays), reverse=reverse)[comm.rank]
-                for out in outs[reverse::2]:
-                    worst = torch.maximum(worst, (out - expected).abs().max().nan_to_num(nan=1e30))
-        comm.barrier()
-        return worst.item()
+    scan = allscan.AllScan(comm, (32, 128, 128), protocol=protocol, depth=depth)
+    generator = torch.Generator(comm.device).manual_seed(0)
+    worst = torch.zeros((), device=comm.device, dtype=torch.float64)
+    for _ in range(20):
+        states = torch.randn(comm.size, *scan.shape, generator=generator, device=comm.device)
+        decays = torch.rand(comm.size, *scan.shape[:-1], generator=generator, device=comm.device)
+        outs = [torch.full(scan.shape, float("nan"), device=comm.device) for _ in range(20)]
+        for i, out in enumerate(outs):
+            scan.scan(states[comm.rank], decays[comm.rank], reverse=bool(i % 2), out=out)
+        for reverse in (False, True):
+            expected = allscan_reference(list(states), list(decays), reverse=reverse)[comm.rank]
+            for out in outs[reverse::2]:
+                worst = torch.maximum(worst, (out - expected).abs().max().nan_to_num(nan=1e30))
+    comm.barrier()
+    return worst.item()
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -89,29 +88,28 @@ def test_full_size_back_to_back(run, size, protocol, depth):
     assert max(run(size, full_size_case, protocol, depth)) < 1e-4
 
 
-def ahead_case(group, protocol):
+def ahead_case(comm, protocol):
     """All ranks but the last launch 100 scans at once while the last sleeps: credits must hold them back."""
-    with allscan.Communicator(group) as comm:
-        shape = (8, 32, 64)
-        scan = allscan.AllScan(comm, shape, protocol=protocol)
-        count = 100
-        generator = torch.Generator(comm.device).manual_seed(0)
-        states = torch.randn(count, comm.size, *shape, generator=generator, device=comm.device)
-        outs = torch.full((count, *shape), float("nan"), device=comm.device)
-        scan.scan(states[0, comm.rank], 0.5)  # compiles
-        comm.barrier()
-        if comm.rank == comm.size - 1:
-            time.sleep(1.0)
-        start = time.monotonic()
-        for i in range(count):
-            scan.scan(states[i, comm.rank], 0.5, out=outs[i])
-        launched = time.monotonic() - start
-        torch.cuda.synchronize()
-        waited = time.monotonic() - start
-        expected = torch.zeros(count, *shape, device=comm.device, dtype=torch.float64)
-        for p in range(comm.rank):
-            expected = 0.5 * expected + states[:, p]
-        return error(outs, expected), launched, waited
+    shape = (8, 32, 64)
+    scan = allscan.AllScan(comm, shape, protocol=protocol)
+    count = 100
+    generator = torch.Generator(comm.device).manual_seed(0)
+    states = torch.randn(count, comm.size, *shape, generator=generator, device=comm.device)
+    outs = torch.full((count, *shape), float("nan"), device=comm.device)
+    scan.scan(states[0, comm.rank], 0.5)  # compiles
+    comm.barrier()
+    if comm.rank == comm.size - 1:
+        time.sleep(1.0)
+    start = time.monotonic()
+    for i in range(count):
+        scan.scan(states[i, comm.rank], 0.5, out=outs[i])
+    launched = time.monotonic() - start
+    torch.cuda.synchronize()
+    waited = time.monotonic() - start
+    expected = torch.zeros(count, *shape, device=comm.device, dtype=torch.float64)
+    for p in range(comm.rank):
+        expected = 0.5 * expected + states[:, p]
+    return error(outs, expected), launched, waited
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -130,40 +128,35 @@ def test_1000_graph_replays(run, size, kind):
     assert max(run(size, graph_case, 1000, kind)) < 1e-4
 
 
-def halo_graph_case(group, replays):
+def halo_graph_case(comm, replays):
     """Replay a causal convolution's halo and its gradient from a CUDA graph."""
-    with allscan.Communicator(group) as comm:
-        generator = torch.Generator(comm.device).manual_seed(0)
-        x, y = (torch.zeros(1, 8, 2048, device=comm.device, requires_grad=True) for _ in range(2))
-        weight = torch.zeros(1, 3, 4096, device=comm.device)
+    generator = torch.Generator(comm.device).manual_seed(0)
+    x, y = (torch.zeros(1, 8, 2048, device=comm.device, requires_grad=True) for _ in range(2))
+    weight = torch.zeros(1, 3, 4096, device=comm.device)
 
-        def both():
-            before = torch.cat(allscan.halo((x, y), 3, comm=comm), -1)
-            return before.detach(), *torch.autograd.grad((before * weight).sum(), (x, y))
+    def both():
+        before = torch.cat(allscan.halo((x, y), 3, comm=comm), -1)
+        return before.detach(), *torch.autograd.grad((before * weight).sum(), (x, y))
 
-        both()
-        comm.barrier()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            before, dx, dy = both()
-        worst = torch.zeros((), device=comm.device)
-        nothing = torch.zeros_like(weight)
-        for _ in range(replays):
-            wholes = torch.randn(comm.size, 1, 8, 4096, generator=generator, device=comm.device)
-            weights = torch.randn(comm.size, 1, 3, 4096, generator=generator, device=comm.device)
-            with torch.no_grad():
-                x.copy_(wholes[comm.rank, ..., :2048])
-                y.copy_(wholes[comm.rank, ..., 2048:])
-                weight.copy_(weights[comm.rank])
-            graph.replay()
-            wanted = wholes[comm.rank - 1][:, -3:] if comm.rank else nothing
-            gradient = weights[comm.rank + 1] if comm.rank + 1 < comm.size else nothing
-            found = torch.cat([dx, dy], -1)
-            worst = torch.maximum(worst, (before - wanted).abs().max().nan_to_num(nan=1e30))
-            worst = torch.maximum(worst, (found[:, -3:] - gradient).abs().max().nan_to_num(nan=1e30))
-            worst = torch.maximum(worst, found[:, :-3].abs().max().nan_to_num(nan=1e30))
-        comm.barrier()
-        return worst.item()
+    graph, (before, dx, dy) = captured(comm, both)
+    worst = torch.zeros((), device=comm.device)
+    nothing = torch.zeros_like(weight)
+    for _ in range(replays):
+        wholes = torch.randn(comm.size, 1, 8, 4096, generator=generator, device=comm.device)
+        weights = torch.randn(comm.size, 1, 3, 4096, generator=generator, device=comm.device)
+        with torch.no_grad():
+            x.copy_(wholes[comm.rank, ..., :2048])
+            y.copy_(wholes[comm.rank, ..., 2048:])
+            weight.copy_(weights[comm.rank])
+        graph.replay()
+        wanted = wholes[comm.rank - 1][:, -3:] if comm.rank else nothing
+        gradient = weights[comm.rank + 1] if comm.rank + 1 < comm.size else nothing
+        found = torch.cat([dx, dy], -1)
+        worst = torch.maximum(worst, (before - wanted).abs().max().nan_to_num(nan=1e30))
+        worst = torch.maximum(worst, (found[:, -3:] - gradient).abs().max().nan_to_num(nan=1e30))
+        worst = torch.maximum(worst, found[:, :-3].abs().max().nan_to_num(nan=1e30))
+    comm.barrier()
+    return worst.item()
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -172,51 +165,50 @@ def test_1000_graph_replays_of_halo(run, size):
     assert max(run(size, halo_graph_case, 1000)) == 0
 
 
-def gla_graph_case(group, packed, mixed, layout, recompute):
+def gla_graph_case(comm, packed, mixed, layout, recompute):
     """Replay zeco_gla forward and backward in one CUDA graph on fresh inputs, and twice on the same.
 
     packed: sequences over several ranks; mixed: one link of the chain requires NVSHMEM.
     """
-    with allscan.Communicator(group) as comm:
-        if mixed:
-            comm.topology.mapped_links[1] = False
-        B, T, H, K, V = 1, 128, 2, 64, 64
-        cuts = [0, 50, 50, 51, 190, T * comm.size] if packed else [0, T * comm.size]
-        lengths = torch.tensor(cuts) if packed else None
-        leaves = [torch.zeros(B, T, H, w, device=comm.device, requires_grad=True) for w in (K, K, V, K)]
-        weights = torch.zeros(B, T, H, V, device=comm.device)
+    if mixed:
+        comm.topology.mapped_links[1] = False
+    B, T, H, K, V = 1, 128, 2, 64, 64
+    cuts = [0, 50, 50, 51, 190, T * comm.size] if packed else [0, T * comm.size]
+    lengths = torch.tensor(cuts) if packed else None
+    leaves = [torch.zeros(B, T, H, w, device=comm.device, requires_grad=True) for w in (K, K, V, K)]
+    weights = torch.zeros(B, T, H, V, device=comm.device)
 
-        def step():
-            for leaf in leaves:
-                leaf.grad = None
-            o, _ = allscan.zeco_gla(*leaves, comm=comm, cu_seqlens=lengths, layout=layout, recompute=recompute)
-            (o * weights).sum().backward()
-            return o
+    def step():
+        for leaf in leaves:
+            leaf.grad = None
+        o, _ = allscan.zeco_gla(*leaves, comm=comm, cu_seqlens=lengths, layout=layout, recompute=recompute)
+        (o * weights).sum().backward()
+        return o
 
-        graph, o = captured(comm, step)
-        worst = 0.0
-        for i in range(5):
-            generator = torch.Generator().manual_seed(i)
-            whole = [torch.randn(B, T * comm.size, H, w, generator=generator) for w in (K, K, V)]
-            whole += [gates("mild", (B, T * comm.size, H, K), generator)]
-            whole += [torch.randn(B, T * comm.size, H, V, generator=generator)]
-            reference = [x.double().to(comm.device).requires_grad_() for x in whole]
-            expected, _ = gla_reference(*reference[:4], cu_seqlens=cuts)
-            (expected * reference[4]).sum().backward()
-            mine = place(comm, [T] * comm.size, layout == "zigzag")
-            with torch.no_grad():
-                for leaf, x in zip((*leaves, weights), whole):
-                    leaf.copy_(x[:, mine])
-            late(i, comm.rank, 5)
-            graph.replay()
-            worst = max(worst, relative(o, expected[:, mine]))
-            for leaf, x in zip(leaves, reference):
-                worst = max(worst, relative(leaf.grad, x.grad[:, mine]))
-        before = [x.clone() for x in (o, *(leaf.grad for leaf in leaves))]
+    graph, o = captured(comm, step)
+    worst = 0.0
+    for i in range(5):
+        generator = torch.Generator().manual_seed(i)
+        whole = [torch.randn(B, T * comm.size, H, w, generator=generator) for w in (K, K, V)]
+        whole += [gates("mild", (B, T * comm.size, H, K), generator)]
+        whole += [torch.randn(B, T * comm.size, H, V, generator=generator)]
+        reference = [x.double().to(comm.device).requires_grad_() for x in whole]
+        expected, _ = gla_reference(*reference[:4], cu_seqlens=cuts)
+        (expected * reference[4]).sum().backward()
+        mine = place(comm, [T] * comm.size, layout == "zigzag")
+        with torch.no_grad():
+            for leaf, x in zip((*leaves, weights), whole):
+                leaf.copy_(x[:, mine])
+        late(i, comm.rank, 5)
         graph.replay()
-        comm.barrier()
-        same = all(torch.equal(a, b) for a, b in zip(before, (o, *(leaf.grad for leaf in leaves))))
-        return worst, same
+        worst = max(worst, relative(o, expected[:, mine]))
+        for leaf, x in zip(leaves, reference):
+            worst = max(worst, relative(leaf.grad, x.grad[:, mine]))
+    before = [x.clone() for x in (o, *(leaf.grad for leaf in leaves))]
+    graph.replay()
+    comm.barrier()
+    same = all(torch.equal(a, b) for a, b in zip(before, (o, *(leaf.grad for leaf in leaves))))
+    return worst, same
 
 
 @pytest.mark.parametrize(
@@ -346,10 +338,8 @@ def test_nvshmem_functions_and_constants_by_effect(run, pool, size=2):
 
 def quick_case(protocol="auto", epoch=1):
     with allscan.Communicator() as comm:
-        states, decays = inputs(comm, (2, 8, 16), (2, 8), epoch)
-        expected = allscan_reference(states, decays)[comm.rank]
-        mine, decay = states[comm.rank].to(comm.device), decays[comm.rank].to(comm.device)
-        return error(allscan.AllScan(comm, mine.shape, protocol=protocol).scan(mine, decay), expected)
+        scan = allscan.AllScan(comm, (2, 8, 16), protocol=protocol)
+        return error_of(comm, scan.scan, scan.shape, epoch)
 
 
 def test_ranks_that_share_gpus(monkeypatch):
@@ -448,17 +438,13 @@ def mixed_case(group):
     worst = 0.0
     for epoch in range(40):
         for reverse in (False, True):
-            states, decays = inputs(comm, scan.shape, (4, 16), epoch)
-            expected = allscan_reference(states, decays, reverse=reverse)[comm.rank]
             late(epoch, comm.rank, 3)
-            mine, decay = states[comm.rank].to(comm.device), decays[comm.rank].to(comm.device)
-            worst = max(worst, error(scan.scan(mine, decay, reverse=reverse), expected))
+            worst = max(worst, error_of(comm, scan.scan, scan.shape, epoch, reverse))
     comm.close()
     return worst, kinds
 
 
-@pytest.mark.parametrize("size", [4])
-def test_a_chain_of_both_kinds_of_links(run, size):
+def test_a_chain_of_both_kinds_of_links(run, size=4):
     answers = run(size, mixed_case)
     none, sentinel, put = -1, 0, 2
     assert [kinds for _, kinds in answers] == [[none, sentinel], [sentinel, put], [put, sentinel], [sentinel, none]]
@@ -469,21 +455,20 @@ def test_streams_are_joined(run):
     assert max(run(2, streams_case)) < 1e-6
 
 
-def streams_case(group):
+def streams_case(comm):
     """Calls on changing streams run in the order of the calls."""
-    with allscan.Communicator(group) as comm:
-        scan = allscan.AllScan(comm, (4, 16, 32))
-        streams, chance = [torch.cuda.Stream() for _ in range(3)], random.Random(comm.rank)
-        given = [inputs(comm, scan.shape, (4, 16), epoch) for epoch in range(60)]
-        own = [[x[comm.rank].to(comm.device) for x in both] for both in given]
-        outs = [torch.empty(scan.shape, device=comm.device) for _ in given]
-        torch.cuda.synchronize()
-        for epoch, (state, decay) in enumerate(own):  # the host does not wait between launches
-            with torch.cuda.stream(streams[epoch % 3]):
-                torch.cuda._sleep(chance.randrange(200_000))
-                scan.scan(state, decay, out=outs[epoch])
-        comm.barrier()
-        return max(error(out, allscan_reference(*both)[comm.rank]) for out, both in zip(outs, given, strict=True))
+    scan = allscan.AllScan(comm, (4, 16, 32))
+    streams, chance = [torch.cuda.Stream() for _ in range(3)], random.Random(comm.rank)
+    given = [inputs(comm, scan.shape, (4, 16), epoch) for epoch in range(60)]
+    own = [[x[comm.rank].to(comm.device) for x in both] for both in given]
+    outs = [torch.empty(scan.shape, device=comm.device) for _ in given]
+    torch.cuda.synchronize()
+    for epoch, (state, decay) in enumerate(own):  # the host does not wait between launches
+        with torch.cuda.stream(streams[epoch % 3]):
+            torch.cuda._sleep(chance.randrange(200_000))
+            scan.scan(state, decay, out=outs[epoch])
+    comm.barrier()
+    return max(error(out, allscan_reference(*both)[comm.rank]) for out, both in zip(outs, given, strict=True))
 
 
 ENDS = """

@@ -46,26 +46,25 @@ def both_passes(comm, operator, leaves, do, state=None, dstate=None):
     return o.detach(), last.detach(), torch.autograd.grad([o, last], [*leaves, *given], [do, dlast])
 
 
-def case(group, name, tokens, heads, width):
+def case(comm, name, tokens, heads, width):
     """Return relative errors of the output and of each gradient, at the beginning, around the middle and at the end,
     against two calls with half the tokens each, between which the state and its gradient pass."""
     operator, of_channels, with_beta = OPERATORS[name]
-    with allscan.Communicator(group) as comm:
-        leaves, do = drawn(comm.device, tokens, heads, width, of_channels, with_beta)
-        half, few = tokens // 2, tokens // 64
-        places = slice(0, few), slice(half - few, half + few), slice(tokens - few, tokens)
-        o, _, grads = both_passes(comm, operator, leaves, do)
-        found = [[x[:, place].clone() for place in places] for x in (o, *grads)]
-        del o, grads
-        first, second = ([x[:, part] for x in (*leaves, do)] for part in (slice(half), slice(half, tokens)))
-        _, state, _ = both_passes(comm, operator, [x[:, :half] for x in leaves], first[-1])
-        o2, _, (*grads2, dstate) = both_passes(comm, operator, second[:-1], second[-1], state)
-        o1, _, grads1 = both_passes(comm, operator, first[:-1], first[-1], None, dstate)
-        errors = []
-        for pieces, a, b in zip(found, (o1, *grads1), (o2, *grads2), strict=True):
-            expected = a[:, :few], torch.cat([a[:, -few:], b[:, :few]], 1), b[:, -few:]
-            errors.append([relative(x, y) for x, y in zip(pieces, expected, strict=True)])
-        return errors
+    leaves, do = drawn(comm.device, tokens, heads, width, of_channels, with_beta)
+    half, few = tokens // 2, tokens // 64
+    places = slice(0, few), slice(half - few, half + few), slice(tokens - few, tokens)
+    o, _, grads = both_passes(comm, operator, leaves, do)
+    found = [[x[:, place].clone() for place in places] for x in (o, *grads)]
+    del o, grads
+    first, second = ([x[:, part] for x in (*leaves, do)] for part in (slice(half), slice(half, tokens)))
+    _, state, _ = both_passes(comm, operator, [x[:, :half] for x in leaves], first[-1])
+    o2, _, (*grads2, dstate) = both_passes(comm, operator, second[:-1], second[-1], state)
+    o1, _, grads1 = both_passes(comm, operator, first[:-1], first[-1], None, dstate)
+    errors = []
+    for pieces, a, b in zip(found, (o1, *grads1), (o2, *grads2), strict=True):
+        expected = a[:, :few], torch.cat([a[:, -few:], b[:, :few]], 1), b[:, -few:]
+        errors.append([relative(x, y) for x, y in zip(pieces, expected, strict=True)])
+    return errors
 
 
 @pytest.mark.alone  # it needs most of a GPU's memory

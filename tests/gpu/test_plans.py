@@ -6,6 +6,7 @@ import contextlib
 import functools
 import importlib.util
 import itertools
+from unittest import mock
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ import allscan
 from allscan.tokens import partition
 from support.fla import import_fla
 from support.packed import calls, differ, forward_and_backward
-from support.values import late, relative
+from support.values import late, raised, relative
 
 pytestmark = pytest.mark.gpu
 
@@ -74,22 +75,21 @@ def same(found, expected):
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
-def through_triton_case(group):
-    with allscan.Communicator(group) as comm:
-        for dtype in (torch.bfloat16, torch.float32):
-            packed = [0, 100, 100, comm.size * 300]
-            for given in ((None,), (packed,), (None, "zigzag"), (None, "contiguous", False)):
-                tensors, names = leaves(comm.device, dtype), []
-                step(comm, tensors, *given)
-                found = step(comm, tensors, *given)  # with the kernels that the first call has compiled
-                with launch_hook(names):
-                    same(step(comm, tensors, *given), found)
-                kernels = {name for name in names if name.endswith("_kernel")}
-                wanted = {"operands_kernel", "scan_kernel", "grad_kernel", "state_passing_kernel", "da_kernel"}
-                assert wanted <= kernels, kernels
-                assert len(names) >= 17 - 2 * (given[-1] is False)  # 7 + 10; recompute=False: up to 2 fewer
+def through_triton_case(comm):
+    for dtype in (torch.bfloat16, torch.float32):
+        packed = [0, 100, 100, comm.size * 300]
+        for given in ((None,), (packed,), (None, "zigzag"), (None, "contiguous", False)):
+            tensors, names = leaves(comm.device, dtype), []
+            step(comm, tensors, *given)
+            found = step(comm, tensors, *given)  # with the kernels that the first call has compiled
+            with launch_hook(names):
                 same(step(comm, tensors, *given), found)
-        comm.barrier()
+            kernels = {name for name in names if name.endswith("_kernel")}
+            wanted = {"operands_kernel", "scan_kernel", "grad_kernel", "state_passing_kernel", "da_kernel"}
+            assert wanted <= kernels, kernels
+            assert len(names) >= 17 - 2 * (given[-1] is False)  # 7 + 10; recompute=False: up to 2 fewer
+            same(step(comm, tensors, *given), found)
+    comm.barrier()
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -98,46 +98,42 @@ def test_the_same_bits_as_through_triton(run, size):
     run(size, through_triton_case)
 
 
-def unaligned_case(group):
-    with allscan.Communicator(group) as comm:
-        aligned, unaligned = leaves(comm.device), leaves(comm.device, off=1)
-        expected, other = step(comm, aligned), step(comm, unaligned)  # Triton compiles other kernels for these
-        assert all(relative(a, b) < 5e-3 for a, b in zip(other, expected, strict=True))
-        for _ in range(2):
-            same(step(comm, unaligned), other)
-            same(step(comm, aligned), expected)
-        comm.barrier()
+def unaligned_case(comm):
+    aligned, unaligned = leaves(comm.device), leaves(comm.device, off=1)
+    expected, other = step(comm, aligned), step(comm, unaligned)  # Triton compiles other kernels for these
+    assert all(relative(a, b) < 5e-3 for a, b in zip(other, expected, strict=True))
+    for _ in range(2):
+        same(step(comm, unaligned), other)
+        same(step(comm, aligned), expected)
+    comm.barrier()
 
 
-@pytest.mark.parametrize("size", [2])
-def test_addresses_that_are_no_multiples_of_16(run, size):
+def test_addresses_that_are_no_multiples_of_16(run, size=2):
     run(size, unaligned_case)
 
 
-def reused_memory_case(group):
+def reused_memory_case(comm):
     """Free and overwrite tensors around calls, on two streams."""
-    with allscan.Communicator(group) as comm:
-        tensors = leaves(comm.device)
-        expected = step(comm, tensors)
-        expected = step(comm, tensors)
-        torch.cuda.synchronize()
-        streams = torch.cuda.current_stream(), torch.cuda.Stream()
-        for i in range(200):
-            stream = streams[i // 20 % 2]
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                trash = [torch.full((n,), float("nan"), device=comm.device) for n in (1 << 10, 1 << 16, 1 << 20)]
-                found = step(comm, tensors)
-                del trash
-                trash = [torch.full((n,), float("nan"), device=comm.device) for n in (1 << 20, 1 << 16, 1 << 18)]
-                same(found, expected)
-                del found, trash
-            torch.cuda.current_stream().wait_stream(stream)
-        comm.barrier()
+    tensors = leaves(comm.device)
+    expected = step(comm, tensors)
+    expected = step(comm, tensors)
+    torch.cuda.synchronize()
+    streams = torch.cuda.current_stream(), torch.cuda.Stream()
+    for i in range(200):
+        stream = streams[i // 20 % 2]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            trash = [torch.full((n,), float("nan"), device=comm.device) for n in (1 << 10, 1 << 16, 1 << 20)]
+            found = step(comm, tensors)
+            del trash
+            trash = [torch.full((n,), float("nan"), device=comm.device) for n in (1 << 20, 1 << 16, 1 << 18)]
+            same(found, expected)
+            del found, trash
+        torch.cuda.current_stream().wait_stream(stream)
+    comm.barrier()
 
 
-@pytest.mark.parametrize("size", [2])
-def test_memory_is_not_given_back_too_early(run, size):
+def test_memory_is_not_given_back_too_early(run, size=2):
     run(size, reused_memory_case)
 
 
@@ -160,29 +156,27 @@ def new_plans_case(group):
         comm.barrier()
 
 
-@pytest.mark.parametrize("size", [2])
-def test_new_plans_on_streams_that_are_not_joined(run, size):
+def test_new_plans_on_streams_that_are_not_joined(run, size=2):
     run(size, new_plans_case)
 
 
-def captured_case(group, layout, recompute):
+def captured_case(comm, layout, recompute):
     """Repeated steps and the caller's graph of one have the same bits."""
     once = functools.partial(step, layout=layout, recompute=recompute)
-    with allscan.Communicator(group) as comm:
-        tensors = leaves(comm.device)
-        # without its autograd graph, in which torch records that the leaves were used on another stream
-        expected = [x.detach() for x in once(comm, tensors)]
-        for _ in range(12):
-            same(once(comm, tensors), expected)
-        graph = torch.cuda.CUDAGraph()
-        comm.barrier()
-        with torch.cuda.graph(graph):
-            captured = once(comm, tensors)
-        for _ in range(3):
-            graph.replay()
-        same(captured, expected)
+    tensors = leaves(comm.device)
+    # without its autograd graph, in which torch records that the leaves were used on another stream
+    expected = [x.detach() for x in once(comm, tensors)]
+    for _ in range(12):
         same(once(comm, tensors), expected)
-        comm.barrier()
+    graph = torch.cuda.CUDAGraph()
+    comm.barrier()
+    with torch.cuda.graph(graph):
+        captured = once(comm, tensors)
+    for _ in range(3):
+        graph.replay()
+    same(captured, expected)
+    same(once(comm, tensors), expected)
+    comm.barrier()
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -192,7 +186,7 @@ def test_the_same_bits_in_the_callers_graph(run, size, layout, recompute):
     run(size, captured_case, layout, recompute)
 
 
-def stragglers_case(group, calls):
+def stragglers_case(comm, calls):
     """Call all operators with plans: the same bits, with stragglers."""
     fla = importlib.util.find_spec("fla") is not None
 
@@ -213,13 +207,12 @@ def stragglers_case(group, calls):
 
     if fla:
         import_fla()
-    with allscan.Communicator(group) as comm:
-        expected = call(comm)
-        for i in range(calls):
-            late(i, comm.rank, 20)
-            same(call(comm), expected)
-            torch.cuda.synchronize()
-        comm.barrier()
+    expected = call(comm)
+    for i in range(calls):
+        late(i, comm.rank, 20)
+        same(call(comm), expected)
+        torch.cuda.synchronize()
+    comm.barrier()
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -228,40 +221,37 @@ def test_the_same_bits_with_stragglers(run, size):
     run(size, stragglers_case, 20)
 
 
-def profiled_case(group):
-    with allscan.Communicator(group) as comm:
-        tensors = leaves(comm.device)
-        for _ in range(12):
-            step(comm, tensors)
-        with profile(activities=[ProfilerActivity.CUDA]) as seen:
-            step(comm, tensors)
-            torch.cuda.synchronize()
-        comm.barrier()
-        return {event.key for event in seen.key_averages()}
+def profiled_case(comm):
+    tensors = leaves(comm.device)
+    for _ in range(12):
+        step(comm, tensors)
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        step(comm, tensors)
+        torch.cuda.synchronize()
+    comm.barrier()
+    return {event.key for event in seen.key_averages()}
 
 
-@pytest.mark.parametrize("size", [2])
-def test_profilers_name_the_kernels(run, size):
+def test_profilers_name_the_kernels(run, size=2):
     for names in run(size, profiled_case):
         assert {"operands_kernel", "scan_kernel", "grad_kernel", "strong_decay_kernel"} <= names, names
 
 
-def many_calls_case(group, dtype, D, calls):
+def many_calls_case(comm, dtype, D, calls):
     """Return how many calls of zeco_gla, forward and backward, have other bits than the first call with the same
     boundaries. Each of the boundaries recurs after all others."""
-    with allscan.Communicator(group) as comm:
-        tensors, total = leaves(comm.device, dtype, T=1024, K=D, V=D), comm.size * 1024
-        cuts = [None, *([0, n, 2 * n, total] for n in range(100, 400))]  # more than a communicator retains
-        first, different = {}, torch.zeros((), dtype=torch.int64, device=comm.device)
-        for i in range(calls):
-            cut = i // 2 % len(cuts)  # twice in a row: with a new plan, and with one that has run
-            packed = dict(cu_seqlens=cuts[cut], first_token=comm.rank * 1024) if cuts[cut] else {}
-            o, _ = allscan.zeco_gla(*tensors, comm=comm, **packed)
-            found = [o.detach(), *torch.autograd.grad(o.square().sum(), tensors)]
-            sums = torch.stack([x.double().sum() for x in found] + [x.double().square().sum() for x in found])
-            different += (first.setdefault(cut, sums) != sums).any()
-        comm.barrier()
-        return int(different)
+    tensors, total = leaves(comm.device, dtype, T=1024, K=D, V=D), comm.size * 1024
+    cuts = [None, *([0, n, 2 * n, total] for n in range(100, 400))]  # more than a communicator retains
+    first, different = {}, torch.zeros((), dtype=torch.int64, device=comm.device)
+    for i in range(calls):
+        cut = i // 2 % len(cuts)  # twice in a row: with a new plan, and with one that has run
+        packed = dict(cu_seqlens=cuts[cut], first_token=comm.rank * 1024) if cuts[cut] else {}
+        o, _ = allscan.zeco_gla(*tensors, comm=comm, **packed)
+        found = [o.detach(), *torch.autograd.grad(o.square().sum(), tensors)]
+        sums = torch.stack([x.double().sum() for x in found] + [x.double().square().sum() for x in found])
+        different += (first.setdefault(cut, sums) != sums).any()
+    comm.barrier()
+    return int(different)
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -270,42 +260,33 @@ def test_3000_calls_give_the_same_bits(run, size, dtype, D):
     assert run(size, many_calls_case, dtype, D, 3000) == [0] * size
 
 
-def backlog(ms=60):
-    """Keep the current stream busy for a while."""
-    torch.cuda._sleep(int(ms * 2e6))
-
-
 def two_streams_case(group, kept):
     """Return the calls that differ from calls on one stream. The first call with new tables waits behind a backlog on
     one stream; the same call follows at once on another. ``kept``: how many tables a communicator retains; freed ones
     are overwritten."""
     import_fla(False)
-    before, partition.CACHE_SIZE = partition.CACHE_SIZE, kept
-    try:
-        with allscan.Communicator(group, timeout=30) as comm:
-            T, wrong = 256, []
-            streams = [torch.cuda.Stream() for _ in range(2)]
-            for name, call in calls(comm, T, K=64).items():
-                for i in range(8):
-                    lengths = None if i == 0 else [0, 20 + 7 * i, 20 + 7 * i, T * comm.size]
-                    found = []
-                    torch.cuda.synchronize()
-                    for stream in streams:
-                        with torch.cuda.stream(stream):
-                            if stream is streams[0]:
-                                backlog()
-                            found.append(forward_and_backward(call, lengths))
-                            trash = [torch.full((n,), -1, device=comm.device) for n in (1 << 8, 1 << 12, 1 << 16)]
-                            del trash
-                    torch.cuda.synchronize()
-                    expected = forward_and_backward(call, lengths)
-                    torch.cuda.synchronize()
-                    if any(differ(x, expected) for x in found):
-                        wrong.append((*name, lengths))
-            comm.barrier()
-            return wrong
-    finally:
-        partition.CACHE_SIZE = before
+    with mock.patch.object(partition, "CACHE_SIZE", kept), allscan.Communicator(group, timeout=30) as comm:
+        T, wrong = 256, []
+        streams = [torch.cuda.Stream() for _ in range(2)]
+        for name, call in calls(comm, T, K=64).items():
+            for i in range(8):
+                lengths = None if i == 0 else [0, 20 + 7 * i, 20 + 7 * i, T * comm.size]
+                found = []
+                torch.cuda.synchronize()
+                for stream in streams:
+                    with torch.cuda.stream(stream):
+                        if stream is streams[0]:
+                            torch.cuda._sleep(120_000_000)  # 60 ms
+                        found.append(forward_and_backward(call, lengths))
+                        trash = [torch.full((n,), -1, device=comm.device) for n in (1 << 8, 1 << 12, 1 << 16)]
+                        del trash
+                torch.cuda.synchronize()
+                expected = forward_and_backward(call, lengths)
+                torch.cuda.synchronize()
+                if any(differ(x, expected) for x in found):
+                    wrong.append((*name, lengths))
+        comm.barrier()
+        return wrong
 
 
 @pytest.mark.parametrize("kept", [256, 2])
@@ -332,12 +313,9 @@ def captured_lengths_case(group):
                 torch.cuda.current_stream().wait_stream(side)
                 on_gpu = lengths.to(comm.device)
                 comm.barrier()
-                graph, rejected = torch.cuda.CUDAGraph(), None
+                graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(graph):
-                    try:
-                        call(on_gpu)
-                    except ValueError as error:
-                        rejected = str(error)
+                    rejected = raised(call, on_gpu)
                     result = call(lengths)[0]
                 graph.replay()
                 torch.cuda.synchronize()
@@ -350,39 +328,36 @@ def captured_lengths_case(group):
 def test_a_capture_has_lengths_of_the_host(run, size):
     for answers in run(size, captured_lengths_case):
         for name, (rejected, same_bits) in answers.items():
-            assert rejected is not None and "cannot be captured" in rejected and same_bits, (name, rejected, same_bits)
+            assert rejected and rejected[0] == "ValueError" and "cannot be captured" in rejected[1], (name, rejected)
+            assert same_bits, name
 
 
-def dropped_work_case(group, replays):
+def dropped_work_case(comm, replays):
     """Drop a Work, begun before a capture, inside of it without a wait; wait for another one inside: a graph cannot, so
     this raises RuntimeError, and the capture goes on."""
-    with allscan.Communicator(group) as comm:
-        generator = torch.Generator().manual_seed(0)
-        states = [torch.randn(4, 64, 64, generator=generator) for _ in range(comm.size)]
-        state, expected = states[comm.rank].to(comm.device), sum(states[: comm.rank], torch.zeros(4, 64, 64))
-        allscan.allscan(state, comm=comm, async_op=True).wait()
-        allscan.allscan(state, comm=comm)
-        works = [allscan.allscan(state, comm=comm, async_op=True) for _ in range(2)]
-        found = [work.result for work in works]
-        torch.cuda.synchronize()
-        graph, said = torch.cuda.CUDAGraph(), []
-        with torch.cuda.graph(graph):
-            del works[0]
-            try:
-                works[0].wait()
-            except RuntimeError as error:
-                said.append(str(error))
-            found.append(allscan.allscan(state, comm=comm))
-        del works
-        for i in range(replays):
-            late(i, comm.rank, 10)
-            graph.replay()
-        torch.cuda.synchronize()
-        comm.barrier()
-        return said, max(relative(x.cpu(), expected) if comm.rank else float(x.abs().max()) for x in found)
+    generator = torch.Generator().manual_seed(0)
+    states = [torch.randn(4, 64, 64, generator=generator) for _ in range(comm.size)]
+    state, expected = states[comm.rank].to(comm.device), sum(states[: comm.rank], torch.zeros(4, 64, 64))
+    allscan.allscan(state, comm=comm, async_op=True).wait()
+    allscan.allscan(state, comm=comm)
+    works = [allscan.allscan(state, comm=comm, async_op=True) for _ in range(2)]
+    found = [work.result for work in works]
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        del works[0]
+        said = raised(works[0].wait)
+        found.append(allscan.allscan(state, comm=comm))
+    del works
+    for i in range(replays):
+        late(i, comm.rank, 10)
+        graph.replay()
+    torch.cuda.synchronize()
+    comm.barrier()
+    return said, max(relative(x.cpu(), expected) if comm.rank else float(x.abs().max()) for x in found)
 
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_work_that_goes_in_a_capture(run, size):
     for said, error in run(size, dropped_work_case, 200):
-        assert len(said) == 1 and error < 1e-6, (said, error)
+        assert said and said[0] == "RuntimeError" and error < 1e-6, (said, error)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import random
 import time
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from allscan.reference import allscan_reference
 from allscan.tools.ranks import Ranks
 from support import virtual
 from support.scans import Guarded
+from support.values import captured, raised
 from support.virtual import VirtualRanks
 
 pytestmark = pytest.mark.gpu
@@ -35,14 +37,9 @@ DECAYS = ["random", "0", "1", "mixed"]
 @pytest.fixture(scope="module")
 def one():
     """A process with one rank and 32 hardware queues, which loads all modules at once."""
-    before = dict(os.environ)
-    os.environ.update(CUDA_DEVICE_MAX_CONNECTIONS="32", CUDA_MODULE_LOADING="EAGER")
-    try:
-        with Ranks(1, "cuda", backend="gloo") as ranks:
-            yield ranks
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
+    variables = dict(CUDA_DEVICE_MAX_CONNECTIONS="32", CUDA_MODULE_LOADING="EAGER")
+    with mock.patch.dict(os.environ, variables), Ranks(1, "cuda", backend="gloo") as ranks:
+        yield ranks
 
 
 def draw(generator, size, shape, kind):
@@ -159,8 +156,8 @@ def test_64_ranks(one, algorithm, nodes):
 
 
 def absent(algorithm, nodes, rank):
-    """Return (largest error before, ranks named in fault records, seconds until the GPU is free) with rank ``rank``
-    absent."""
+    """Return (largest error before, ranks named in fault records, seconds until the GPU is free, the error of a check)
+    with rank ``rank`` absent."""
     size, shape = sum(nodes), (2, 16, 32)
     ranks = VirtualRanks(size, shape, nodes=nodes, algorithm=algorithm, tile=(4, 32), timeout=1.0)
     states, decays = draw(torch.Generator("cuda").manual_seed(0), size, shape, "1")
@@ -171,18 +168,15 @@ def absent(algorithm, nodes, rank):
     torch.cuda.synchronize()
     seconds = time.monotonic() - start
     named = {found[2] for found in ranks.faults().values()}
-    try:
-        ranks.check()
-    except allscan.AllScanTimeout:
-        return worst, named, seconds
-    return worst, named, None
+    return worst, named, seconds, raised(ranks.check)
 
 
 @pytest.mark.parametrize("rank", [0, 9, 31])
 @pytest.mark.parametrize("algorithm, nodes", KINDS[:3])
 def test_a_rank_that_never_comes_is_named(one, algorithm, nodes, rank):
-    [(worst, named, seconds)] = one.run(absent, algorithm, nodes, rank)
-    assert worst < 1e-4 and rank in named and seconds is not None and seconds < 20, (named, seconds)
+    [(worst, named, seconds, problem)] = one.run(absent, algorithm, nodes, rank)
+    assert worst < 1e-4 and rank in named and seconds < 20, (named, seconds)
+    assert problem and problem[0] == "AllScanTimeout", problem
 
 
 def timed(algorithm, nodes, kind, shape, tile, programs):
@@ -223,12 +217,10 @@ def test_times(one, algorithm, nodes):
         assert worst < 1e-4
 
 
-def two_nodes(group, algorithm, protocol, epochs):
-    """Each GPU is a node: fresh data every epoch, compared every epoch; now and then one rank is late."""
-    nodes = (1,) * torch.distributed.get_world_size(group)
-    with allscan.Communicator(group, nodes=nodes) as comm:
-        shape = (4, 16, 32)
-        scan = allscan.AllScan(comm, shape, protocol=protocol, algorithm=algorithm)
+def epochs_case(group, algorithm, protocol, nodes, epochs, shape=(4, 16, 32)):
+    """Scan fresh data every epoch, and compare every epoch; now and then the last rank is late."""
+    with allscan.Communicator(group, nodes=nodes, algorithm=algorithm) as comm:
+        scan = allscan.AllScan(comm, shape, protocol=protocol)
         generator = torch.Generator(comm.device).manual_seed(0)
         chance = random.Random(comm.rank)
         worst = torch.zeros((), device=comm.device, dtype=torch.float64)
@@ -249,24 +241,7 @@ def two_nodes(group, algorithm, protocol, epochs):
 @pytest.mark.parametrize("algorithm", ["rails", "recursive_doubling"])
 @pytest.mark.parametrize("protocol, epochs", [("put", 4_000), ("sentinel", 2_000), ("signal", 500)])
 def test_gpus_as_nodes(run, size, algorithm, protocol, epochs):
-    assert max(run(size, two_nodes, algorithm, protocol, epochs)) < 1e-5
-
-
-def members(group, algorithm, protocol, nodes, epochs):
-    """The GPUs of one host are members of nodes: links between members over NVLink."""
-    with allscan.Communicator(group, nodes=nodes, algorithm=algorithm) as comm:
-        shape = (8, 64, 64)
-        scan = allscan.AllScan(comm, shape, protocol=protocol)
-        generator = torch.Generator(comm.device).manual_seed(0)
-        worst = torch.zeros((), device=comm.device, dtype=torch.float64)
-        for epoch in range(epochs):
-            states, decays = draw(generator, comm.size, shape, "mixed")
-            reverse = bool(epoch % 2)
-            found = scan.scan(states[comm.rank], decays[comm.rank], reverse=reverse)
-            expected = allscan_reference(list(states), list(decays), None, reverse)[comm.rank]
-            worst = torch.maximum(worst, (found - expected).abs().max().nan_to_num(nan=1e30))
-        comm.barrier()
-        return worst.item()
+    assert max(run(size, epochs_case, algorithm, protocol, (1,) * size, epochs)) < 1e-5
 
 
 @pytest.mark.parametrize(
@@ -274,8 +249,9 @@ def members(group, algorithm, protocol, nodes, epochs):
     [(2, (2,), "rails"), (4, (2, 2), "rails"), (4, (2, 2), "recursive_doubling"), (4, (1, 3), "rails")],
 )
 def test_members_of_nodes(run, size, nodes, algorithm):
+    """Links between members of a node are over NVLink."""
     for protocol in ("sentinel", "put", "signal"):
-        assert max(run(size, members, algorithm, protocol, nodes, 1_000)) < 1e-4
+        assert max(run(size, epochs_case, algorithm, protocol, nodes, 1_000, shape=(8, 64, 64))) < 1e-4
 
 
 def graph(group, algorithm, protocol, replays):
@@ -295,15 +271,7 @@ def graph(group, algorithm, protocol, replays):
             prev = allscan.allscan(leaf, decay, comm=comm)
             return prev.detach(), torch.autograd.grad(prev.sum(), leaf)[0]
 
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            both()
-        torch.cuda.current_stream().wait_stream(side)
-        comm.barrier()
-        captured = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(captured):
-            prev, gradient = both()
+        replayed, (prev, gradient) = captured(comm, both)
         worst = torch.zeros((), device=comm.device, dtype=torch.float64)
         for _ in range(replays):
             states, decays = draw(generator, comm.size, shape, "mixed")
@@ -311,7 +279,7 @@ def graph(group, algorithm, protocol, replays):
             decay.copy_(decays[comm.rank])
             with torch.no_grad():
                 leaf.copy_(states[comm.rank])
-            captured.replay()
+            replayed.replay()
             given = list(decays)
             prevs = allscan_reference(list(states), given)
             ones = [torch.ones_like(x) for x in states]
@@ -360,8 +328,7 @@ def stopped(group, algorithm):
     return named, right
 
 
-@pytest.mark.parametrize("size", [2])
 @pytest.mark.parametrize("algorithm", ["rails", "recursive_doubling"])
-def test_a_gpu_that_never_comes(run, size, algorithm):
+def test_a_gpu_that_never_comes(run, algorithm, size=2):
     answers = run(size, stopped, algorithm)
     assert answers == [(1, True), (None, True)]

@@ -51,14 +51,13 @@ def test_a_part_is_checked_on_every_rank(run, name, layout, size=2):
         assert first is None if text is None else first[0] == "ValueError" and text in first[1], first
 
 
-def unlike_case(group, wrong):
+def unlike_case(comm, wrong):
     """Return the exceptions of a check in which rank 1 has no tensor of two dimensions, and of the next check."""
-    with allscan.Communicator(group, timeout=60) as comm:
-        part = allscan.cut_batch(dict(input_ids=torch.arange(8 * comm.size)[None]), comm=comm)
-        given = part | dict(input_ids=wrong) if comm.rank == 1 else part
-        begun = time.monotonic()
-        found = [raised(allscan.check_batch, x, comm=comm) for x in (given, part)]
-        return found, time.monotonic() - begun
+    part = allscan.cut_batch(dict(input_ids=torch.arange(8 * comm.size)[None]), comm=comm)
+    given = part | dict(input_ids=wrong) if comm.rank == 1 else part
+    begun = time.monotonic()
+    found = [raised(allscan.check_batch, x, comm=comm) for x in (given, part)]
+    return found, time.monotonic() - begun
 
 
 @pytest.mark.parametrize("wrong", [torch.arange(8), [[1, 2]]], ids=["one dimension", "a list"])

@@ -4,7 +4,6 @@ and with fla's kernels in Triton's interpreter; on GPUs compared with fla's own 
 from __future__ import annotations
 
 import sys
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -15,7 +14,8 @@ from support.delta import DeltaCase, Parts, Whole
 from support.fla import import_fla
 from support.fla_rules import rules
 from support.gla import BF16, F32
-from support.values import error, in_ranks, pairs, place, raised, relative
+from support.properties.draw import Place
+from support.values import check_errors, error, in_ranks, pairs, place, raised, relative, value_or_error
 
 context_parallel = in_ranks("fla_cp", "context_parallel")
 T = 192  # tokens of a rank
@@ -139,18 +139,10 @@ def own_summary_case(group, rule, cuts):
     return error(prev, expected[0]), error(after, expected[1])
 
 
-class Place(NamedTuple):
-    """The attributes of a communicator that Parts uses."""
-
-    rank: int
-    size: int
-
-
 @pytest.mark.cpu
 @pytest.mark.parametrize("rule, cuts, size", pairs(["kda", "gated_delta_rule"], [*CUTS], [2, 4]))
 def test_own_summaries(run, size, cuts, rule):
-    for errors in run(size, own_summary_case, rule, cuts):
-        assert max(errors) < 1e-5, errors
+    check_errors(run(size, own_summary_case, rule, cuts), 1e-5)
 
 
 def mixed_case(group, what):
@@ -179,12 +171,7 @@ def mixed_case(group, what):
     for way in ways:
         call(way)
     comm.barrier()
-    found = []
-    for _ in range(2):
-        try:
-            found.append(bool(call(ways[other]).isfinite().all()))
-        except RuntimeError as problem:
-            found.append(type(problem).__name__)
+    found = [value_or_error(lambda: bool(call(ways[other]).isfinite().all())) for _ in range(2)]
     return found, raised(comm.barrier)
 
 
@@ -243,25 +230,24 @@ def test_arguments_that_one_rank_rejects(run, backward, size=3):
             assert why in later[1], later
 
 
-def convolution_case(group):
+def convolution_case(comm):
     """Return whether a short convolution receives the neighbours' tokens, and their gradients in backward."""
     import_fla()
     import fla.modules.causal_conv1d.cp as user
     import fla.ops.cp.comm as source
 
-    with allscan.Communicator(group) as comm:
-        context_parallel(comm)
-        assert user.conv_cp_send_recv_fwd is source.conv_cp_send_recv_fwd
-        answers = []
-        for shape in ((3, 40), (2, 24, 3), (1, 8)):
-            for seed, dtype in enumerate((F32, BF16, F32)):
-                parts = torch.randn(comm.size, *shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-                nothing = torch.zeros(1, *shape, dtype=dtype)
-                before, mine, behind = torch.cat([nothing, parts, nothing]).to(comm.device)[comm.rank :][:3]
-                heads = user.conv_cp_send_recv_fwd(tails=mine, group=comm.group)
-                gradient = user.conv_cp_send_recv_bwd(mine, comm.group)
-                answers += [torch.equal(heads, before), torch.equal(gradient, behind)]
-        return answers
+    context_parallel(comm)
+    assert user.conv_cp_send_recv_fwd is source.conv_cp_send_recv_fwd
+    answers = []
+    for shape in ((3, 40), (2, 24, 3), (1, 8)):
+        for seed, dtype in enumerate((F32, BF16, F32)):
+            parts = torch.randn(comm.size, *shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+            nothing = torch.zeros(1, *shape, dtype=dtype)
+            before, mine, behind = torch.cat([nothing, parts, nothing]).to(comm.device)[comm.rank :][:3]
+            heads = user.conv_cp_send_recv_fwd(tails=mine, group=comm.group)
+            gradient = user.conv_cp_send_recv_bwd(mine, comm.group)
+            answers += [torch.equal(heads, before), torch.equal(gradient, behind)]
+    return answers
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -269,24 +255,23 @@ def test_convolutions(run, size):
     assert all(sum(run(size, convolution_case), []))
 
 
-def shift_case(group, cuts):
+def shift_case(comm, cuts):
     """Return whether fla's token shift and its gradient are those of the whole sequence."""
     import_fla()
     from fla.modules.token_shift import token_shift_ref
     from fla.modules.token_shift_cp import token_shift_cp
     from fla.ops.cp import build_cp_context
 
-    with allscan.Communicator(group) as comm:
-        context_parallel(comm)
-        whole, mine = lengths(cuts, comm.size, comm.device), place(comm, [T] * comm.size)
-        x, weights = torch.randn(2, 1, T * comm.size, 24, generator=torch.Generator().manual_seed(0)).to(comm.device)
-        x.requires_grad_()
-        context = build_cp_context(whole, comm.group, conv1d_kernel_size=2)
-        expected, own = token_shift_ref(x, whole), x.detach()[:, mine].clone().requires_grad_()
-        found = token_shift_cp(own, context)
-        gradient = torch.autograd.grad((expected * weights).sum(), x)[0]
-        (found * weights[:, mine]).sum().backward()
-        return torch.equal(found, expected[:, mine]) and error(own.grad, gradient[:, mine]) < 1e-6
+    context_parallel(comm)
+    whole, mine = lengths(cuts, comm.size, comm.device), place(comm, [T] * comm.size)
+    x, weights = torch.randn(2, 1, T * comm.size, 24, generator=torch.Generator().manual_seed(0)).to(comm.device)
+    x.requires_grad_()
+    context = build_cp_context(whole, comm.group, conv1d_kernel_size=2)
+    expected, own = token_shift_ref(x, whole), x.detach()[:, mine].clone().requires_grad_()
+    found = token_shift_cp(own, context)
+    gradient = torch.autograd.grad((expected * weights).sum(), x)[0]
+    (found * weights[:, mine]).sum().backward()
+    return torch.equal(found, expected[:, mine]) and error(own.grad, gradient[:, mine]) < 1e-6
 
 
 @pytest.mark.parametrize("size, cuts", [(2, "packed"), (4, "borders")])

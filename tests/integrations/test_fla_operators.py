@@ -96,39 +96,37 @@ def split(operator, decay, comm):
     return call
 
 
-def operator_case(group, name):
+def operator_case(comm, name):
     """Return {tensor: (error of the split sequence, error of the unsplit one)} against fla's loop in float32 on each
     rank."""
     on_gpu = torch.cuda.is_available()
     names, operator, decay = operators(on_gpu)[name]
     _, loop, _ = operators(False)[name]
-    with allscan.Communicator(group) as comm:
-        total, mine = comm.size * T, slice(comm.rank * T, (comm.rank + 1) * T)
-        narrow = BF16 if on_gpu and name != "HGRN" else F32  # fla's HGRN returns such a state
-        given = {n: x.to(comm.device, F32 if n in ("g", "gk") else narrow) for n, x in zip(names, drawn(names, total))}
-        weights = torch.randn(1, total, H, D, generator=torch.Generator().manual_seed(1)).to(comm.device, narrow)
+    total, mine = comm.size * T, slice(comm.rank * T, (comm.rank + 1) * T)
+    narrow = BF16 if on_gpu and name != "HGRN" else F32  # fla's HGRN returns such a state
+    given = {n: x.to(comm.device, F32 if n in ("g", "gk") else narrow) for n, x in zip(names, drawn(names, total))}
+    weights = torch.randn(1, total, H, D, generator=torch.Generator().manual_seed(1)).to(comm.device, narrow)
 
-        def results(call, part=slice(None), dtype=None):
-            """Return output and gradients of these tokens; without u, which belongs to no token."""
-            leaves = [
-                (x if n == "u" else x[:, part]).to(dtype or x.dtype, copy=True).requires_grad_()
-                for n, x in given.items()
-            ]
-            o = call(*leaves)
-            if on_gpu and name == "Gated DeltaNet":  # fla rejects its gradients with Triton before 3.7.1 on Hopper
-                return {"o": o.detach()}
-            gradients = torch.autograd.grad(o, leaves, weights[:, part].reshape(o.shape).to(o.dtype))
-            return {"o": o.detach()} | {n: x for n, x in zip(names, gradients, strict=True) if n != "u"}
+    def results(call, part=slice(None), dtype=None):
+        """Return output and gradients of these tokens; without u, which belongs to no token."""
+        leaves = [
+            (x if n == "u" else x[:, part]).to(dtype or x.dtype, copy=True).requires_grad_() for n, x in given.items()
+        ]
+        o = call(*leaves)
+        if on_gpu and name == "Gated DeltaNet":  # fla rejects its gradients with Triton before 3.7.1 on Hopper
+            return {"o": o.detach()}
+        gradients = torch.autograd.grad(o, leaves, weights[:, part].reshape(o.shape).to(o.dtype))
+        return {"o": o.detach()} | {n: x for n, x in zip(names, gradients, strict=True) if n != "u"}
 
-        expected = results(lambda *x: loop(*x)[0], dtype=F32)
-        whole = results(lambda *x: operator(*x)[0])
-        cut = results(split(operator, decay, comm), mine)
-        comm.barrier()
-        return {
-            n: (relative(cut[n], e[:, mine]), relative(whole[n][:, mine], e[:, mine]))
-            for n, e in expected.items()
-            if n in whole
-        }
+    expected = results(lambda *x: loop(*x)[0], dtype=F32)
+    whole = results(lambda *x: operator(*x)[0])
+    cut = results(split(operator, decay, comm), mine)
+    comm.barrier()
+    return {
+        n: (relative(cut[n], e[:, mine]), relative(whole[n][:, mine], e[:, mine]))
+        for n, e in expected.items()
+        if n in whole
+    }
 
 
 NAMES = ["linear attention", "RetNet", "simple GLA, Mamba2", "GLA", "RWKV6", "HGRN", "Gated DeltaNet", "KDA"]

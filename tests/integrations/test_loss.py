@@ -13,11 +13,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-import allscan
 from allscan.integrations import slices
 from allscan.integrations.slices import linear_cross_entropy, mlp_in_slices
 from support.models import VOCABULARY, gradients, made, sequence_parallel
-from support.values import added_up, pairs, place, raised, relative
+from support.values import added_up, check_errors, pairs, place, raised, relative
 
 pytestmark = pytest.mark.cpu
 T, D, V = 21, 16, 53
@@ -193,31 +192,29 @@ def test_no_tensor_has_the_logits_of_all_tokens(run, size=1):
     assert run(size, largest_case, 40, 8) == [V * D]
 
 
-def ranks_case(group, wrong=None):
+def ranks_case(comm, wrong=None):
     """Return errors on ranks with different tokens, one without labels and one without tokens; or what is raised."""
-    with allscan.Communicator(group, timeout=60) as comm:
-        x, weight, bias, labels = drawn(tokens=12, ignored=5)
-        mine = {1: [12], 2: [5, 7], 3: [0, 5, 7]}[comm.size]
-        mine = place(comm, mine)
-        leaf = x.detach()[mine].requires_grad_()
-        if wrong is not None:
-            given = dict(bias=bias, comm=comm)
-            given |= wrong if comm.rank == 1 else {}
-            here = labels[mine] + (V if "labels" in given else 0)
-            given.pop("labels", None)
-            return raised(linear_cross_entropy, leaf, weight, here, **given)
-        loss = linear_cross_entropy(leaf, weight, labels[mine], bias=bias, comm=comm, slice_tokens=2)
-        loss.backward()
-        sums = [added_up(y, comm.group) for y in (loss, weight.grad, bias.grad)]
-        expected, (dx, dw, db) = reference(x, weight, bias, labels)
-        found = [relative(a, b) for a, b in zip(sums, (expected, dw, db))]
-        return [*found, (leaf.grad - dx[mine]).norm().item()]
+    x, weight, bias, labels = drawn(tokens=12, ignored=5)
+    mine = {1: [12], 2: [5, 7], 3: [0, 5, 7]}[comm.size]
+    mine = place(comm, mine)
+    leaf = x.detach()[mine].requires_grad_()
+    if wrong is not None:
+        given = dict(bias=bias, comm=comm)
+        given |= wrong if comm.rank == 1 else {}
+        here = labels[mine] + (V if "labels" in given else 0)
+        given.pop("labels", None)
+        return raised(linear_cross_entropy, leaf, weight, here, **given)
+    loss = linear_cross_entropy(leaf, weight, labels[mine], bias=bias, comm=comm, slice_tokens=2)
+    loss.backward()
+    sums = [added_up(y, comm.group) for y in (loss, weight.grad, bias.grad)]
+    expected, (dx, dw, db) = reference(x, weight, bias, labels)
+    found = [relative(a, b) for a, b in zip(sums, (expected, dw, db))]
+    return [*found, (leaf.grad - dx[mine]).norm().item()]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_the_labels_of_all_ranks_are_counted(run, size):
-    for errors in run(size, ranks_case):
-        assert max(errors) < 2e-6, errors
+    check_errors(run(size, ranks_case), 2e-6)
 
 
 @pytest.mark.parametrize(
@@ -269,34 +266,32 @@ class Tail(nn.Module):
         return linear_cross_entropy(x, head.weight, labels, bias=head.bias, comm=self.comm, slice_tokens=3)
 
 
-def fsdp_case(group, inside):
+def fsdp_case(comm, inside):
     """Return relative errors of the loss and of all gradients under FSDP2."""
-    with allscan.Communicator(group) as comm:
-        torch.manual_seed(0)
-        model = Tail(comm, inside)
-        x, _, _, labels = drawn(tokens=12)
-        whole = copy.deepcopy(model)
-        expected = F.cross_entropy(whole.head(x + whole.mlp(x)), labels)
-        expected.backward()
-        mesh = DeviceMesh.from_group(comm.group, "cpu")
-        mlp_in_slices(model.mlp, 4)
-        fully_shard(model.mlp, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-        mine = place(comm, [12 // comm.size] * comm.size)
-        found = model(x[mine], labels[mine])
-        loss = found if inside else model.loss(found, labels[mine])
-        (loss * comm.size).backward()  # FSDP2 averages
-        pairs = zip(model.parameters(), whole.parameters(), strict=True)
-        return [
-            relative(added_up(loss, comm.group), expected),
-            *(relative(a.grad.full_tensor(), b.grad) for a, b in pairs),
-        ]
+    torch.manual_seed(0)
+    model = Tail(comm, inside)
+    x, _, _, labels = drawn(tokens=12)
+    whole = copy.deepcopy(model)
+    expected = F.cross_entropy(whole.head(x + whole.mlp(x)), labels)
+    expected.backward()
+    mesh = DeviceMesh.from_group(comm.group, "cpu")
+    mlp_in_slices(model.mlp, 4)
+    fully_shard(model.mlp, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    mine = place(comm, [12 // comm.size] * comm.size)
+    found = model(x[mine], labels[mine])
+    loss = found if inside else model.loss(found, labels[mine])
+    (loss * comm.size).backward()  # FSDP2 averages
+    pairs = zip(model.parameters(), whole.parameters(), strict=True)
+    return [
+        relative(added_up(loss, comm.group), expected),
+        *(relative(a.grad.full_tensor(), b.grad) for a, b in pairs),
+    ]
 
 
 @pytest.mark.parametrize("inside", [True, False])
 def test_a_head_that_fsdp2_shards(run, inside, size=2):
-    for errors in run(size, fsdp_case, inside):
-        assert max(errors) < 2e-6, errors
+    check_errors(run(size, fsdp_case, inside), 2e-6)
 
 
 # MLPs
@@ -409,45 +404,44 @@ def test_mlp_in_slices(run, size=1):
 # Split models of transformers
 
 
-def model_case(group, family, layout, packed, tokens):
+def model_case(comm, family, layout, packed, tokens):
     """Return relative errors of loss and gradients of a split model against the unsplit one's whole loss."""
     from allscan.integrations.transformers import require_logits
 
     zigzag, total = layout != "contiguous", sum(tokens)
-    with allscan.Communicator(group, timeout=60) as comm:
-        model = made(family)
-        whole = torch.randint(1, VOCABULARY, (1 if packed else 2, total))
-        labels = whole.clone()
-        labels[:, : total // 2] = -100
-        cuts, how = [0, 4 * comm.size, total], {}
-        if packed:
-            labels[:, cuts[:-1]], how = -100, dict(cu_seq_lens_q=torch.tensor(cuts))
-        where = dict(layout="zigzag" if zigzag else layout, per_document=layout == "documents")
-        mine = place(comm, tokens, zigzag, cuts if layout == "documents" else None)
-        results, shapes = [], []
-        for more in ({}, dict(loss_in_slices=dict(slice_tokens=4), mlp_in_slices=3)):
-            sequence_parallel(model, comm=comm, **where, **more)
-            model.zero_grad()
-            output = model(input_ids=whole[:, mine], labels=labels[:, mine], **how)
-            output.loss.backward()
-            shapes.append((output.logits is None, raised(require_logits, output) is not None))
-            results.append([added_up(x, comm.group) for x in (output.loss, *gradients(model).values())])
-        with torch.no_grad():
-            short = model(input_ids=whole[:, mine], labels=labels[:, mine], return_dict=False, use_cache=False, **how)
-            logits = model(input_ids=whole[:, mine], use_cache=False, **how).logits
-        assert logits.shape[:2] == whole[:, mine].shape and torch.is_tensor(short[0]) and not short[0].ndim
-        kept = raised(model, input_ids=whole[:, mine], labels=labels[:, mine], logits_to_keep=1, **how)
-        comm.resync()
-        sequence_parallel(model, comm=None)
-        assert not any("forward" in vars(module) for module in model.modules())
+    model = made(family)
+    whole = torch.randint(1, VOCABULARY, (1 if packed else 2, total))
+    labels = whole.clone()
+    labels[:, : total // 2] = -100
+    cuts, how = [0, 4 * comm.size, total], {}
+    if packed:
+        labels[:, cuts[:-1]], how = -100, dict(cu_seq_lens_q=torch.tensor(cuts))
+    where = dict(layout="zigzag" if zigzag else layout, per_document=layout == "documents")
+    mine = place(comm, tokens, zigzag, cuts if layout == "documents" else None)
+    results, shapes = [], []
+    for more in ({}, dict(loss_in_slices=dict(slice_tokens=4), mlp_in_slices=3)):
+        sequence_parallel(model, comm=comm, **where, **more)
         model.zero_grad()
-        if not packed:
-            logits = model(input_ids=whole, use_cache=False).logits
-            loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
-            loss.backward()
-            results[0] = [loss.detach(), *gradients(model).values()]
-        found = [relative(b, a) if a.any() else b.norm().item() for a, b in zip(*results, strict=True)]
-        return found, shapes, kept
+        output = model(input_ids=whole[:, mine], labels=labels[:, mine], **how)
+        output.loss.backward()
+        shapes.append((output.logits is None, raised(require_logits, output) is not None))
+        results.append([added_up(x, comm.group) for x in (output.loss, *gradients(model).values())])
+    with torch.no_grad():
+        short = model(input_ids=whole[:, mine], labels=labels[:, mine], return_dict=False, use_cache=False, **how)
+        logits = model(input_ids=whole[:, mine], use_cache=False, **how).logits
+    assert logits.shape[:2] == whole[:, mine].shape and torch.is_tensor(short[0]) and not short[0].ndim
+    kept = raised(model, input_ids=whole[:, mine], labels=labels[:, mine], logits_to_keep=1, **how)
+    comm.resync()
+    sequence_parallel(model, comm=None)
+    assert not any("forward" in vars(module) for module in model.modules())
+    model.zero_grad()
+    if not packed:
+        logits = model(input_ids=whole, use_cache=False).logits
+        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
+        loss.backward()
+        results[0] = [loss.detach(), *gradients(model).values()]
+    found = [relative(b, a) if a.any() else b.norm().item() for a, b in zip(*results, strict=True)]
+    return found, shapes, kept
 
 
 @pytest.mark.parametrize(
@@ -470,47 +464,44 @@ def test_split_models(run, family, layout, packed, tokens):
         assert "logits_to_keep" in kept[1], kept
 
 
-def sharded_case(group, alone, compiled):
+def sharded_case(comm, alone, compiled):
     """Return relative errors of loss and gradients with FSDP2 over model and, if ``alone``, head; or compiled."""
-    with allscan.Communicator(group, timeout=60) as comm:
-        model = sequence_parallel(made("nemotron_h"), comm=comm)
-        tokens = torch.randint(1, VOCABULARY, (1, 12))[:, place(comm, [7, 5])]
-        expected = model(input_ids=tokens, labels=tokens, use_cache=False).loss
-        expected.backward()
-        grads = [*added_up(gradients(model), comm.group).values()]
-        model.zero_grad()
-        sequence_parallel(model, comm=comm, loss_in_slices=dict(slice_tokens=2), mlp_in_slices=2)
-        model.gradient_checkpointing_enable(dict(use_reentrant=False))
-        if compiled:
-            loss = torch.compile(model, backend="aot_eager")(input_ids=tokens, labels=tokens, use_cache=False).loss
-            loss.backward()
-            found = [*added_up(gradients(model), comm.group).values()]
-        else:
-            mesh = DeviceMesh.from_group(comm.group, "cpu")
-            for module in [*model.model.layers, *[model.lm_head] * alone, model]:
-                fully_shard(module, mesh=mesh)
-            loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
-            (loss * comm.size).backward()
-            found = [x.full_tensor() for x in gradients(model).values()]
-        pairs = zip(found, grads, strict=True)
-        return [relative(loss, expected), *(relative(a, b) if b.any() else a.norm().item() for a, b in pairs)]
+    model = sequence_parallel(made("nemotron_h"), comm=comm)
+    tokens = torch.randint(1, VOCABULARY, (1, 12))[:, place(comm, [7, 5])]
+    expected = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+    expected.backward()
+    grads = [*added_up(gradients(model), comm.group).values()]
+    model.zero_grad()
+    sequence_parallel(model, comm=comm, loss_in_slices=dict(slice_tokens=2), mlp_in_slices=2)
+    model.gradient_checkpointing_enable(dict(use_reentrant=False))
+    if compiled:
+        loss = torch.compile(model, backend="aot_eager")(input_ids=tokens, labels=tokens, use_cache=False).loss
+        loss.backward()
+        found = [*added_up(gradients(model), comm.group).values()]
+    else:
+        mesh = DeviceMesh.from_group(comm.group, "cpu")
+        for module in [*model.model.layers, *[model.lm_head] * alone, model]:
+            fully_shard(module, mesh=mesh)
+        loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+        (loss * comm.size).backward()
+        found = [x.full_tensor() for x in gradients(model).values()]
+    pairs = zip(found, grads, strict=True)
+    return [relative(loss, expected), *(relative(a, b) if b.any() else a.norm().item() for a, b in pairs)]
 
 
 @pytest.mark.parametrize("alone, compiled", [(False, False), (True, False), (False, True)])
 def test_split_models_with_fsdp2_and_compiled(run, alone, compiled, size=2):
     pytest.importorskip("transformers", minversion="5.18", reason="needs transformers")
-    for errors in run(size, sharded_case, alone, compiled):
-        assert max(errors) < 2e-5, errors
+    check_errors(run(size, sharded_case, alone, compiled), 2e-5)
 
 
-def rejected_case(group):
-    with allscan.Communicator(group) as comm:
-        jittered, replaced = made("minimax", router_jitter_noise=0.1), made("mamba2")
-        replaced.lm_head.forward = replaced.lm_head.forward.__call__
-        calls = [(jittered, dict(mlp_in_slices=4)), (replaced, dict(loss_in_slices=True))]
-        calls += [(made("mamba2"), dict(loss_in_slices=more)) for more in (dict(scale=2.0), 4096)]
-        calls += [(made("mamba2"), dict(mlp_in_slices=more)) for more in (0, True)]
-        return [raised(sequence_parallel, model, comm=comm, **options) for model, options in calls]
+def rejected_case(comm):
+    jittered, replaced = made("minimax", router_jitter_noise=0.1), made("mamba2")
+    replaced.lm_head.forward = replaced.lm_head.forward.__call__
+    calls = [(jittered, dict(mlp_in_slices=4)), (replaced, dict(loss_in_slices=True))]
+    calls += [(made("mamba2"), dict(loss_in_slices=more)) for more in (dict(scale=2.0), 4096)]
+    calls += [(made("mamba2"), dict(mlp_in_slices=more)) for more in (0, True)]
+    return [raised(sequence_parallel, model, comm=comm, **options) for model, options in calls]
 
 
 def test_what_split_models_reject(run, size=1):
@@ -531,17 +522,16 @@ class Wrapped(nn.Module):
         return self.base(x) + self.more(x)
 
 
-def changed_case(group):
+def changed_case(comm):
     """Return what calls raise whose head was replaced or wrapped, and whether a call that raises leaves anything."""
     tokens, found = torch.ones(1, 8, dtype=torch.int64), []
-    with allscan.Communicator(group) as comm:
-        for change in (lambda head: nn.Linear(head.in_features, head.out_features), Wrapped):
-            model = sequence_parallel(made("mamba2"), comm=comm, loss_in_slices=True)
-            head, before = model.lm_head, {*vars(model)}
-            model.lm_head = change(head)
-            found.append(raised(model, input_ids=tokens, labels=tokens, use_cache=False))
-            model.lm_head = head
-            assert {*vars(model)} == before and head(torch.zeros(1, 3, head.in_features)).ndim == 3
+    for change in (lambda head: nn.Linear(head.in_features, head.out_features), Wrapped):
+        model = sequence_parallel(made("mamba2"), comm=comm, loss_in_slices=True)
+        head, before = model.lm_head, {*vars(model)}
+        model.lm_head = change(head)
+        found.append(raised(model, input_ids=tokens, labels=tokens, use_cache=False))
+        model.lm_head = head
+        assert {*vars(model)} == before and head(torch.zeros(1, 3, head.in_features)).ndim == 3
     return found
 
 

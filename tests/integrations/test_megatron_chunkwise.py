@@ -127,23 +127,22 @@ def test_values(run, size, cuts, n, given):
         assert all(max(found.values()) < 2e-6 for found in errors), errors
 
 
-def separate_case(group, first):
+def separate_case(comm, first):
     """The first of two sequences, of ``first`` tokens, has NaN. Return whether the second one's outputs and gradients
     are the same."""
     from allscan.integrations import megatron_chunkwise
 
     modules = load()
-    with allscan.Communicator(group) as comm:
-        megatron_chunkwise.enable(comm=comm)
-        inputs, _ = drawn("packed", comm.size, 6, 2, 16, 8)
-        answers = []
-        for value in (1.0, float("nan")):
-            inputs[2][:, : 2 * first] = value
-            found = layer(comm, modules, Backend(*modules), inputs, [0, first, 6 * comm.size], 2)
-            ours = max(first - 6 * comm.rank, 0)
-            answers.append([x[:, ours * (x.shape[1] // 6) :] for x in found])
-        megatron_chunkwise.disable()
-        return [torch.equal(a, b) for a, b in zip(*answers, strict=True)]
+    megatron_chunkwise.enable(comm=comm)
+    inputs, _ = drawn("packed", comm.size, 6, 2, 16, 8)
+    answers = []
+    for value in (1.0, float("nan")):
+        inputs[2][:, : 2 * first] = value
+        found = layer(comm, modules, Backend(*modules), inputs, [0, first, 6 * comm.size], 2)
+        ours = max(first - 6 * comm.rank, 0)
+        answers.append([x[:, ours * (x.shape[1] // 6) :] for x in found])
+    megatron_chunkwise.disable()
+    return [torch.equal(a, b) for a, b in zip(*answers, strict=True)]
 
 
 @pytest.mark.cpu
@@ -194,17 +193,16 @@ def test_inputs_that_one_rank_rejects(run, backward, size=3):
             assert why in last[1], last
 
 
-def unpacked_case(group):
+def unpacked_case(comm):
     from allscan.integrations import megatron_chunkwise
 
     modules = load()
-    with allscan.Communicator(group) as comm:
-        megatron_chunkwise.enable(comm=comm)
-        backend = Backend(*modules)
-        backend.packed = False
-        problem = raised(layer, comm, modules, backend, *drawn("one", comm.size, 2, 1, 16, 8), 1)
-        megatron_chunkwise.disable()
-        return problem
+    megatron_chunkwise.enable(comm=comm)
+    backend = Backend(*modules)
+    backend.packed = False
+    problem = raised(layer, comm, modules, backend, *drawn("one", comm.size, 2, 1, 16, 8), 1)
+    megatron_chunkwise.disable()
+    return problem
 
 
 @pytest.mark.cpu
@@ -226,21 +224,20 @@ def test_megatron_without_it(monkeypatch):
     megatron_chunkwise.disable()
 
 
-def of_fla(group, cuts, backward):
+def of_fla(comm, cuts, backward):
     """Return (errors by All-Scan, by Megatron's gather) of Megatron's backend of fla, bfloat16, against float64."""
     import_fla(models=False)
     from allscan.integrations import megatron_chunkwise
 
     modules = load("gdp")
     backend, n = modules[2].FLAGatedDeltaProductCPBackend(), 2
-    with allscan.Communicator(group) as comm:
-        inputs, ends = drawn(cuts, comm.size, 192, n, 64, 64, comm.device, BF16)
-        expected = [part(x, comm) for x in law(inputs, ends, n)]
-        gathered = layer(comm, modules, backend, inputs, ends, n, backward)
-        megatron_chunkwise.enable(comm=comm)
-        scanned = layer(comm, modules, backend, inputs, ends, n, backward)
-        megatron_chunkwise.disable()
-        return [relative_all(NAMES, found, expected) for found in (scanned, gathered)]
+    inputs, ends = drawn(cuts, comm.size, 192, n, 64, 64, comm.device, BF16)
+    expected = [part(x, comm) for x in law(inputs, ends, n)]
+    gathered = layer(comm, modules, backend, inputs, ends, n, backward)
+    megatron_chunkwise.enable(comm=comm)
+    scanned = layer(comm, modules, backend, inputs, ends, n, backward)
+    megatron_chunkwise.disable()
+    return [relative_all(NAMES, found, expected) for found in (scanned, gathered)]
 
 
 @pytest.mark.gpu

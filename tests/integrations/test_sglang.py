@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import allscan
 from allscan.integrations.sglang import PrefillKernel
 from allscan.reference import delta_reference
 from support.values import raised, relative
@@ -51,53 +50,52 @@ def gates_of(rule, T, raw, generator):
     return g, beta, more, (decay, beta.sigmoid())
 
 
-def extend_case(group, rule, whole_rows, raw):
+def extend_case(comm, rule, whole_rows, raw):
     """Return (error of the outputs, of the pool, this rank's pool) of two batches: requests 0 and 1 begin, then 1
     continues and 2 begins. Whole rows have two tokens more, behind the last request."""
-    with allscan.Communicator(group) as comm:
-        generator = torch.Generator().manual_seed(0)
-        kernel = PrefillKernel(Kernel(), comm=comm, rule=rule, whole_rows=whole_rows)
-        assert kernel.decode(*[None] * 5, A_log=0, dt_bias=0, ssm_states=0, cache_indices=0, query_start_loc=0)
-        assert kernel.supports_packed_decode and not kernel.uses_state_checkpoints
-        assert kernel.supports_safe_gate and kernel.prefill_graph_wrapper_cls is None
-        pool = torch.zeros(5, HV, V, K, device=comm.device)
-        states, errors = {}, []
-        for slots, lengths in ([3, 1], [17, 20]), ([1, 4, -1], [9, 1, 3]):
-            starts = [0, *itertools.accumulate(lengths)]
-            total = starts[-1]
-            q, k = (torch.randn(1, total, H, K, generator=generator) for _ in range(2))
-            v = torch.randn(1, total, HV, V, generator=generator)
-            g, beta, more, exact = gates_of(rule, total, raw, generator)
-            each = -(-total // comm.size)
-            mine = slice(min(comm.rank * each, total), min((comm.rank + 1) * each, total))
-            own = (q, k, v, g, beta)
-            own = [F.pad(x, (0, 0) * (x.ndim - 2) + (0, 2)) if whole_rows else x[:, mine] for x in own]
-            answer = kernel.extend(
-                *(x.to(comm.device) for x in own),
-                ssm_states=pool,
-                cache_indices=torch.tensor(slots, dtype=torch.int32, device=comm.device),
-                query_start_loc=torch.tensor(starts, dtype=torch.int32, device=comm.device),
-                layer_id=0,
-                **{name: x.to(comm.device) if torch.is_tensor(x) else x for name, x in more.items()},
-            )
-            if rule == "gdn":
-                assert len(answer) == 3 and answer[1:] == (None, None)
-                answer = answer[0]
-            expected = []
-            for slot, part in zip(slots, map(slice, starts, starts[1:])):
-                normalized = [F.normalize(x, dim=-1).expand(-1, -1, HV, -1)[:, part] for x in (q, k)]
-                rest = [x[:, part] for x in (v, *exact)]
-                o, state = delta_reference(*normalized, *rest, initial_state=states.get(slot))
-                expected.append(o)
-                if slot >= 0:
-                    states[slot] = state
-                    errors.append(relative(pool[slot].mT[None], state))
-            expected = torch.cat(expected, 1)
-            expected = F.pad(expected, (0, 0, 0, 0, 0, 2)) if whole_rows else expected[:, mine]
-            assert answer.shape == expected.shape
-            errors.append(relative(answer, expected) if answer.numel() else 0.0)
-        comm.check()
-        return max(errors), pool.cpu()
+    generator = torch.Generator().manual_seed(0)
+    kernel = PrefillKernel(Kernel(), comm=comm, rule=rule, whole_rows=whole_rows)
+    assert kernel.decode(*[None] * 5, A_log=0, dt_bias=0, ssm_states=0, cache_indices=0, query_start_loc=0)
+    assert kernel.supports_packed_decode and not kernel.uses_state_checkpoints
+    assert kernel.supports_safe_gate and kernel.prefill_graph_wrapper_cls is None
+    pool = torch.zeros(5, HV, V, K, device=comm.device)
+    states, errors = {}, []
+    for slots, lengths in ([3, 1], [17, 20]), ([1, 4, -1], [9, 1, 3]):
+        starts = [0, *itertools.accumulate(lengths)]
+        total = starts[-1]
+        q, k = (torch.randn(1, total, H, K, generator=generator) for _ in range(2))
+        v = torch.randn(1, total, HV, V, generator=generator)
+        g, beta, more, exact = gates_of(rule, total, raw, generator)
+        each = -(-total // comm.size)
+        mine = slice(min(comm.rank * each, total), min((comm.rank + 1) * each, total))
+        own = (q, k, v, g, beta)
+        own = [F.pad(x, (0, 0) * (x.ndim - 2) + (0, 2)) if whole_rows else x[:, mine] for x in own]
+        answer = kernel.extend(
+            *(x.to(comm.device) for x in own),
+            ssm_states=pool,
+            cache_indices=torch.tensor(slots, dtype=torch.int32, device=comm.device),
+            query_start_loc=torch.tensor(starts, dtype=torch.int32, device=comm.device),
+            layer_id=0,
+            **{name: x.to(comm.device) if torch.is_tensor(x) else x for name, x in more.items()},
+        )
+        if rule == "gdn":
+            assert len(answer) == 3 and answer[1:] == (None, None)
+            answer = answer[0]
+        expected = []
+        for slot, part in zip(slots, map(slice, starts, starts[1:])):
+            normalized = [F.normalize(x, dim=-1).expand(-1, -1, HV, -1)[:, part] for x in (q, k)]
+            rest = [x[:, part] for x in (v, *exact)]
+            o, state = delta_reference(*normalized, *rest, initial_state=states.get(slot))
+            expected.append(o)
+            if slot >= 0:
+                states[slot] = state
+                errors.append(relative(pool[slot].mT[None], state))
+        expected = torch.cat(expected, 1)
+        expected = F.pad(expected, (0, 0, 0, 0, 0, 2)) if whole_rows else expected[:, mine]
+        assert answer.shape == expected.shape
+        errors.append(relative(answer, expected) if answer.numel() else 0.0)
+    comm.check()
+    return max(errors), pool.cpu()
 
 
 @pytest.mark.parametrize(
@@ -117,14 +115,13 @@ def test_batches(run, rule, whole_rows, raw, size):
         assert torch.equal(pool, found[0][1])
 
 
-def not_supported_case(group):
-    with allscan.Communicator(group) as comm:
-        kernel = PrefillKernel(Kernel(), comm=comm, rule="kda")
-        x, loc = torch.zeros(1, 1, 1, 16), torch.tensor([0, 1])
-        pool = dict(ssm_states=x, cache_indices=loc[:1], query_start_loc=loc)
-        options = dict(inplace_update=False), dict(return_intermediate_states=True), dict(track_state=x)
-        found = [raised(kernel.extend, *[x] * 5, **pool, **more) for more in (*options, dict(num_state_checkpoints=2))]
-        return [*found, raised(PrefillKernel, Kernel(), comm=comm, rule="gla")]
+def not_supported_case(comm):
+    kernel = PrefillKernel(Kernel(), comm=comm, rule="kda")
+    x, loc = torch.zeros(1, 1, 1, 16), torch.tensor([0, 1])
+    pool = dict(ssm_states=x, cache_indices=loc[:1], query_start_loc=loc)
+    options = dict(inplace_update=False), dict(return_intermediate_states=True), dict(track_state=x)
+    found = [raised(kernel.extend, *[x] * 5, **pool, **more) for more in (*options, dict(num_state_checkpoints=2))]
+    return [*found, raised(PrefillKernel, Kernel(), comm=comm, rule="gla")]
 
 
 def test_what_is_not_supported(run):

@@ -10,10 +10,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import allscan
 from allscan.reference import delta_reference
 from support import ROOT
-from support.values import place, relative
+from support.values import check_errors, place, relative
 
 H, D, W = 2, 16, 4
 
@@ -42,41 +41,39 @@ def unsplit(q, k, v, gate, beta, *weights):
     return delta_reference(F.normalize(q, dim=-1), F.normalize(k, dim=-1), v, decay[None], beta.sigmoid()[None])[0][0]
 
 
-def layer_case(group, layout):
+def layer_case(comm, layout):
     """Return relative errors of the output and of the gradients of all inputs."""
-    with allscan.Communicator(group) as comm:
-        layer = written()()
-        layer.comm, layer.layout = comm, layout
-        T, generator = 24 * comm.size, torch.Generator().manual_seed(0)
+    layer = written()()
+    layer.comm, layer.layout = comm, layout
+    T, generator = 24 * comm.size, torch.Generator().manual_seed(0)
 
-        def draw(*shape):
-            return torch.randn(*shape, generator=generator, dtype=torch.float64, requires_grad=True)
+    def draw(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64, requires_grad=True)
 
-        whole = [*(draw(T, H * D) for _ in range(3)), draw(T, H, D), draw(T, H)]
-        weights = [*(draw(H * D, 1, W) for _ in range(3)), draw(H), draw(H, D)]
-        mine = place(comm, [24] * comm.size, layout == "zigzag")
-        expected, factor = unsplit(*whole, *weights), torch.randn(T, H, D, generator=generator)
-        (expected * factor).sum().backward()
-        own = [x.detach()[mine].float().to(comm.device).requires_grad_() for x in whole]
-        copies = [x.detach().float().to(comm.device).requires_grad_() for x in weights]
-        one, two = torch.tensor([0, T]), torch.tensor([0, 24, T])  # documents
-        for names in (
-            dict(cu_seqlens=two),
-            dict(attention_metadata=SimpleNamespace(varlen=SimpleNamespace(cu_seq_q=two))),
-        ):
-            with pytest.raises(ValueError, match="several documents"):
-                layer(*own, *copies, **names)
-        o = layer(*own, *copies, cu_seqlens=one, attention_metadata=None)
-        (o * factor[mine].to(comm.device)).sum().backward()
-        errors = [relative(o, expected[mine])]
-        errors += [relative(x.grad, y.grad[mine]) for x, y in zip(own, whole, strict=True)]
-        for x, y in zip(copies, weights, strict=True):
-            torch.distributed.all_reduce(x.grad, group=group)
-            errors.append(relative(x.grad, y.grad))
-        return errors
+    whole = [*(draw(T, H * D) for _ in range(3)), draw(T, H, D), draw(T, H)]
+    weights = [*(draw(H * D, 1, W) for _ in range(3)), draw(H), draw(H, D)]
+    mine = place(comm, [24] * comm.size, layout == "zigzag")
+    expected, factor = unsplit(*whole, *weights), torch.randn(T, H, D, generator=generator)
+    (expected * factor).sum().backward()
+    own = [x.detach()[mine].float().to(comm.device).requires_grad_() for x in whole]
+    copies = [x.detach().float().to(comm.device).requires_grad_() for x in weights]
+    one, two = torch.tensor([0, T]), torch.tensor([0, 24, T])  # documents
+    for names in (
+        dict(cu_seqlens=two),
+        dict(attention_metadata=SimpleNamespace(varlen=SimpleNamespace(cu_seq_q=two))),
+    ):
+        with pytest.raises(ValueError, match="several documents"):
+            layer(*own, *copies, **names)
+    o = layer(*own, *copies, cu_seqlens=one, attention_metadata=None)
+    (o * factor[mine].to(comm.device)).sum().backward()
+    errors = [relative(o, expected[mine])]
+    errors += [relative(x.grad, y.grad[mine]) for x, y in zip(own, whole, strict=True)]
+    for x, y in zip(copies, weights, strict=True):
+        torch.distributed.all_reduce(x.grad, group=comm.group)
+        errors.append(relative(x.grad, y.grad))
+    return errors
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 def test_the_class_in_the_documentation(run, layout, size=2):
-    for errors in run(size, layer_case, layout):
-        assert max(errors) < 2e-5, errors
+    check_errors(run(size, layer_case, layout), 2e-5)

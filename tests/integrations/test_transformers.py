@@ -21,7 +21,7 @@ from allscan.reference import delta_reference
 from allscan.zigzag import zigzag_positions
 from support.fla import import_fla
 from support.models import CHOICES, COMMON, VOCABULARY, expected, gradients, made, sequence_parallel
-from support.values import Copies, added_up, check_answers, place, raised, relative
+from support.values import Copies, added_up, check_answers, check_errors, place, raised, relative
 
 pytest.importorskip("transformers", minversion="5.18", reason="needs transformers")
 pytestmark = pytest.mark.cpu  # the functions for GPUs are not torch's own
@@ -32,6 +32,14 @@ CUTS = {2: [0, 1, 8, 17, 21, 29], 3: [0, 5, 7, 12, 26, 30], 4: [0, 4, 5, 14, 18,
 IN_ZIGZAG = {2: [0, 1, 7, 16, 21, 28], 4: [0, 3, 5, 14, 18, 29, 40]}  # of halves of 7 and 5
 DOCUMENTS = [0, 1, 1, 4, 9]  # over 2P, each sharded
 PRELOAD = ["allscan.integrations.transformers", *(f"transformers.models.{f}.modeling_{f}" for f in CHOICES)]
+
+
+def boundaries_given(packed, lengths, mine):
+    """Return the arguments of a model by which it gets the boundaries of a row's sequences."""
+    positions = torch.cat([torch.arange(b - a) for a, b in pairwise(lengths)])[None, mine]
+    dtype = torch.int32 if packed == "cu_seq_lens" else torch.int64
+    given = dict(cu_seq_lens_q=torch.tensor(lengths, dtype=dtype)) if packed in ("cu_seq_lens", "both") else {}
+    return given if packed in (None, "cu_seq_lens") else given | dict(position_ids=positions)
 
 
 def model_case(group, family, packed, inner, keep=False, layout="contiguous", merged=True, **more):
@@ -59,19 +67,12 @@ def model_case(group, family, packed, inner, keep=False, layout="contiguous", me
         logits, loss, grads = expected(model, whole, labels, lengths)
         model.zero_grad()
         mine = place(comm, tokens, zigzag, documents)
-        positions = torch.cat([torch.arange(b - a) for a, b in pairwise(lengths)])[None]
-        how = {
-            None: {},
-            "cu_seq_lens": dict(cu_seq_lens_q=torch.tensor(documents or lengths, dtype=torch.int32)),
-            "both": dict(cu_seq_lens_q=torch.tensor(documents or lengths), position_ids=positions[:, mine]),
-            "position_ids": dict(position_ids=positions[:, mine]),
-            "one": dict(position_ids=positions[:, mine]),
-        }
+        how = boundaries_given(packed, documents or lengths, mine)
         where = dict(layout="zigzag" if zigzag else "contiguous", per_document=documents is not None)
         assert sequence_parallel(model, comm=comm, merged_attention=merged, **where) is model
         assert [name for name, _ in model.named_parameters()] == names
         model = copy.deepcopy(model)  # as for averaged weights
-        output = model(input_ids=whole[:, mine], labels=given[:, mine], **how[packed])
+        output = model(input_ids=whole[:, mine], labels=given[:, mine], **how)
         output.loss.backward()
         share = added_up(output.loss, comm.group)
         errors = {"logits": relative(output.logits, logits[:, mine]), "loss": relative(share, loss)}
@@ -191,45 +192,39 @@ FEW = [
 ]
 
 
-def few_case(group, family, inner, batches, layout, more=()):
+def few_case(comm, family, inner, batches, layout, more=()):
     """Return errors of logits, loss and all gradients together for several batches. more: options of the config."""
-    with allscan.Communicator(group, timeout=60) as comm:
-        model, found = made(family, inner, **dict(more)), []
-        for tokens, packed in batches:
-            total = sum(tokens)
-            whole = torch.randint(1, VOCABULARY, (1 if packed else 2, total))
-            if not total:
-                model(input_ids=whole).logits.sum().backward()
-                continue
-            labels, lengths = whole.clone(), [0, 3, 8, total] if packed else [0, total]
-            labels[:, lengths[:-1]] = -100
-            logits, loss, grads = expected(sequence_parallel(model, comm=None), whole, labels, lengths)
-            model.zero_grad()
-            mine = place(comm, tokens, layout == "zigzag")
-            positions = torch.cat([torch.arange(b - a) for a, b in pairwise(lengths)])[None]
-            how = {
-                None: {},
-                "cu_seq_lens": dict(cu_seq_lens_q=torch.tensor(lengths, dtype=torch.int32)),
-                "position_ids": dict(position_ids=positions[:, mine]),
-            }[packed]
-            sequence_parallel(model, comm=comm, layout=layout)
-            output = model(input_ids=whole[:, mine], labels=labels[:, mine], **how)
-            output.loss.backward()
-            unused = {name for name, p in model.named_parameters() if p.grad is None and "experts" not in name}
-            answers: list = [None] * comm.size  # DistributedDataParallel would wait for a parameter unused on one rank
-            dist.all_gather_object(answers, unused, group=comm.group)
-            assert all(answer == unused for answer in answers), answers
-            whole_gradient = torch.cat([g.flatten() for g in gradients(model).values()])
-            sums = added_up(output.loss, comm.group), added_up(whole_gradient, comm.group)
-            model.zero_grad()
-            if tokens[-1] == 1 and family != "minimax":
-                with torch.no_grad(), pytest.raises(ValueError, match="as many tokens as a convolution's kernel"):
-                    model(input_ids=whole[:, mine], use_cache=True)
-            wanted = [loss, torch.cat([g.flatten() for g in grads.values()])]
-            assert output.logits.shape == logits[:, mine].shape
-            errors = [relative(output.logits, logits[:, mine]), *(relative(*pair) for pair in zip(sums, wanted))]
-            found.append(max(errors))
-        return found
+    model, found = made(family, inner, **dict(more)), []
+    for tokens, packed in batches:
+        total = sum(tokens)
+        whole = torch.randint(1, VOCABULARY, (1 if packed else 2, total))
+        if not total:
+            model(input_ids=whole).logits.sum().backward()
+            continue
+        labels, lengths = whole.clone(), [0, 3, 8, total] if packed else [0, total]
+        labels[:, lengths[:-1]] = -100
+        logits, loss, grads = expected(sequence_parallel(model, comm=None), whole, labels, lengths)
+        model.zero_grad()
+        mine = place(comm, tokens, layout == "zigzag")
+        how = boundaries_given(packed, lengths, mine)
+        sequence_parallel(model, comm=comm, layout=layout)
+        output = model(input_ids=whole[:, mine], labels=labels[:, mine], **how)
+        output.loss.backward()
+        unused = {name for name, p in model.named_parameters() if p.grad is None and "experts" not in name}
+        answers: list = [None] * comm.size  # DistributedDataParallel would wait for a parameter unused on one rank
+        dist.all_gather_object(answers, unused, group=comm.group)
+        assert all(answer == unused for answer in answers), answers
+        whole_gradient = torch.cat([g.flatten() for g in gradients(model).values()])
+        sums = added_up(output.loss, comm.group), added_up(whole_gradient, comm.group)
+        model.zero_grad()
+        if tokens[-1] == 1 and family != "minimax":
+            with torch.no_grad(), pytest.raises(ValueError, match="as many tokens as a convolution's kernel"):
+                model(input_ids=whole[:, mine], use_cache=True)
+        wanted = [loss, torch.cat([g.flatten() for g in grads.values()])]
+        assert output.logits.shape == logits[:, mine].shape
+        errors = [relative(output.logits, logits[:, mine]), *(relative(*pair) for pair in zip(sums, wanted))]
+        found.append(max(errors))
+    return found
 
 
 @pytest.mark.slow(but=("qwen3_next", "kimi_linear-sdpa"))
@@ -248,66 +243,63 @@ def few_case(group, family, inner, batches, layout, more=()):
 )
 def test_few_tokens(run, family, inner, layout, size=3):
     batches = FEW if layout == "contiguous" else [((n,) * 3, None) for n in (8, 2, 0, 4)]
-    for errors in run(size, few_case, family, inner, batches, layout):
-        assert max(errors) < 2e-5, errors
+    check_errors(run(size, few_case, family, inner, batches, layout), 2e-5)
 
 
 @pytest.mark.parametrize("family, kernel", [("qwen3_next", "linear_conv_kernel_dim"), ("nemotron_h", "conv_kernel")])
 def test_few_tokens_with_a_kernel_of_one_token(run, family, kernel, size=2):
     batches, more = [((0, 7), None), ((7, 0), None)], {kernel: 1}
-    for errors in run(size, few_case, family, "sdpa", batches, layout="contiguous", more=more):
-        assert max(errors) < 2e-5, errors
+    check_errors(run(size, few_case, family, "sdpa", batches, layout="contiguous", more=more), 2e-5)
 
 
-def documents_case(group):
+def documents_case(comm):
     """Return (relative errors of the loss for batches from cut_batch, packed and not, {expected text: error})."""
     from allscan.integrations.transformers import cut_batch
 
-    with allscan.Communicator(group, timeout=60) as comm:
-        cut, last, T = dict(layout="zigzag", per_document=True), comm.rank == comm.size - 1, 16 * comm.size
-        lengths = torch.tensor([0, 4, 12, 16]) * comm.size
-        whole = torch.randint(1, VOCABULARY, (2, T), generator=torch.Generator().manual_seed(0))
-        labels = whole[:1].clone()
-        labels[:, lengths[:-1]] = -100
-        model = made("qwen3_5")
-        want = [expected(model, whole[:1], labels, lengths.tolist())[1], expected(model, whole, whole, [0, T])[1]]
-        batch = dict(input_ids=whole[:1], labels=whole[:1], cu_seq_lens_q=lengths)
-        sequence_parallel(model, comm=comm, **cut)
-        part, errors = cut_batch(batch, comm=comm, **cut), []
+    cut, last, T = dict(layout="zigzag", per_document=True), comm.rank == comm.size - 1, 16 * comm.size
+    lengths = torch.tensor([0, 4, 12, 16]) * comm.size
+    whole = torch.randint(1, VOCABULARY, (2, T), generator=torch.Generator().manual_seed(0))
+    labels = whole[:1].clone()
+    labels[:, lengths[:-1]] = -100
+    model = made("qwen3_5")
+    want = [expected(model, whole[:1], labels, lengths.tolist())[1], expected(model, whole, whole, [0, T])[1]]
+    batch = dict(input_ids=whole[:1], labels=whole[:1], cu_seq_lens_q=lengths)
+    sequence_parallel(model, comm=comm, **cut)
+    part, errors = cut_batch(batch, comm=comm, **cut), []
 
-        def differ():
-            rows = cut_batch(dict(input_ids=whole, labels=whole), comm=comm, **cut)
-            for given, loss in zip((part, rows), want, strict=True):
-                errors.append(relative(added_up(model(**given).loss, comm.group), loss))
+    def differ():
+        rows = cut_batch(dict(input_ids=whole, labels=whole), comm=comm, **cut)
+        for given, loss in zip((part, rows), want, strict=True):
+            errors.append(relative(added_up(model(**given).loss, comm.group), loss))
 
-        differ()
-        places = zigzag_positions(16, comm=comm, cu_seqlens=lengths, per_document=True)
-        assert torch.equal(part["input_ids"], whole[:1, places])
-        nothing = model(input_ids=whole[:1, :0], labels=whole[:1, :0], cu_seq_lens_q=torch.tensor([0, 0]))
-        nothing.loss.backward()
-        assert nothing.logits.shape[:2] == (1, 0)
-        odd, ids = lengths + torch.tensor([0, 2, 0, 0]), dict(input_ids=part["input_ids"])
-        starts = torch.cat([torch.arange(b - a) for a, b in pairwise(lengths.tolist())])[places][None]
-        rows = cut_batch(batch, comm=comm, layout="zigzag")
-        rejected = {
-            f"multiples of {2 * comm.size}": ids | dict(cu_seq_lens_q=odd),
-            "differs between ranks": ids | dict(cu_seq_lens_q=odd if last else lengths),
-            "requires cu_seq_lens_q": ids | dict(position_ids=starts),
-            f"from 0 to the {T} tokens": ids | dict(cu_seq_lens_q=lengths[:-1]),
-            "batch size 1": dict(input_ids=whole[:, places], cu_seq_lens_q=lengths),
-            "but the model has 1 rows, tokens [16, 16], zigzag, per_document=True": rows,
-        }
-        answers = {text: raised(model, **wrong) for text, wrong in rejected.items()}
-        wrong = dict(comm=comm, layout="zigzag", per_document=True)
-        answers["must be multiples"] = raised(cut_batch, batch | dict(cu_seq_lens_q=odd), **wrong)
-        answers["is for layout"] = raised(cut_batch, batch, **wrong | dict(layout="contiguous"))
-        answers['for layout="zigzag"'] = raised(sequence_parallel, model, **wrong | dict(layout="contiguous"))
-        sequence_parallel(model, comm=comm, layout="zigzag", per_document=not last)
-        text = "layout differs between ranks: rank 0: zigzag, per_document=True; rank 1: zigzag"
-        answers[text] = raised(model, **ids)
-        sequence_parallel(model, comm=comm, **cut)
-        differ()
-        return errors, answers
+    differ()
+    places = zigzag_positions(16, comm=comm, cu_seqlens=lengths, per_document=True)
+    assert torch.equal(part["input_ids"], whole[:1, places])
+    nothing = model(input_ids=whole[:1, :0], labels=whole[:1, :0], cu_seq_lens_q=torch.tensor([0, 0]))
+    nothing.loss.backward()
+    assert nothing.logits.shape[:2] == (1, 0)
+    odd, ids = lengths + torch.tensor([0, 2, 0, 0]), dict(input_ids=part["input_ids"])
+    starts = torch.cat([torch.arange(b - a) for a, b in pairwise(lengths.tolist())])[places][None]
+    rows = cut_batch(batch, comm=comm, layout="zigzag")
+    rejected = {
+        f"multiples of {2 * comm.size}": ids | dict(cu_seq_lens_q=odd),
+        "differs between ranks": ids | dict(cu_seq_lens_q=odd if last else lengths),
+        "requires cu_seq_lens_q": ids | dict(position_ids=starts),
+        f"from 0 to the {T} tokens": ids | dict(cu_seq_lens_q=lengths[:-1]),
+        "batch size 1": dict(input_ids=whole[:, places], cu_seq_lens_q=lengths),
+        "but the model has 1 rows, tokens [16, 16], zigzag, per_document=True": rows,
+    }
+    answers = {text: raised(model, **wrong) for text, wrong in rejected.items()}
+    wrong = dict(comm=comm, layout="zigzag", per_document=True)
+    answers["must be multiples"] = raised(cut_batch, batch | dict(cu_seq_lens_q=odd), **wrong)
+    answers["is for layout"] = raised(cut_batch, batch, **wrong | dict(layout="contiguous"))
+    answers['for layout="zigzag"'] = raised(sequence_parallel, model, **wrong | dict(layout="contiguous"))
+    sequence_parallel(model, comm=comm, layout="zigzag", per_document=not last)
+    text = "layout differs between ranks: rank 0: zigzag, per_document=True; rank 1: zigzag"
+    answers[text] = raised(model, **ids)
+    sequence_parallel(model, comm=comm, **cut)
+    differ()
+    return errors, answers
 
 
 def test_cut_documents_and_what_is_rejected(run, size=2):
@@ -327,20 +319,19 @@ def test_attention_without_a_merge(run, family, size, layout):
         assert max(errors.values()) < 2e-5, {k: v for k, v in errors.items() if not v < 2e-5}
 
 
-def half_precision_case(group, family, how):
+def half_precision_case(comm, family, how):
     """Return relative errors of bfloat16 logits to float32 on the ranks and on one rank; whether all gradients are
     finite."""
-    with allscan.Communicator(group) as comm:
-        tokens, model = TOKENS[comm.size], made(family)
-        whole, mine = torch.randint(1, VOCABULARY, (2, sum(tokens))), place(comm, tokens)
-        exact = model(input_ids=whole, use_cache=False).logits.detach()[:, mine]
-        model = model if how == "autocast" else model.bfloat16()
-        with torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"):
-            alone = model(input_ids=whole, use_cache=False).logits[:, mine]
-            found = sequence_parallel(model, comm=comm)(input_ids=whole[:, mine], labels=whole[:, mine])
-        found.loss.backward()
-        finite = all(g.isfinite().all() for g in gradients(model).values())
-        return relative(alone, exact), relative(found.logits, exact), finite
+    tokens, model = TOKENS[comm.size], made(family)
+    whole, mine = torch.randint(1, VOCABULARY, (2, sum(tokens))), place(comm, tokens)
+    exact = model(input_ids=whole, use_cache=False).logits.detach()[:, mine]
+    model = model if how == "autocast" else model.bfloat16()
+    with torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"):
+        alone = model(input_ids=whole, use_cache=False).logits[:, mine]
+        found = sequence_parallel(model, comm=comm)(input_ids=whole[:, mine], labels=whole[:, mine])
+    found.loss.backward()
+    finite = all(g.isfinite().all() for g in gradients(model).values())
+    return relative(alone, exact), relative(found.logits, exact), finite
 
 
 @pytest.mark.slow(but="qwen3_5")
@@ -499,8 +490,7 @@ def flas_on_cpus_case(group, family):
 @pytest.mark.parametrize("family", [*RULES])
 def test_cpu_ranks_call_no_kernels_of_fla(run, family):
     pytest.importorskip("fla.ops", reason="needs flash-linear-attention")
-    for errors in run(2, flas_on_cpus_case, family):
-        assert max(errors) < 1e-4, errors
+    check_errors(run(2, flas_on_cpus_case, family), 1e-4)
 
 
 def copies_case(group, family, layout, packed):
@@ -598,8 +588,7 @@ def convolutions_case(group, activation, layout, concatenated):
 @pytest.mark.parametrize("activation", [torch.nn.functional.silu, torch.relu, torch.tanh, torch.nn.Identity()])
 def test_convolutions(run, activation, layout, concatenated, size=3):
     """The first outputs are replaced in place, also where the activation saves its result for backward."""
-    for errors in run(size, convolutions_case, activation, layout, concatenated):
-        assert max(errors) < 2e-6, errors
+    check_errors(run(size, convolutions_case, activation, layout, concatenated), 2e-6)
 
 
 DRAWS = 4  # of the loss
@@ -871,36 +860,35 @@ def test_every_ranks_cache(run, family, layout, size=4):
     assert max(run(size, prefill_case, family, layout)) < 1e-5
 
 
-def learned_case(group, family, trained, layout):
+def learned_case(comm, family, trained, layout):
     """One rank has a learned prompt before a frozen model, except for parameters with ``trained`` in their name; the
     loss is that of other ranks' tokens. Return relative errors of the summed gradients."""
     zigzag = layout == "zigzag"
-    with allscan.Communicator(group, timeout=60) as comm:
-        factor = 3.0 if family == "falcon_h1" else 1.0  # by which the model multiplies embeddings of input_ids alone
-        tokens, model = EVEN[comm.size], made(family, **{"embedding_multiplier": factor} if factor > 1 else {})
-        whole = torch.randint(1, VOCABULARY, (1, sum(tokens)), generator=torch.Generator().manual_seed(1))
-        for name, p in model.named_parameters():
-            p.requires_grad_(trained is not None and trained in name)
-        prompt = torch.nn.Parameter(torch.ones(4, model.config.hidden_size))
-        learned = [prompt, *(p for p in model.parameters() if p.requires_grad)]
+    factor = 3.0 if family == "falcon_h1" else 1.0  # by which the model multiplies embeddings of input_ids alone
+    tokens, model = EVEN[comm.size], made(family, **{"embedding_multiplier": factor} if factor > 1 else {})
+    whole = torch.randint(1, VOCABULARY, (1, sum(tokens)), generator=torch.Generator().manual_seed(1))
+    for name, p in model.named_parameters():
+        p.requires_grad_(trained is not None and trained in name)
+    prompt = torch.nn.Parameter(torch.ones(4, model.config.hidden_size))
+    learned = [prompt, *(p for p in model.parameters() if p.requires_grad)]
 
-        def gradients_of(where):
-            ids, labels, positions = whole[:, where], whole[:, where].clone(), torch.arange(sum(tokens))[where]
-            labels[:, positions < 7] = -100
-            given = dict(input_ids=ids)
-            if positions[0] == 0:
-                x = factor * model.get_input_embeddings()(ids)
-                given = dict(inputs_embeds=torch.cat([prompt[None], x[:, len(prompt) :]], 1))
-            model(**given, labels=labels, use_cache=False).loss.backward()
-            found = [torch.zeros_like(p) if p.grad is None else p.grad for p in learned]
-            for p in learned:
-                p.grad = None
-            return found
+    def gradients_of(where):
+        ids, labels, positions = whole[:, where], whole[:, where].clone(), torch.arange(sum(tokens))[where]
+        labels[:, positions < 7] = -100
+        given = dict(input_ids=ids)
+        if positions[0] == 0:
+            x = factor * model.get_input_embeddings()(ids)
+            given = dict(inputs_embeds=torch.cat([prompt[None], x[:, len(prompt) :]], 1))
+        model(**given, labels=labels, use_cache=False).loss.backward()
+        found = [torch.zeros_like(p) if p.grad is None else p.grad for p in learned]
+        for p in learned:
+            p.grad = None
+        return found
 
-        expected = gradients_of(slice(None))
-        sequence_parallel(model, comm=comm, layout=layout)
-        found = [added_up(x, comm.group) for x in gradients_of(place(comm, tokens, zigzag))]
-        return [relative(*pair) for pair in zip(found, expected, strict=True)]
+    expected = gradients_of(slice(None))
+    sequence_parallel(model, comm=comm, layout=layout)
+    found = [added_up(x, comm.group) for x in gradients_of(place(comm, tokens, zigzag))]
+    return [relative(*pair) for pair in zip(found, expected, strict=True)]
 
 
 @pytest.mark.parametrize(
@@ -913,41 +901,39 @@ def learned_case(group, family, trained, layout):
     ],
 )
 def test_learned_tokens_of_one_rank(run, family, trained, layout, size=2):
-    for errors in run(size, learned_case, family, trained, layout):
-        assert max(errors) < 2e-5, errors
+    check_errors(run(size, learned_case, family, trained, layout), 2e-5)
 
 
-def training_case(group, family, how, layout):
+def training_case(comm, family, how, layout):
     """Return (losses of one rank, losses of all ranks) over ten steps each."""
-    with allscan.Communicator(group) as comm:
-        curves, whole = [], torch.randint(1, VOCABULARY, (2, 32), generator=torch.Generator().manual_seed(1))
-        for split in (False, True):
-            model = made(family)
+    curves, whole = [], torch.randint(1, VOCABULARY, (2, 32), generator=torch.Generator().manual_seed(1))
+    for split in (False, True):
+        model = made(family)
+        if split:
+            sequence_parallel(model, comm=comm, layout=layout)
+            if how != "plain":
+                model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(use_reentrant=False))
+            if how == "FSDP":
+                mesh = DeviceMesh.from_group(comm.group, "cpu")
+                for module in (*model.model.layers, model):
+                    fully_shard(module, mesh=mesh)
+        zigzag = layout == "zigzag"
+        part = whole[:, place(comm, [16, 16] if zigzag else [20, 12], zigzag)] if split else whole
+        optimizer, losses = torch.optim.AdamW(model.parameters(), lr=3e-3), []
+        for _ in range(10):
+            comm.step()
+            loss = model(input_ids=part, labels=part, use_cache=False).loss
+            share = loss.detach().clone()
+            (loss * comm.size if split and how == "FSDP" else loss).backward()
             if split:
-                sequence_parallel(model, comm=comm, layout=layout)
-                if how != "plain":
-                    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(use_reentrant=False))
-                if how == "FSDP":
-                    mesh = DeviceMesh.from_group(group, "cpu")
-                    for module in (*model.model.layers, model):
-                        fully_shard(module, mesh=mesh)
-            zigzag = layout == "zigzag"
-            part = whole[:, place(comm, [16, 16] if zigzag else [20, 12], zigzag)] if split else whole
-            optimizer, losses = torch.optim.AdamW(model.parameters(), lr=3e-3), []
-            for _ in range(10):
-                comm.step()
-                loss = model(input_ids=part, labels=part, use_cache=False).loss
-                share = loss.detach().clone()
-                (loss * comm.size if split and how == "FSDP" else loss).backward()
-                if split:
-                    dist.all_reduce(share, group=comm.group)
-                    for p in gradients(model).values() if how != "FSDP" else ():
-                        dist.all_reduce(p, group=comm.group)
-                losses.append(share.item())
-                optimizer.step()
-                optimizer.zero_grad(set_to_none=False)
-            curves.append(losses)
-        return curves
+                dist.all_reduce(share, group=comm.group)
+                for p in gradients(model).values() if how != "FSDP" else ():
+                    dist.all_reduce(p, group=comm.group)
+            losses.append(share.item())
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+        curves.append(losses)
+    return curves
 
 
 @pytest.mark.slow(but="qwen3_5")
@@ -1033,7 +1019,6 @@ def places_case(how):
     return None
 
 
-@pytest.mark.cpu
 @pytest.mark.slow(but=("absent", "left out"))
 @pytest.mark.parametrize("how", ["absent", "left out", "left out, DDP"])
 def test_an_error_tells_in_which_pass_of_the_model_each_rank_is(fresh, how):
@@ -1050,23 +1035,21 @@ def test_an_error_tells_in_which_pass_of_the_model_each_rank_is(fresh, how):
         assert entry in one and one.count("Rank 1 is in a later step and has made fewer reverse calls") == 1, one
 
 
-def sharded_projection_case(group):
+def sharded_projection_case(comm):
     """Return relative errors of gradients. FSDP2 shards the projection of latents, in which all ranks then call
     collectives."""
-
-    with allscan.Communicator(group, timeout=60) as comm:
-        tokens = [20, 12]
-        whole = torch.randint(1, VOCABULARY, (2, 32), generator=torch.Generator().manual_seed(1))
-        part, model = whole[:, place(comm, tokens)], made("kimi_linear")
-        model(input_ids=whole, labels=whole, use_cache=False).loss.backward()
-        expected = gradients(model)
-        model = sequence_parallel(made("kimi_linear"), comm=comm)
-        mesh = DeviceMesh.from_group(group, "cpu")
-        for module in (model.model.layers[1].self_attn.kv_b_proj, *model.model.layers, model):
-            fully_shard(module, mesh=mesh)
-        (model(input_ids=part, labels=part).loss * comm.size).backward()
-        found = {name: getattr(x, "full_tensor", lambda x=x: x)() for name, x in gradients(model).items()}
-        return {name: relative(found[name], x) for name, x in expected.items() if x.any()}
+    tokens = [20, 12]
+    whole = torch.randint(1, VOCABULARY, (2, 32), generator=torch.Generator().manual_seed(1))
+    part, model = whole[:, place(comm, tokens)], made("kimi_linear")
+    model(input_ids=whole, labels=whole, use_cache=False).loss.backward()
+    expected = gradients(model)
+    model = sequence_parallel(made("kimi_linear"), comm=comm)
+    mesh = DeviceMesh.from_group(comm.group, "cpu")
+    for module in (model.model.layers[1].self_attn.kv_b_proj, *model.model.layers, model):
+        fully_shard(module, mesh=mesh)
+    (model(input_ids=part, labels=part).loss * comm.size).backward()
+    found = {name: getattr(x, "full_tensor", lambda x=x: x)() for name, x in gradients(model).items()}
+    return {name: relative(found[name], x) for name, x in expected.items() if x.any()}
 
 
 def test_a_sharded_projection(run, size=2):
@@ -1075,28 +1058,27 @@ def test_a_sharded_projection(run, size=2):
         assert max(errors.values()) < 2e-5, errors
 
 
-def mixed_precision_case(group, layout):
+def mixed_precision_case(comm, layout):
     """Return relative errors of loss and gradients in FSDP2's mixed precision, which casts each layer's inputs, and the
     unsplit model's in bfloat16."""
-    with allscan.Communicator(group, timeout=60) as comm:
-        tokens, zigzag = [16] * comm.size, layout == "zigzag"
-        whole = torch.randint(1, VOCABULARY, (2, sum(tokens)), generator=torch.Generator().manual_seed(1))
-        exact, alone = (made("qwen3_5").to(dtype) for dtype in (torch.float32, torch.bfloat16))
-        answers = [torch.empty(0)] * 2
-        for i, model in enumerate((exact, alone)):
-            loss = model(input_ids=whole, labels=whole, use_cache=False).loss
-            loss.backward()
-            answers[i] = torch.cat([loss.detach()[None], *(x.flatten() for x in gradients(model).values())]).float()
-        model, part = sequence_parallel(made("qwen3_5"), comm=comm, layout=layout), place(comm, tokens, zigzag)
-        mesh, policy = DeviceMesh.from_group(group, "cpu"), MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-        for module in (*model.model.layers, model):
-            fully_shard(module, mesh=mesh, mp_policy=policy)
-        loss = model(input_ids=whole[:, part], labels=whole[:, part], use_cache=False).loss
-        (loss * comm.size).backward()
-        share = added_up(loss, comm.group)
-        found = torch.cat([share[None], *(x.full_tensor().flatten() for x in gradients(model).values())])
-        expected, beside = answers
-        return [(relative(x[:1], expected[:1]), relative(x[1:], expected[1:])) for x in (found, beside)]
+    tokens, zigzag = [16] * comm.size, layout == "zigzag"
+    whole = torch.randint(1, VOCABULARY, (2, sum(tokens)), generator=torch.Generator().manual_seed(1))
+    exact, alone = (made("qwen3_5").to(dtype) for dtype in (torch.float32, torch.bfloat16))
+    answers = [torch.empty(0)] * 2
+    for i, model in enumerate((exact, alone)):
+        loss = model(input_ids=whole, labels=whole, use_cache=False).loss
+        loss.backward()
+        answers[i] = torch.cat([loss.detach()[None], *(x.flatten() for x in gradients(model).values())]).float()
+    model, part = sequence_parallel(made("qwen3_5"), comm=comm, layout=layout), place(comm, tokens, zigzag)
+    mesh, policy = DeviceMesh.from_group(comm.group, "cpu"), MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    for module in (*model.model.layers, model):
+        fully_shard(module, mesh=mesh, mp_policy=policy)
+    loss = model(input_ids=whole[:, part], labels=whole[:, part], use_cache=False).loss
+    (loss * comm.size).backward()
+    share = added_up(loss, comm.group)
+    found = torch.cat([share[None], *(x.full_tensor().flatten() for x in gradients(model).values())])
+    expected, beside = answers
+    return [(relative(x[:1], expected[:1]), relative(x[1:], expected[1:])) for x in (found, beside)]
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
@@ -1264,50 +1246,49 @@ def configs_case(group):
         return max(errors), answers
 
 
-def one_rank_case(group):
+def one_rank_case(comm):
     """Return ({expected text: error}, relative error of a call after them) where one rank's arguments differ."""
-    with allscan.Communicator(group, timeout=60) as comm:
-        tokens, answers = [11, 9], {}
-        whole, mine = torch.randint(1, VOCABULARY, (1, 20)), place(comm, tokens)
-        dist.broadcast(whole, 0, group=comm.group)
-        model, part = made("nemotron_h"), whole[:, mine]
-        want = model(input_ids=whole, use_cache=False).logits[:, mine]
-        sequence_parallel(model, comm=comm)
-        embedded = model.get_input_embeddings()(part).detach()
-        different = {
-            "num_items_in_batch is None: False on rank 0; True on rank 1": dict(num_items_in_batch=7),
-            "num_items_in_batch is None: True on rank 0; False on rank 1": dict(num_items_in_batch=torch.tensor(7)),
-            "shift_labels is None: False on rank 0; True on rank 1": dict(shift_labels=part),
-            "labels is None: True on rank 0; False on rank 1": dict(labels=None),
-            "got input_ids (1, 11), inputs_embeds (1, 11, 32)": dict(inputs_embeds=embedded),
-            "got input_ids (11,)": dict(input_ids=part[0]),
-            "got neither": dict(input_ids=None),
-        }
-        for text, wrong in different.items():
-            chosen = comm.rank == ("batch is None: True on rank 0" in text)
-            answers[text] = raised(model, **dict(input_ids=part, labels=part) | (wrong if chosen else {}))
-        text = "num_items_in_batch: 7.0 on rank 0; 8.0 on rank 1"
-        answers[text] = raised(model, input_ids=part, labels=part, num_items_in_batch=7 + comm.rank)
-        model(input_ids=part), model(input_ids=part, labels=part)
-        text = "labels is None: False on rank 0; True on rank 1"  # both known: each forward pass compares them
-        positional = part, None, None, None, None, None if comm.rank else part
-        answers[text] = raised(model, *positional)
-        with torch.set_grad_enabled(comm.rank == 0):
-            text = "torch.is_grad_enabled(): True on rank 0; False on rank 1"
-            answers[text] = raised(model, input_ids=part, labels=part)
-        with torch.autocast("cpu", torch.bfloat16, enabled=comm.rank == 1):
-            answers["torch.autocast: None on rank 0; torch.bfloat16 on rank 1"] = raised(model, input_ids=part)
-        other = copy.deepcopy(model).bfloat16() if comm.rank else model
-        answers["model.dtype: torch.float32 on rank 0; torch.bfloat16 on rank 1"] = raised(other, input_ids=part)
-        if comm.rank:
-            other = copy.deepcopy(model)
-            other.gradient_checkpointing_enable()
-        answers["gradient checkpointing: False on rank 0; True on rank 1"] = raised(other, input_ids=part)
-        count = torch.tensor(7, device=("cpu", "meta")[comm.rank])  # "meta" as on a GPU: not read
-        return relative(model(input_ids=part, num_items_in_batch=count).logits, want), answers
+    tokens, answers = [11, 9], {}
+    whole, mine = torch.randint(1, VOCABULARY, (1, 20)), place(comm, tokens)
+    dist.broadcast(whole, 0, group=comm.group)
+    model, part = made("nemotron_h"), whole[:, mine]
+    want = model(input_ids=whole, use_cache=False).logits[:, mine]
+    sequence_parallel(model, comm=comm)
+    embedded = model.get_input_embeddings()(part).detach()
+    different = {
+        "num_items_in_batch is None: False on rank 0; True on rank 1": dict(num_items_in_batch=7),
+        "num_items_in_batch is None: True on rank 0; False on rank 1": dict(num_items_in_batch=torch.tensor(7)),
+        "shift_labels is None: False on rank 0; True on rank 1": dict(shift_labels=part),
+        "labels is None: True on rank 0; False on rank 1": dict(labels=None),
+        "got input_ids (1, 11), inputs_embeds (1, 11, 32)": dict(inputs_embeds=embedded),
+        "got input_ids (11,)": dict(input_ids=part[0]),
+        "got neither": dict(input_ids=None),
+    }
+    for text, wrong in different.items():
+        chosen = comm.rank == ("batch is None: True on rank 0" in text)
+        answers[text] = raised(model, **dict(input_ids=part, labels=part) | (wrong if chosen else {}))
+    text = "num_items_in_batch: 7.0 on rank 0; 8.0 on rank 1"
+    answers[text] = raised(model, input_ids=part, labels=part, num_items_in_batch=7 + comm.rank)
+    model(input_ids=part), model(input_ids=part, labels=part)
+    text = "labels is None: False on rank 0; True on rank 1"  # both known: each forward pass compares them
+    positional = part, None, None, None, None, None if comm.rank else part
+    answers[text] = raised(model, *positional)
+    with torch.set_grad_enabled(comm.rank == 0):
+        text = "torch.is_grad_enabled(): True on rank 0; False on rank 1"
+        answers[text] = raised(model, input_ids=part, labels=part)
+    with torch.autocast("cpu", torch.bfloat16, enabled=comm.rank == 1):
+        answers["torch.autocast: None on rank 0; torch.bfloat16 on rank 1"] = raised(model, input_ids=part)
+    other = copy.deepcopy(model).bfloat16() if comm.rank else model
+    answers["model.dtype: torch.float32 on rank 0; torch.bfloat16 on rank 1"] = raised(other, input_ids=part)
+    if comm.rank:
+        other = copy.deepcopy(model)
+        other.gradient_checkpointing_enable()
+    answers["gradient checkpointing: False on rank 0; True on rank 1"] = raised(other, input_ids=part)
+    count = torch.tensor(7, device=("cpu", "meta")[comm.rank])  # "meta" as on a GPU: not read
+    return relative(model(input_ids=part, num_items_in_batch=count).logits, want), answers
 
 
-def wrapped_case(group, how):
+def wrapped_case(comm, how):
     """Return relative errors of (logits, the loss of all ranks), and whether hooks and a copy's hooks are removed."""
     packed = how == "any options, packed"  # which Mamba2's forward does not pass to its text model
     model = made("mamba2" if packed else "nemotron_h")
@@ -1321,24 +1302,23 @@ def wrapped_case(group, how):
         def forward(self, input_ids, labels=None):
             return super().forward(input_ids, labels=labels)
 
-    with allscan.Communicator(group, timeout=60) as comm:
-        whole, mine = torch.randint(1, VOCABULARY, (1, 20)), place(comm, [11, 9])
-        dist.broadcast(whole, 0, group=comm.group)
-        labels, lengths, options = whole.clone(), [0, 6, 20] if packed else [0, 20], {}
-        labels[:, lengths[:-1]] = -100
-        if packed:
-            options = dict(cu_seq_lens_q=torch.tensor(lengths))
-        logits, want, _ = expected(model, whole, labels, lengths)
-        part = whole[:, mine]
-        model.__class__ = {"no options": NoOptions, "plain": kind, "FSDP1": kind}.get(how, AnyOptions)
-        called = sequence_parallel(model, comm=comm)
-        other = copy.deepcopy(model)
-        if how == "FSDP1":
-            called = FullyShardedDataParallel(model, process_group=comm.group, device_id=torch.device("cpu"))
-        found = called(part, labels=labels[:, mine], **options)
-        loss = added_up(found.loss, comm.group)
-        removed = [not sequence_parallel(x, comm=None)._forward_pre_hooks for x in (other, model)]
-        return relative(found.logits, logits[:, mine]), relative(loss, want), removed
+    whole, mine = torch.randint(1, VOCABULARY, (1, 20)), place(comm, [11, 9])
+    dist.broadcast(whole, 0, group=comm.group)
+    labels, lengths, options = whole.clone(), [0, 6, 20] if packed else [0, 20], {}
+    labels[:, lengths[:-1]] = -100
+    if packed:
+        options = dict(cu_seq_lens_q=torch.tensor(lengths))
+    logits, want, _ = expected(model, whole, labels, lengths)
+    part = whole[:, mine]
+    model.__class__ = {"no options": NoOptions, "plain": kind, "FSDP1": kind}.get(how, AnyOptions)
+    called = sequence_parallel(model, comm=comm)
+    other = copy.deepcopy(model)
+    if how == "FSDP1":
+        called = FullyShardedDataParallel(model, process_group=comm.group, device_id=torch.device("cpu"))
+    found = called(part, labels=labels[:, mine], **options)
+    loss = added_up(found.loss, comm.group)
+    removed = [not sequence_parallel(x, comm=None)._forward_pre_hooks for x in (other, model)]
+    return relative(found.logits, logits[:, mine]), relative(loss, want), removed
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # of FSDP1
@@ -1363,7 +1343,7 @@ def test_options_and_what_is_rejected_when_called(run, case, size=2):
         check_answers(answers)
 
 
-def rejected_case(group):
+def rejected_case(comm):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     def changed(family="qwen3_next", loss=None, forward=None, implementation=None, **more):
@@ -1384,34 +1364,33 @@ def rejected_case(group):
     kernels = changed()
     kernels._use_kernels = True
     shared = made("qwen3_next")
-    with allscan.Communicator(group) as comm:
-        sequence_parallel(shared, comm=comm)
-        of_split = modeling.Qwen3NextForCausalLM(copy.deepcopy(shared.config))
-        rejected = {
-            "got ['LlamaForCausalLM', 'LlamaModel']": other,
-            "got none": torch.nn.Linear(2, 2),
-            "got ['Qwen3NextForSequenceClassification']": modeling.Qwen3NextForSequenceClassification(config),
-            "must be one of eager, sdpa": changed(implementation="flex_attention"),
-            "hub kernels": kernels,
-            "sliding window": changed("nemotron_h", sliding_window=8),
-            "type 'dynamic'": changed("bamba", rope_parameters=rope),
-            "z_loss_coefficient": changed("bamba", z_loss_coefficient=0.1),
-            "ForCausalLMLoss": changed(loss=lambda *_, **__: 0),
-            "was replaced": changed(forward=lambda *_: None),
-            "from_config(copy.deepcopy(config)": of_split,
-        }
-        answers = {text: raised(sequence_parallel, model, comm=comm) for text, model in rejected.items()}
-        with pytest.raises(TypeError, match="merged_attention must be True or False"):
-            sequence_parallel(made("qwen3_next"), comm=comm, merged_attention=None)
-        with pytest.MonkeyPatch.context() as patch:
-            other = made("mamba2")
-            patch.delattr(importlib.import_module(type(other).__module__), "mamba2_chunk_scan")
-            answers["this version of transformers"] = raised(sequence_parallel, other, comm=comm)
-        assert shared.config._attn_implementation == "allscan"
-        sequence_parallel(shared, comm=None)
-        assert shared.config._attn_implementation == "sdpa" and "forward" not in vars(shared.model)
-        assert shared.loss_function is other.loss_function
-        return answers
+    sequence_parallel(shared, comm=comm)
+    of_split = modeling.Qwen3NextForCausalLM(copy.deepcopy(shared.config))
+    rejected = {
+        "got ['LlamaForCausalLM', 'LlamaModel']": other,
+        "got none": torch.nn.Linear(2, 2),
+        "got ['Qwen3NextForSequenceClassification']": modeling.Qwen3NextForSequenceClassification(config),
+        "must be one of eager, sdpa": changed(implementation="flex_attention"),
+        "hub kernels": kernels,
+        "sliding window": changed("nemotron_h", sliding_window=8),
+        "type 'dynamic'": changed("bamba", rope_parameters=rope),
+        "z_loss_coefficient": changed("bamba", z_loss_coefficient=0.1),
+        "ForCausalLMLoss": changed(loss=lambda *_, **__: 0),
+        "was replaced": changed(forward=lambda *_: None),
+        "from_config(copy.deepcopy(config)": of_split,
+    }
+    answers = {text: raised(sequence_parallel, model, comm=comm) for text, model in rejected.items()}
+    with pytest.raises(TypeError, match="merged_attention must be True or False"):
+        sequence_parallel(made("qwen3_next"), comm=comm, merged_attention=None)
+    with pytest.MonkeyPatch.context() as patch:
+        other = made("mamba2")
+        patch.delattr(importlib.import_module(type(other).__module__), "mamba2_chunk_scan")
+        answers["this version of transformers"] = raised(sequence_parallel, other, comm=comm)
+    assert shared.config._attn_implementation == "allscan"
+    sequence_parallel(shared, comm=None)
+    assert shared.config._attn_implementation == "sdpa" and "forward" not in vars(shared.model)
+    assert shared.loss_function is other.loss_function
+    return answers
 
 
 def test_what_is_rejected_before(run):

@@ -83,12 +83,20 @@ class _Seen:
         return {"sum": float(np.mean([np.abs(x).mean() for x in prediction if x is not None]))}
 
 
-def trainer_of(kind, model, **options):
+NO_ARGUMENTS = (
+    "train_dataset eval_dataset data_collator compute_metrics compute_loss_func model_init optimizers".split()
+)
+
+
+def trainer_of(kind, model, folder, batch, **options):
     import transformers
 
     from allscan.integrations.transformers import SequenceParallelTrainer
 
-    found = (transformers.Trainer if kind == "stock" else SequenceParallelTrainer)(model=model, **options)
+    given = {name: options.pop(name) for name in NO_ARGUMENTS if name in options}
+    given |= {} if "model_init" in given else dict(model=model)
+    trainer = transformers.Trainer if kind == "stock" else SequenceParallelTrainer
+    found = trainer(args=arguments(folder, batch, **options), **given)
     found.remove_callback(transformers.PrinterCallback)
     return found
 
@@ -240,11 +248,6 @@ CASES = {
 }
 
 
-KNOWN = (
-    "train_dataset eval_dataset data_collator compute_metrics compute_loss_func model_init optimizers".split()
-)  # no arguments
-
-
 def results(folder, kind, groups, layout, names, batch=2):
     """Return the results of every case, with a model of equal weights."""
     mesh = begin(groups)
@@ -252,17 +255,11 @@ def results(folder, kind, groups, layout, names, batch=2):
     with allscan.Communicator(mesh) as comm:
 
         def make(output_dir=folder, **options):
-            given = {name: options.pop(name) for name in KNOWN if name in options}
             options = {name: x for name, x in options.items() if kind != "stock" or "fsdp" not in name}
             model = made("qwen3_5", use_cache=False)
             if kind != "stock":
                 sequence_parallel(model, comm=comm, layout=layout)
-            return trainer_of(
-                kind,
-                model,
-                args=arguments(output_dir, batch * (2 if kind == "stock" else 2 // groups), **options),
-                **given,
-            )
+            return trainer_of(kind, model, output_dir, batch * (2 if kind == "stock" else 2 // groups), **options)
 
         for name in names:
             found[name] = CASES[name](make)
@@ -339,7 +336,7 @@ def packed_case(folder):
         wanted = torch.cat(logits).numpy()
         for per_document in (False, True):
             sequence_parallel(model, comm=comm, layout="zigzag", per_document=per_document)
-            trainer = trainer_of("ours", model, args=arguments(folder, 1), data_collator=collated)
+            trainer = trainer_of("ours", model, folder, 1, data_collator=collated)
             found = trainer.predict(data)
             errors.append(float(np.abs(found.predictions - wanted).max() / np.abs(wanted).max()))
             errors.append(relative(torch.tensor(found.metrics["test_loss"]), sum(losses) / 2))
@@ -363,7 +360,7 @@ def flattened_case(folder):
     data = rows(2, False)
     with allscan.Communicator(begin(2)) as comm:
         model = sequence_parallel(made("qwen3_5", use_cache=False), comm=comm)
-        found = trainer_of("ours", model, args=arguments(folder, 1), data_collator=flattened).predict(data)
+        found = trainer_of("ours", model, folder, 1, data_collator=flattened).predict(data)
         logits, labels = torch.tensor(found.predictions)[0, :-1], flattened(data)["labels"][0, 1:]
         return relative(torch.tensor(found.metrics["test_loss"]), torch.nn.functional.cross_entropy(logits, labels))
 
@@ -402,9 +399,8 @@ def compiled_case(folder):
     with allscan.Communicator(begin(1), timeout=600) as comm:
 
         def make(**options):
-            given = {name: options.pop(name) for name in KNOWN if name in options}
             model = sequence_parallel(made("qwen3_5", use_cache=False), comm=comm)
-            return trainer_of("ours", model, args=arguments(folder, 2, **options), **given)
+            return trainer_of("ours", model, folder, 2, **options)
 
         eager = training(make)
         torch._dynamo.reset()
@@ -449,13 +445,11 @@ def rejected_case(folder):
     mesh, rank, answers = begin(1), dist.get_rank(), {}
     with allscan.Communicator(mesh) as comm:
 
-        def make(layout="contiguous", split=True, model=None, **options):
-            given = {name: options.pop(name) for name in KNOWN if name in options}
+        def make(layout="contiguous", split=True, **options):
             model = made("qwen3_5", use_cache=False)
             if split:
                 sequence_parallel(model, comm=comm, layout=layout)
-            given |= {} if "model_init" in given else dict(model=model)
-            return SequenceParallelTrainer(args=arguments(folder, 2, **options), **given)
+            return trainer_of("ours", model, folder, 2, **options)
 
         rejected = {
             "not split": dict(split=False),
@@ -566,85 +560,84 @@ def test_the_documented_loop(fresh):
         assert len(expected) == 3 and np.allclose(found, expected, rtol=2e-5), (found, expected)
 
 
-def cut_case(group, layout):
+def cut_case(comm, layout):
     """Return ([relative errors of the loss, number of wrong tokens in the joined parts], {expected text: error})."""
     from allscan.integrations.transformers import cut_batch
 
     zigzag = layout == "zigzag"
-    with allscan.Communicator(group, timeout=60) as comm:
-        size, rank, answers = comm.size, comm.rank, {}
-        T = 8 * size + (0 if zigzag else 1)
-        generator = torch.Generator().manual_seed(0)
-        whole = torch.randint(1, VOCABULARY, (2, T), generator=generator)
-        labels = whole.masked_fill(torch.rand(2, T, generator=generator) < 0.3, -100)
-        batch = dict(input_ids=whole, labels=labels, attention_mask=torch.ones_like(whole), use_cache=False)
-        model = made("qwen3_5")
-        want = model(**batch).loss.detach()
-        sequence_parallel(model, comm=comm, layout=layout)
+    size, rank, answers = comm.size, comm.rank, {}
+    T = 8 * size + (0 if zigzag else 1)
+    generator = torch.Generator().manual_seed(0)
+    whole = torch.randint(1, VOCABULARY, (2, T), generator=generator)
+    labels = whole.masked_fill(torch.rand(2, T, generator=generator) < 0.3, -100)
+    batch = dict(input_ids=whole, labels=labels, attention_mask=torch.ones_like(whole), use_cache=False)
+    model = made("qwen3_5")
+    want = model(**batch).loss.detach()
+    sequence_parallel(model, comm=comm, layout=layout)
 
-        def cut(**changed):
-            return cut_batch(batch | changed, comm=comm, layout=layout)
+    def cut(**changed):
+        return cut_batch(batch | changed, comm=comm, layout=layout)
 
-        def share(part):
-            return added_up(model(**part).loss, comm.group)
+    def share(part):
+        return added_up(model(**part).loss, comm.group)
 
-        part = cut(position_ids=torch.arange(T)[None])
-        positions = [torch.empty(1, T // size + (r < T % size), dtype=torch.long) for r in range(size)]
-        parts = [torch.empty(2, p.shape[1], dtype=torch.long) for p in positions]
-        for r in range(size):  # gloo's all_gather requires equal sizes
-            for found, of_rank in ((positions, part["position_ids"]), (parts, part["input_ids"])):
-                if r == rank:
-                    found[r].copy_(of_rank)
-                dist.broadcast(found[r], r, group=comm.group)
-        joined = torch.empty_like(whole)
-        joined[:, torch.cat(positions, 1)[0]] = torch.cat(parts, 1)
-        errors = [relative(share(part), want), relative(share(cut()), want), float((joined != whole).sum())]
-        shifted = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
-        errors.append(relative(share(cut(shift_labels=shifted)), want))
-        dealt = torch.randint(1, VOCABULARY, (2, T), generator=torch.Generator().manual_seed(rank))
-        embedded = model.get_input_embeddings()(dealt).detach()
-        last, other = rank == size - 1, comm.size > 1
-        rejected = {
-            "rows differ between ranks": {
-                n: x[:1] if last and n != "use_cache" else x
-                for n, x in part.items()
-                if n in ("input_ids", "labels", "use_cache")
-            },
-            "have cut different batches": cut(input_ids=dealt),
-            "ranks have cut different batches": cut(labels=dealt),
-            "the ranks have cut different batches": cut(input_ids=None, inputs_embeds=embedded),
-            "different batches; they must read": cut(input_ids=None, inputs_embeds=embedded * 0, labels=dealt),
-            "others not": part if last else {n: x for n, x in part.items() if n != "allscan_cut"},
-            "but the model has 2 rows": part | dict(input_ids=whole, labels=whole, position_ids=torch.arange(T)[None]),
-            "but the model has 1 rows": {n: x[:1] if n in ("input_ids", "labels") else x for n, x in part.items()},
-        }
-        for text, wrong in rejected.items() if other else ():
-            answers[text] = raised(model, **wrong)
-        wrong = {
-            "input_ids [B, T]": dict(input_ids=None),
-            "masks tokens": dict(attention_mask=torch.arange(T).gt(0).expand(2, T)),
-            "labels must be [2, ": dict(labels=labels[:, 1:]),
-            "does not know how to cut it": dict(token_type_ids=labels),
-            "multiple of 2 * " if zigzag else "cannot be cut": dict(
-                input_ids=whole[:, : 2 * size - 1 if zigzag else size - 1], labels=None
-            ),
-        }
-        for text, changed in wrong.items():
-            answers[text] = raised(cut, **changed)
-        errors.append(relative(share(cut()), want))
-        with warnings.catch_warnings(record=True) as warned:
-            warnings.simplefilter("always")
-            for _ in range(2):
-                model(input_ids=whole[:, :8])
-        assert sum("every rank was given the same tokens" in str(w.message) for w in warned) == other  # once
-        comm.debug = True
-        if other:
-            changed = part | dict(input_ids=part["input_ids"].flip(0) if last else part["input_ids"])
-            answers["have other contents"] = raised(model, **changed)
-            with pytest.warns(UserWarning, match="every rank was given the same tokens"):
-                model(input_ids=whole[:, :8])
-        errors.append(relative(share(cut()), want))
-        return errors, answers
+    part = cut(position_ids=torch.arange(T)[None])
+    positions = [torch.empty(1, T // size + (r < T % size), dtype=torch.long) for r in range(size)]
+    parts = [torch.empty(2, p.shape[1], dtype=torch.long) for p in positions]
+    for r in range(size):  # gloo's all_gather requires equal sizes
+        for found, of_rank in ((positions, part["position_ids"]), (parts, part["input_ids"])):
+            if r == rank:
+                found[r].copy_(of_rank)
+            dist.broadcast(found[r], r, group=comm.group)
+    joined = torch.empty_like(whole)
+    joined[:, torch.cat(positions, 1)[0]] = torch.cat(parts, 1)
+    errors = [relative(share(part), want), relative(share(cut()), want), float((joined != whole).sum())]
+    shifted = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
+    errors.append(relative(share(cut(shift_labels=shifted)), want))
+    dealt = torch.randint(1, VOCABULARY, (2, T), generator=torch.Generator().manual_seed(rank))
+    embedded = model.get_input_embeddings()(dealt).detach()
+    last, other = rank == size - 1, comm.size > 1
+    rejected = {
+        "rows differ between ranks": {
+            n: x[:1] if last and n != "use_cache" else x
+            for n, x in part.items()
+            if n in ("input_ids", "labels", "use_cache")
+        },
+        "have cut different batches": cut(input_ids=dealt),
+        "ranks have cut different batches": cut(labels=dealt),
+        "the ranks have cut different batches": cut(input_ids=None, inputs_embeds=embedded),
+        "different batches; they must read": cut(input_ids=None, inputs_embeds=embedded * 0, labels=dealt),
+        "others not": part if last else {n: x for n, x in part.items() if n != "allscan_cut"},
+        "but the model has 2 rows": part | dict(input_ids=whole, labels=whole, position_ids=torch.arange(T)[None]),
+        "but the model has 1 rows": {n: x[:1] if n in ("input_ids", "labels") else x for n, x in part.items()},
+    }
+    for text, wrong in rejected.items() if other else ():
+        answers[text] = raised(model, **wrong)
+    wrong = {
+        "input_ids [B, T]": dict(input_ids=None),
+        "masks tokens": dict(attention_mask=torch.arange(T).gt(0).expand(2, T)),
+        "labels must be [2, ": dict(labels=labels[:, 1:]),
+        "does not know how to cut it": dict(token_type_ids=labels),
+        "multiple of 2 * " if zigzag else "cannot be cut": dict(
+            input_ids=whole[:, : 2 * size - 1 if zigzag else size - 1], labels=None
+        ),
+    }
+    for text, changed in wrong.items():
+        answers[text] = raised(cut, **changed)
+    errors.append(relative(share(cut()), want))
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            model(input_ids=whole[:, :8])
+    assert sum("every rank was given the same tokens" in str(w.message) for w in warned) == other  # once
+    comm.debug = True
+    if other:
+        changed = part | dict(input_ids=part["input_ids"].flip(0) if last else part["input_ids"])
+        answers["have other contents"] = raised(model, **changed)
+        with pytest.warns(UserWarning, match="every rank was given the same tokens"):
+            model(input_ids=whole[:, :8])
+    errors.append(relative(share(cut()), want))
+    return errors, answers
 
 
 @pytest.mark.slow(but=("1-zigzag", "3-contiguous"))

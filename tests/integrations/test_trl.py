@@ -20,6 +20,7 @@ from support.values import check_answers, raised, relative
 pytest.importorskip("trl", minversion="1.16", reason="needs trl")
 pytest.importorskip("transformers", minversion="5.23", reason="needs transformers")
 
+pytestmark = pytest.mark.cpu
 PRELOAD = [
     "allscan.integrations.transformers_trainer",
     "transformers.models.qwen3_5.modeling_qwen3_5",
@@ -161,7 +162,6 @@ def reference(tmp_path_factory):
         yield functools.cache(lambda case: ranks.run(results, folder, False, 1, None, [case])[0][case])
 
 
-@pytest.mark.cpu
 @pytest.mark.parametrize(
     "size, layout, names",
     [
@@ -198,7 +198,6 @@ def sharded_case(folder, kind, ours):
         return loss, {name: getattr(x, "full_tensor", lambda x=x: x)() for name, x in found.items()}
 
 
-@pytest.mark.cpu
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["sft", "dpo"])
 def test_sharded_parameters(fresh, tmp_path, kind, size=2):
@@ -252,7 +251,6 @@ def rejected_case(folder):
     return answers
 
 
-@pytest.mark.cpu
 @pytest.mark.slow
 def test_what_is_rejected(fresh, tmp_path, size=2):
     for answers in fresh(size).run(rejected_case, str(tmp_path)):

@@ -142,9 +142,8 @@ def test_convolution_of_a_layer(run, size, cuts):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("size", [2])
 @pytest.mark.parametrize("cuts", CUTS)
-def test_layer(run, size, cuts):
+def test_layer(run, cuts, size=2):
     """The split layer is as accurate as with fla's exchange, and as the unsplit one; gradients where fla has them."""
     for scanned, gathered, unsplit in run(size, layer_case, cuts, has_gradients()):
         for name, ours in scanned.items():

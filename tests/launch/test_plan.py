@@ -122,16 +122,24 @@ def test_a_layout_goes_with_what_is_derived_of_it():
         gc.enable()
 
 
+@contextlib.contextmanager
+def recorded(seen, name, broken=False):
+    """A side stream that records its use; if it is broken, to leave it and to join it raises an error."""
+
+    def note(what):
+        seen.append(f"{what} {name}")
+        if broken and what != "enter":
+            raise KeyError(seen[-1])
+
+    note("enter")
+    try:
+        yield lambda: note("join")
+    finally:
+        note("leave")
+
+
 def test_what_runs_beside_is_joined_when_a_step_fails():
     seen = []
-
-    @contextlib.contextmanager
-    def stream(context):
-        seen.append(("begin", context))
-        try:
-            yield lambda: seen.append("join")
-        finally:
-            seen.append("end")
 
     def fails(context, x):
         raise ArithmeticError(context)
@@ -139,14 +147,14 @@ def test_what_runs_beside_is_joined_when_a_step_fails():
     for inside in (True, False):
         plan = Plan()
         x = plan.input(torch.zeros(8))
-        with plan.side_stream(stream):
+        with plan.side_stream(functools.partial(recorded, seen)):
             plan.call_python(fails if inside else lambda context, x: x.add_(1), x)
         plan.call_python(fails, x)
         plan.join()
         seen.clear()
         with pytest.raises(ArithmeticError, match="here"):
             plan.run("here", torch.zeros(8))
-        assert seen == [("begin", "here"), "end", "join"]
+        assert seen == ["enter here", "leave here", "join here"]
 
 
 @pytest.mark.parametrize(
@@ -162,14 +170,6 @@ def test_what_runs_beside_is_joined_when_a_step_fails():
 def test_one_beside_another_is_joined_when_a_step_fails(failing, expected):
     seen = []
 
-    @contextlib.contextmanager
-    def stream(name):
-        seen.append(f"enter {name}")
-        try:
-            yield lambda: seen.append(f"join {name}")
-        finally:
-            seen.append(f"leave {name}")
-
     def step(place):
         def call(context, x):
             if place == context:
@@ -179,9 +179,9 @@ def test_one_beside_another_is_joined_when_a_step_fails(failing, expected):
 
     plan = Plan()
     x = plan.input(torch.zeros(8))
-    with plan.side_stream(lambda _: stream("outer")):
+    with plan.side_stream(lambda _: recorded(seen, "outer")):
         step("in outer")
-        with plan.side_stream(lambda _: stream("inner")):
+        with plan.side_stream(lambda _: recorded(seen, "inner")):
             step("in inner")
         step("behind inner")
         plan.join()
@@ -195,28 +195,17 @@ def test_one_beside_another_is_joined_when_a_step_fails(failing, expected):
 def test_all_are_joined_when_leaving_fails_too():
     seen = []
 
-    @contextlib.contextmanager
-    def stream(name):
-        def join():
-            seen.append(f"join {name}")
-            raise KeyError(f"join {name}")
-
-        try:
-            yield join
-        finally:
-            seen.append(f"leave {name}")
-            raise KeyError(f"leave {name}")
-
     def fails(context, x):
         raise ArithmeticError("first")
 
     plan = Plan()
     x = plan.input(torch.zeros(8))
-    with plan.side_stream(lambda _: stream("outer")), plan.side_stream(lambda _: stream("inner")):
+    outer, inner = (functools.partial(recorded, seen, name, True) for name in ("outer", "inner"))
+    with plan.side_stream(lambda _: outer()), plan.side_stream(lambda _: inner()):
         plan.call_python(fails, x)
     with pytest.raises(KeyError, match="join outer") as raised:
         plan.run(None, torch.zeros(8))
-    assert seen == ["leave inner", "leave outer", "join inner", "join outer"]
+    assert seen[2:] == ["leave inner", "leave outer", "join inner", "join outer"]
     errors, error = [], raised.value
     while error is not None:
         errors.append(error.args[0])

@@ -4,12 +4,13 @@ These tests check results and bounded waits: times over a loopback mean nothing.
 from __future__ import annotations
 
 import os
+from unittest import mock
 
 import pytest
 import torch
 
 import allscan
-from allscan.tools.ranks import Ranks, on_first
+from allscan.tools.ranks import Ranks
 from support import network
 from support.any_epoch import control_case
 from support.call_order import resync_case, shifted_case
@@ -24,8 +25,8 @@ from support.network_cases import (
     memory_of_heaps_case,
     stall_case,
 )
-from support.scans import ScanCase, gradient_case, scan_case
-from support.values import error, inputs, late
+from support.scans import ScanCase, error_of, gradient_case, scan_case
+from support.values import late
 
 pytestmark = pytest.mark.network
 REORDER = "reorder", 200_000  # a put's largest delay in ns
@@ -40,7 +41,7 @@ class Network:
     def __init__(self, folder, names=None, size=2, heap="host"):
         self.folder, self.size = str(folder), size
         more = {"ALLSCAN_HEAP": "64M", "NVSHMEM_SYMMETRIC_SIZE": "256M"} | ({} if names else TWO_NODES)
-        with network.variables(network.environment(self.folder, heap) | more):
+        with mock.patch.dict(os.environ, network.environment(self.folder, heap) | more):
             self.ranks = Ranks(size, "cuda", "gloo", share=True)
         if names:
             assert self.ranks.run(network.enter_node, names) == names
@@ -48,16 +49,9 @@ class Network:
     def run(self, function, *arguments, behaves=REORDER, payload=0, timeout=100.0):
         """Return (results by rank, increases of the network's counters) of function(group, *arguments) on all ranks,
         over a network with behaviour ``behaves``. At least ``payload`` bytes must go through lo."""
-        before = self.ranks.run(network.behave, *behaves)
-        start = network.loopback_bytes()
-        found = self.ranks.run(on_first, self.size, function, *arguments, timeout=timeout)
-        after = self.ranks.run(network.counts)
-        counted = {name: sum(x[name] for x in after) - sum(x[name] for x in before) for name in after[0]}
-        if behaves[0] != "pass":
-            assert counted["passed"] > 0 and counted["failed"] == 0, counted
-        received = network.loopback_bytes() - start
-        print(f"{function.__name__}{arguments} over {behaves}: {received:,} bytes by lo, {counted}", flush=True)
-        assert received >= max(counted["bytes"], payload)
+        options = dict(behaves=behaves, timeout=timeout)
+        found, counted, received = network.run_over(self.ranks, self.size, function, *arguments, **options)
+        assert received >= payload
         return found, counted
 
     def close(self):
@@ -252,11 +246,8 @@ def nodes_case(group, wanted, algorithm, epochs):
         worst = 0.0
         for epoch in range(epochs):
             for reverse in (False, True):
-                states, decays = inputs(comm, scan.shape, (2, 8), epoch)
-                expected = allscan.reference.allscan_reference(states, decays, None, reverse)[comm.rank]
                 late(2 * epoch + reverse, comm.rank, 3)
-                mine, decay = states[comm.rank].to(comm.device), decays[comm.rank].to(comm.device)
-                worst = max(worst, error(scan.scan(mine, decay, reverse=reverse), expected))
+                worst = max(worst, error_of(comm, scan.scan, scan.shape, epoch, reverse))
         comm.check()
     return worst
 

@@ -8,15 +8,15 @@ import torch
 
 import allscan
 from allscan.reference import allscan_reference
-from allscan.tools.ranks import Ranks, on_first
+from allscan.tools.ranks import Ranks
 from support import network, ucx_network
 from support.any_epoch import control_case
 from support.call_order import resync_case, shifted_case
 from support.delta import DeltaCase, own_case
 from support.gla import GLACase, check, gla_case
 from support.network_cases import absent_case, halo_case, lost_case, memory_case, stall_case
-from support.scans import ScanCase, gradient_case, scan_case
-from support.values import error, inputs, late
+from support.scans import ScanCase, error_of, gradient_case, scan_case
+from support.values import error, late
 
 pytestmark = [
     pytest.mark.network,
@@ -39,14 +39,8 @@ class Network:
 
     def run(self, function, *arguments, behaves=REORDER, timeout=900.0):
         """Return (results by rank, increases of the network's counters); all traffic went through lo."""
-        before = self.ranks.run(network.behave, *behaves)
-        start = network.loopback_bytes()
-        found = self.ranks.run(on_first, sum(self.nodes), function, *arguments, timeout=timeout)
-        after = self.ranks.run(network.counts)
-        counted = {name: sum(x[name] for x in after) - sum(x[name] for x in before) for name in after[0]}
-        print(f"{function.__name__}{arguments} over {behaves}: {counted}", flush=True)
-        assert counted["passed"] > 0 and counted["failed"] == 0, counted
-        assert network.loopback_bytes() - start >= counted["bytes"]
+        options = dict(behaves=behaves, timeout=timeout)
+        found, counted, _ = network.run_over(self.ranks, sum(self.nodes), function, *arguments, **options)
         assert network.lanes(self.folder) == {"tcp/lo"}
         return found, counted
 
@@ -79,10 +73,8 @@ def nodes_case(group, nodes, algorithm, epochs, depth=3):
         scan = allscan.AllScan(comm, (4, 8, 16), depth=depth, algorithm=algorithm, tile=(2, 16))
         worst = 0.0
         for epoch in range(epochs):
-            states, decays = inputs(comm, scan.shape, (4, 8), epoch)
             late(epoch, comm.rank, 4)
-            found = scan.scan(states[comm.rank], decays[comm.rank], reverse=bool(epoch % 2))
-            worst = max(worst, error(found, allscan_reference(states, decays, None, bool(epoch % 2))[comm.rank]))
+            worst = max(worst, error_of(comm, scan.scan, scan.shape, epoch, bool(epoch % 2)))
         comm.check()
     return worst
 

@@ -251,22 +251,21 @@ def test_a_rank_that_does_not_compile(run):
 LOG: list[int] = []
 
 
-def final_case(group, layout):
+def final_case(comm, layout):
     """Return the largest difference between gradients of a compiled function and of the eager one. All ranks get the
     final state; rank 1 does not use it."""
-    with allscan.Communicator(group) as comm:
-        given = [torch.randn(1, 8, 2, 16) for _ in range(3)]
-        given.append(-given[0].abs())
+    given = [torch.randn(1, 8, 2, 16) for _ in range(3)]
+    given.append(-given[0].abs())
 
-        def function(q, k, v, g):
-            o, state = allscan.zeco_gla(q, k, v, g, comm=comm, output_final_state="all", layout=layout)
-            return o.sin().sum() + (0 if comm.rank == 1 else state.sin().sum())
+    def function(q, k, v, g):
+        o, state = allscan.zeco_gla(q, k, v, g, comm=comm, output_final_state="all", layout=layout)
+        return o.sin().sum() + (0 if comm.rank == 1 else state.sin().sum())
 
-        answers = []
-        for call in (function, torch.compile(function, backend="aot_eager", fullgraph=True)):
-            leaves = [x.to(comm.device).requires_grad_() for x in given]
-            answers.append(torch.autograd.grad(call(*leaves), leaves))
-        return max(error(*pair) for pair in zip(*answers, strict=True))
+    answers = []
+    for call in (function, torch.compile(function, backend="aot_eager", fullgraph=True)):
+        leaves = [x.to(comm.device).requires_grad_() for x in given]
+        answers.append(torch.autograd.grad(call(*leaves), leaves))
+    return max(error(*pair) for pair in zip(*answers, strict=True))
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])

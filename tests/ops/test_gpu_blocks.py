@@ -12,6 +12,7 @@ from allscan.ops.gpu_blocks import A100, BLACKWELL, HOPPER, SMALL, fitted, gpu_k
 from support.delta import DeltaCase, own_case
 from support.gla import BF16, GLACase, check, gla_case
 from support.launches import with_gla_blocks, with_gpu_blocks
+from support.values import check_errors
 
 pytestmark = pytest.mark.cpu
 
@@ -55,8 +56,7 @@ def of_gpu_case(group, case_of, case, capability):
 @pytest.mark.parametrize("capability", [80, 100, 120])
 def test_delta_rules(run, rule, capability):
     case = DeltaCase(rule, [70, 33], H=1, HV=1, K=128, V=128, gates="mixed", dtype=BF16)
-    for errors in run(2, of_gpu_case, own_case, case, capability):
-        assert max(errors.values()) < 1e-2, errors
+    check_errors(run(2, of_gpu_case, own_case, case, capability), 1e-2)
 
 
 @pytest.mark.slow(but="120")

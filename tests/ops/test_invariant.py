@@ -131,19 +131,18 @@ def test_without_it_bits_differ(run, rule, size=2):
     assert not {"o", "dq", "dk", "dv", "dg", "dx", "dB"} & {*same(rule, one, two)}
 
 
-def _documents(group, before, length):
+def _documents(comm, before, length):
     """Return (o, final state) of a document after ``before`` tokens of another one."""
-    with allscan.Communicator(group) as comm:
-        generator = torch.Generator().manual_seed(3)
-        own = [torch.randn(1, length, 2, 16, generator=generator) for _ in range(4)]
-        rows = []
-        for x in own:
-            other = torch.randn(1, before, 2, 16, generator=generator)
-            rows.append(torch.cat([other, x, other[:, :64]], 1).to(comm.device))
-        q, k, v, g = rows
-        cuts = [0, before, before + length, before + length + min(before, 64)]
-        o, final = allscan.zeco_gla(q, k, v, -g.abs(), comm=comm, cu_seqlens=cuts, output_final_state=True, invariant=S)
-        return o[:, before : before + length].cpu(), final[1].cpu()
+    generator = torch.Generator().manual_seed(3)
+    own = [torch.randn(1, length, 2, 16, generator=generator) for _ in range(4)]
+    rows = []
+    for x in own:
+        other = torch.randn(1, before, 2, 16, generator=generator)
+        rows.append(torch.cat([other, x, other[:, :64]], 1).to(comm.device))
+    q, k, v, g = rows
+    cuts = [0, before, before + length, before + length + min(before, 64)]
+    o, final = allscan.zeco_gla(q, k, v, -g.abs(), comm=comm, cu_seqlens=cuts, output_final_state=True, invariant=S)
+    return o[:, before : before + length].cpu(), final[1].cpu()
 
 
 def test_a_document_has_its_bits_wherever_it_lies(run):
@@ -171,33 +170,31 @@ def test_every_batch_size(run, rule):
     assert all(torch.equal(bits(a), bits(b)) for a, b in zip(one, four, strict=True))
 
 
-def _rejected(group, rule):
-    with allscan.Communicator(group) as comm:
+def _rejected(comm, rule):
+    def call(T, **options):
+        q, k, v = (torch.randn(1, T, 2, 16, device=comm.device) for _ in range(3))
+        g, heads = -torch.rand(1, T, 2, 16, device=comm.device), torch.rand(1, T, 2, device=comm.device)
+        A = -torch.ones(2, device=comm.device)
+        given = {"gla": (q, k, v, g), "kda": (q, k, v, g, heads), "ssd": (v, heads, A, k, q, 16)}[rule]
+        return raised(lambda: getattr(allscan, RULES[rule].operator)(*given, comm=comm, **options))
 
-        def call(T, **options):
-            q, k, v = (torch.randn(1, T, 2, 16, device=comm.device) for _ in range(3))
-            g, heads = -torch.rand(1, T, 2, 16, device=comm.device), torch.rand(1, T, 2, device=comm.device)
-            A = -torch.ones(2, device=comm.device)
-            given = {"gla": (q, k, v, g), "kda": (q, k, v, g, heads), "ssd": (v, heads, A, k, q, 16)}[rule]
-            return raised(lambda: getattr(allscan, RULES[rule].operator)(*given, comm=comm, **options))
-
-        one = comm.rank == 0
-        texts = [
-            call(S + 64 if one else S, invariant=S),  # rank 0's boundary
-            call(S, invariant=S if one else 0),
-            call(0 if one else S, invariant=S) if rule == "kda" else call(S, invariant=100 if one else S),
+    one = comm.rank == 0
+    texts = [
+        call(S + 64 if one else S, invariant=S),  # rank 0's boundary
+        call(S, invariant=S if one else 0),
+        call(0 if one else S, invariant=S) if rule == "kda" else call(S, invariant=100 if one else S),
+    ]
+    if rule == "kda":
+        texts.append(call(S, chunk="fla", invariant=S))
+    if rule == "gla":
+        texts += [
+            call(S, invariant=100),
+            call(S, invariant=-64),
+            call(S, invariant=S, layout="zigzag"),
+            call(2 * S, invariant=S, layout="zigzag", per_document=True, cu_seqlens=[0, 4 * S]),
         ]
-        if rule == "kda":
-            texts.append(call(S, chunk="fla", invariant=S))
-        if rule == "gla":
-            texts += [
-                call(S, invariant=100),
-                call(S, invariant=-64),
-                call(S, invariant=S, layout="zigzag"),
-                call(2 * S, invariant=S, layout="zigzag", per_document=True, cu_seqlens=[0, 4 * S]),
-            ]
-        fine = call(S if one else S + 64, invariant=S)  # the last rank may end at any token
-        comm.barrier()
+    fine = call(S if one else S + 64, invariant=S)  # the last rank may end at any token
+    comm.barrier()
     return texts, fine
 
 

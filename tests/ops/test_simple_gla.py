@@ -11,7 +11,7 @@ import torch
 import allscan
 from allscan.reference import gla_reference
 from support.operators import Operator, Split, compared, random_split
-from support.values import raised
+from support.values import check_answers, check_errors, raised
 
 
 def reference(q, k, v, g=None, g_gamma=None, scale=None, initial_state=None, cu_seqlens=None):
@@ -51,71 +51,53 @@ SIMPLE_GLA = Operator(
 )
 
 
-def random_case(group, seed):
-    with allscan.Communicator(group) as comm:
-        draw = random.Random(seed)
-        split, batch, sequences = random_split(draw, comm.size)
-        H = draw.choice([1, 2, 3])
-        sizes = H, H * draw.choice([1, 2, 3]), draw.choice([1, 16, 48, 130]), draw.choice([1, 8, 33, 70])
-        decay, initial = ("g", "g", "g_gamma", None)[seed % 4], draw.random() < 0.5
-        gates = draw.choice(["weak", "mild", "strong"])
-        given = drawn(seed, sum(split.tokens), batch, sequences, sizes, gates, decay, initial)
-        return compared(SIMPLE_GLA, comm, split, *given, scale=draw.choice([None, 1.0, -0.3]))
+def random_case(comm, seed):
+    draw = random.Random(seed)
+    split, batch, sequences = random_split(draw, comm.size)
+    H = draw.choice([1, 2, 3])
+    sizes = H, H * draw.choice([1, 2, 3]), draw.choice([1, 16, 48, 130]), draw.choice([1, 8, 33, 70])
+    decay, initial = ("g", "g", "g_gamma", None)[seed % 4], draw.random() < 0.5
+    gates = draw.choice(["weak", "mild", "strong"])
+    given = drawn(seed, sum(split.tokens), batch, sequences, sizes, gates, decay, initial)
+    return compared(SIMPLE_GLA, comm, split, *given, scale=draw.choice([None, 1.0, -0.3]))
 
 
 @pytest.mark.slow(but=("0", "1", "2", "3", "7"))
 @pytest.mark.kernels
 @pytest.mark.parametrize("seed", range(8))
 def test_random_options(run, seed):
-    for errors in run(1 + seed % 3, random_case, seed):
-        assert max(errors.values()) < 2e-5, errors
+    check_errors(run(1 + seed % 3, random_case, seed), 2e-5)
 
 
-def half_case(group, dtype):
-    with allscan.Communicator(group) as comm:
-        tokens = [100] * comm.size
-        given, grads = drawn(3, sum(tokens), 1, 1, (2, 4, 32, 32), "weak", "g", True)
-        given = {name: x.to(dtype) if name in "qkv" else x for name, x in given.items()}
-        return compared(SIMPLE_GLA, comm, Split(tokens), given, grads)
+def half_case(comm, dtype):
+    tokens = [100] * comm.size
+    given, grads = drawn(3, sum(tokens), 1, 1, (2, 4, 32, 32), "weak", "g", True)
+    given = {name: x.to(dtype) if name in "qkv" else x for name, x in given.items()}
+    return compared(SIMPLE_GLA, comm, Split(tokens), given, grads)
 
 
 @pytest.mark.kernels
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_half_precision(run, dtype, size=2):
-    for errors in run(size, half_case, dtype):
-        assert max(errors.values()) < (2**-7 if dtype == torch.bfloat16 else 2**-10), errors
+    check_errors(run(size, half_case, dtype), (2**-7 if dtype == torch.bfloat16 else 2**-10))
 
 
-def arguments_case(group):
-    with allscan.Communicator(group) as comm:
-        shapes = (2, 4), (4, 4), (4,), (2, 257)
-        q, v, g, wide = (torch.zeros(1, 8, *of, device=comm.device) for of in shapes)
-        return [
-            raised(allscan.zeco_simple_gla, *tensors, comm=comm)
-            for tensors in (
-                (q, q, v, g, g[0, 0]),
-                (q, q, v, g[..., :2]),
-                (q, q, v[:, :, :3], g[..., :3]),
-                (q, q, v.half(), g),
-                (wide, wide, v, g),
-                (q, q, v, g + 1),
-                (q, q, v, None, g[0, 0] + 1),
-                (q, q, v, g.int()),
-            )
-        ]
+def arguments_case(comm):
+    shapes = (2, 4), (4, 4), (4,), (2, 257)
+    q, v, g, wide = (torch.zeros(1, 8, *of, device=comm.device) for of in shapes)
+    wrong = {
+        "not both": (q, q, v, g, g[0, 0]),
+        "g must be": (q, q, v, g[..., :2]),
+        "multiple of the 2": (q, q, v[:, :, :3], g[..., :3]),
+        "one dtype": (q, q, v.half(), g),
+        "at most 256": (wide, wide, v, g),
+        "at most 0": (q, q, v, g + 1),
+        "g_gamma": (q, q, v, None, g[0, 0] + 1),
+        ("g must be", "int"): (q, q, v, g.int()),
+    }
+    return {text: raised(allscan.zeco_simple_gla, *tensors, comm=comm) for text, tensors in wrong.items()}
 
 
 def test_wrong_arguments(run, size=2):
-    expected = (
-        "not both",
-        "g must be",
-        "multiple of the 2",
-        "one dtype",
-        "at most 256",
-        "at most 0",
-        "g_gamma",
-        "g must be",
-    )
-    for found in run(size, arguments_case):
-        for (name, why), part in zip(found, expected, strict=True):
-            assert name in ("TypeError", "ValueError") and part in why, (name, why, part)
+    for answers in run(size, arguments_case):
+        check_answers(answers, "TypeError", "ValueError")

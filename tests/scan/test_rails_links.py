@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 
 import pytest
@@ -15,33 +16,23 @@ from allscan.reference import allscan_reference
 from allscan.scan.rails_links import distances
 from allscan.shmem_kernels.links import NONE
 from allscan.tools.ranks import Ranks
-from support.call_order import ignoring_case, other_backward_case, resync_case, shifted_case, validation_case
-from support.scans import ScanCase, gradient_case
-from support.values import error, inputs, late, raised
+from support.call_order import (
+    check_no_values_of_others,
+    ignoring_case,
+    other_backward_case,
+    resync_case,
+    shifted_case,
+    validation_case,
+)
+from support.scans import ScanCase, error_of, gradient_case, scan_case
+from support.values import check_errors, error, inputs, late, raised
 from support.virtual import VirtualRanks
 
 pytestmark = pytest.mark.cpu
 
 
 def values_case(group, nodes, algorithm, case: ScanCase):
-    """Return the largest error of both directions, with an initial state in every other epoch."""
-    shape, decay_shape, _, depth, protocol, _, epochs, special, most_ms = case
-    with allscan.Communicator(group, nodes=nodes) as comm:
-        scan = allscan.AllScan(comm, shape, depth=depth, protocol=protocol, algorithm=algorithm, tile=(2, 8))
-        worst = 0.0
-        for epoch in range(epochs):
-            states, decays = inputs(comm, shape, decay_shape, epoch, special)
-            initial = torch.randn(shape, generator=torch.Generator().manual_seed(epoch)) if epoch % 2 else None
-            for reverse in (False, True):
-                expected = allscan_reference(states, decays, initial, reverse)[comm.rank]
-                out = torch.full(shape, float("nan"))
-                late(2 * epoch + reverse, comm.rank, most_ms)
-                decay = None if decays is None else decays[comm.rank]
-                scan.scan(states[comm.rank], decay, initial_state=initial, reverse=reverse, out=out)
-                worst = max(worst, error(out, expected))
-        assert scan.epochs == (epochs, epochs)
-        comm.check()
-    return worst
+    return scan_case(group, case._replace(reverse=None, initial=None), nodes, algorithm=algorithm, tile=(2, 8))
 
 
 @pytest.mark.slow(but=("nodes0-recursive", "nodes2-rails"))
@@ -100,17 +91,13 @@ def options(algorithm, nodes):
 @pytest.mark.parametrize("decay_shape", [(2, 5), ()])
 def test_gradients(run, decay_shape, algorithm):
     for reverse in (False, True):
-        for errors in run(5, gradient_case, (2, 5, 6), decay_shape, reverse, options(algorithm, (2, 3))):
-            assert max(errors) < 1e-5, errors
+        check_errors(run(5, gradient_case, (2, 5, 6), decay_shape, reverse, options(algorithm, (2, 3))), 1e-5)
 
 
 def test_a_call_that_one_rank_rejects_or_never_enters(run):
     given = options("rails", (2, 2))
     for how, step in (("allscan", False), ("skipped", True)):
-        for rank, (found, right, end, again) in enumerate(run(4, shifted_case, how, step, given)):
-            for got, wanted in zip(found, right):
-                assert got == wanted or isinstance(got, str) or got != got, (rank, found, right)
-            assert end[0] in ("AllScanOutOfStep", "AllScanTimeout") and again, (rank, found, end)
+        check_no_values_of_others(run(4, shifted_case, how, step, given))
 
 
 @pytest.mark.slow(but="rails")
@@ -178,10 +165,9 @@ def strided_case(group):
     worst = 0.0
     with allscan.Communicator(groups[dist.get_rank() % 2], nodes=(2, 2), algorithm="rails") as comm:
         for epoch in range(6):
-            states, decays = inputs(comm, (2, 4, 8), (2, 4), epoch + 10 * (dist.get_rank() % 2))
             late(epoch, dist.get_rank(), 5)
-            prev = allscan.allscan(states[comm.rank], decays[comm.rank], comm=comm, reverse=bool(epoch % 2))
-            worst = max(worst, error(prev, allscan_reference(states, decays, None, bool(epoch % 2))[comm.rank]))
+            call, seed = functools.partial(allscan.allscan, comm=comm), epoch + 10 * (dist.get_rank() % 2)
+            worst = max(worst, error_of(comm, call, (2, 4, 8), seed, bool(epoch % 2)))
         assert [scan.algorithm for scan in comm.collectives] == ["rails"]
     return worst
 
@@ -280,10 +266,7 @@ def ahead_case(group, nodes, algorithm, protocol, depth, sleeper):
             comm.barrier()
             if comm.rank == sleeper:
                 time.sleep(0.15)
-            for epoch in range(count):
-                states, decays = inputs(comm, shape, shape[:-1], epoch)
-                out = scan.scan(states[comm.rank], decays[comm.rank], reverse=reverse)
-                worst = max(worst, error(out, allscan_reference(states, decays, None, reverse)[comm.rank]))
+            worst = max(worst, *(error_of(comm, scan.scan, shape, epoch, reverse) for epoch in range(count)))
     return worst
 
 

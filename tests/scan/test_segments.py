@@ -123,26 +123,25 @@ def test_plain_sums_differ(run, size=2):
     torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-5)
 
 
-def _rejected(group, wrong_on):
-    with allscan.Communicator(group) as comm:
-        states, decays = torch.randn(2, 3, 4, 8, device=comm.device), torch.rand(2, 3, 4, device=comm.device)
+def _rejected(comm, wrong_on):
+    states, decays = torch.randn(2, 3, 4, 8, device=comm.device), torch.rand(2, 3, 4, device=comm.device)
 
-        def call(name, *given, **options):
-            given, options = list(given), dict(options)
-            if comm.rank != wrong_on:
-                given, options = [states, decays], {}
-            return raised(lambda: allscan.allscan_segments(*given, comm=comm, **options))
+    def call(name, *given, **options):
+        given, options = list(given), dict(options)
+        if comm.rank != wrong_on:
+            given, options = [states, decays], {}
+        return raised(lambda: allscan.allscan_segments(*given, comm=comm, **options))
 
-        texts = [
-            call("shape", states[0], decays),
-            call("decays", states, decays[:1]),
-            call("both", states, decays, transitions=torch.randn(2, 3, 4, 4, device=comm.device)),
-            call("dtype", states.double(), decays),
-            call("initial", states, decays, initial_state=torch.randn(3, 4, 9, device=comm.device)),
-            call("differs", states, decays, initial_state=torch.randn(3, 4, 8, device=comm.device)),
-            call("reverse", states, decays, reverse=True, layout="zigzag"),
-        ]
-        comm.barrier()
+    texts = [
+        call("shape", states[0], decays),
+        call("decays", states, decays[:1]),
+        call("both", states, decays, transitions=torch.randn(2, 3, 4, 4, device=comm.device)),
+        call("dtype", states.double(), decays),
+        call("initial", states, decays, initial_state=torch.randn(3, 4, 9, device=comm.device)),
+        call("differs", states, decays, initial_state=torch.randn(3, 4, 8, device=comm.device)),
+        call("reverse", states, decays, reverse=True, layout="zigzag"),
+    ]
+    comm.barrier()
     return texts
 
 

@@ -56,6 +56,7 @@ from support.launches import (
     launch_gla,
     launch_ssd,
     most,
+    record_launches,
     with_gpu_blocks,
 )
 from support.sm90 import Compiled
@@ -196,22 +197,9 @@ def test_transitions_by_mma(K):
 
 
 def test_a_tile_too_small_for_its_warps_is_rejected():
-    channel, constants = channel_type(SENTINEL.value, SENTINEL.value, BK=1, BV=64)
-    arguments = pointers("p_state p_decay p_initial p_out", "*fp32") | pointers("stride_g stride_k", "i32")
-    values = {
-        "channel": constants,
-        "K": 128,
-        "V": 128,
-        "HAS_DECAY": True,
-        "HAS_INITIAL": False,
-        "NEIGHBOUR_SHIFT": False,
-    }
-    with pytest.raises(triton.compiler.errors.CompilationError) as caught:
-        Compiled(scan_kernel, arguments | {"channel": channel}, values, num_warps=4)
-    problem, messages = caught.value, ""
-    while problem is not None:
-        messages, problem = messages + str(problem), problem.__cause__
-    assert "at least one word for each thread" in messages
+    with pytest.raises(triton.CompilationError) as caught:
+        compile_scan(SENTINEL, SENTINEL, (1, 64), initial=False, num_warps=4)
+    assert "at least one word for each thread" in "".join(traceback.format_exception(caught.value))
 
 
 @pytest.mark.quick
@@ -559,12 +547,9 @@ def test_delta_kernels(K, V, scalar, most_spilled, monkeypatch):
 
 def launch_states(K, V, scalar, monkeypatch, capability):
     """Record in Launches the launches of both passes over the states of chunks."""
-    for name, kernel in list(vars(delta_passes).items()):
-        if name.endswith("_kernel"):
-            monkeypatch.setattr(delta_passes, name, Launches(kernel))
+    record_launches(monkeypatch, delta_passes)
     dtype, H, T = torch.bfloat16, 4, 130
     with_gpu_blocks(monkeypatch, capability)
-    monkeypatch.setattr(Launches, "made", [])
     layout = Layout([TokenRange(0, T)], 1, 64, "cpu")  # in the middle of a sequence
     device = torch.device("cpu")
     carriers = {(AllScanCarrier, True): NoScan()}

@@ -240,45 +240,44 @@ def saved_states_for(passes):
     return SavedStates(*(torch.empty(shape, dtype=dtype, device=passes.comm.device) for shape, dtype in shapes))
 
 
-def pass_case(group, case: DeltaCase):
+def pass_case(comm, case: DeltaCase):
     """Return relative errors of StatePass against chunks in sequence, for the same w, u, ... in ``case.dtype``."""
     rule, tokens, _, _, HV, K, V, _, dtype, lengths, *_ = case
-    with allscan.Communicator(group) as comm:
-        whole = Whole(case, comm.device)
-        parts = Parts(comm, whole, tokens, dtype)
-        q, k, w, u, sums, do, dv = parts.inputs()
-        T = w.shape[1]
-        scores = torch.zeros(1, T, HV, CHUNK_TOKENS, dtype=dtype, device=comm.device)
-        for c in parts.own:
-            at = slice(c.begin - parts.mine.start, c.end - parts.mine.start)
-            scores[0, at, :, : c.end - c.begin] = c.scores.movedim(0, 1).to(dtype)
-        segment = delta_segment_length(T, HV, multiprocessors(comm.device))
-        cu_seqlens = None if lengths is None else torch.tensor(lengths)
-        layout = find_layout(comm, OwnTokens(1, T, cu_seqlens), segment)
-        passes = state_pass(comm, layout, shapes_of(whole.q, whole.v), Call(rule, 1.0))
-        AllScanCarrier.of(comm, dense=True).get_or_create_scan((HV, K, V))
-        found_final, found_dinitial = torch.zeros_like(whole.initial), torch.zeros_like(whole.initial)
-        saved_states = saved_states_for(passes)
-        between = ChunkOperands(k, w, u, sums, q)
-        h, v_new = passes.forward(between._replace(q=None), whole.initial, found_final, saved_states)
-        scale, turned = K**-0.5, []
-        for d in (LocalGrads(do, dv), LocalGrads(do, None, scores)):
-            *again, incoming, through, prev = passes.turn(between, d, whole.dfinal, saved_states, scale)
-            assert torch.equal(h, again[0]) and torch.equal(v_new, again[1])
-            turned.append(incoming)
-        if dtype == F32:
-            assert relative(turned[0], turned[1].double()) < 1e-5
-        incoming = IncomingStates(incoming, through, prev)
-        dh, dv_new = passes.backward(between, LocalGrads(do, dv), incoming, found_dinitial, scale)
-        comm.barrier()
-        first, last = owners(tokens, lengths, 1)
-        for x, ranks in ((parts.final, last), (parts.dinitial, first)):
-            x[[r != comm.rank for r in ranks]] = 0.0
-        of_tokens = {name: torch.cat(parts.expected[name], 1).movedim(0, 1)[None] for name in ("v_new", "dv")}
-        of_chunks = {name: torch.stack(parts.expected[name])[None] for name in ("h", "dh")}
-        wanted = of_chunks["h"], of_tokens["v_new"], parts.final, of_chunks["dh"], of_tokens["dv"]
-        return relative_all(
-            ("h", "v_new", "final", "dh", "dv", "dinitial"),
-            (h, v_new, found_final, dh, dv_new, found_dinitial),
-            (*wanted, parts.dinitial),
-        )
+    whole = Whole(case, comm.device)
+    parts = Parts(comm, whole, tokens, dtype)
+    q, k, w, u, sums, do, dv = parts.inputs()
+    T = w.shape[1]
+    scores = torch.zeros(1, T, HV, CHUNK_TOKENS, dtype=dtype, device=comm.device)
+    for c in parts.own:
+        at = slice(c.begin - parts.mine.start, c.end - parts.mine.start)
+        scores[0, at, :, : c.end - c.begin] = c.scores.movedim(0, 1).to(dtype)
+    segment = delta_segment_length(T, HV, multiprocessors(comm.device))
+    cu_seqlens = None if lengths is None else torch.tensor(lengths)
+    layout = find_layout(comm, OwnTokens(1, T, cu_seqlens), segment)
+    passes = state_pass(comm, layout, shapes_of(whole.q, whole.v), Call(rule, 1.0))
+    AllScanCarrier.of(comm, dense=True).get_or_create_scan((HV, K, V))
+    found_final, found_dinitial = torch.zeros_like(whole.initial), torch.zeros_like(whole.initial)
+    saved_states = saved_states_for(passes)
+    between = ChunkOperands(k, w, u, sums, q)
+    h, v_new = passes.forward(between._replace(q=None), whole.initial, found_final, saved_states)
+    scale, turned = K**-0.5, []
+    for d in (LocalGrads(do, dv), LocalGrads(do, None, scores)):
+        *again, incoming, through, prev = passes.turn(between, d, whole.dfinal, saved_states, scale)
+        assert torch.equal(h, again[0]) and torch.equal(v_new, again[1])
+        turned.append(incoming)
+    if dtype == F32:
+        assert relative(turned[0], turned[1].double()) < 1e-5
+    incoming = IncomingStates(incoming, through, prev)
+    dh, dv_new = passes.backward(between, LocalGrads(do, dv), incoming, found_dinitial, scale)
+    comm.barrier()
+    first, last = owners(tokens, lengths, 1)
+    for x, ranks in ((parts.final, last), (parts.dinitial, first)):
+        x[[r != comm.rank for r in ranks]] = 0.0
+    of_tokens = {name: torch.cat(parts.expected[name], 1).movedim(0, 1)[None] for name in ("v_new", "dv")}
+    of_chunks = {name: torch.stack(parts.expected[name])[None] for name in ("h", "dh")}
+    wanted = of_chunks["h"], of_tokens["v_new"], parts.final, of_chunks["dh"], of_tokens["dv"]
+    return relative_all(
+        ("h", "v_new", "final", "dh", "dv", "dinitial"),
+        (h, v_new, found_final, dh, dv_new, found_dinitial),
+        (*wanted, parts.dinitial),
+    )

@@ -18,12 +18,10 @@ def scan_until_timeout(comm, scan, epochs):
     try:
         for _ in range(epochs):
             scan.scan(state)
-        if comm.device.type == "cuda":
-            torch.cuda.synchronize()
+        comm.streams.synchronize()
         comm.check()
     except allscan.AllScanTimeout as timeout:
-        if comm.device.type == "cuda":
-            torch.cuda.synchronize()  # must return: no kernel waits any more
+        comm.streams.synchronize()  # must return: no kernel waits any more
         return time.monotonic() - start, (timeout.rank, timeout.neighbour, timeout.tile, timeout.expected), str(timeout)
     return time.monotonic() - start, None, ""
 
@@ -37,8 +35,7 @@ def poisoned_case(absent, protocol):
     out = torch.zeros(scan.shape, device=comm.device)
     try:
         scan.scan(torch.ones(scan.shape, device=comm.device), out=out)
-        if comm.device.type == "cuda":
-            torch.cuda.synchronize()
+        comm.streams.synchronize()
     except allscan.AllScanTimeout:
         pass
     return bool(out.isnan().all())

@@ -156,17 +156,28 @@ def compiled_for_both(launch, monkeypatch, most_spilled=None, more_on_sm_100=0):
         assert kernel is other and on_sm_100.spilled_bytes <= most_there + more_on_sm_100, (kernel, most_there)
 
 
-def launch_gla(K, V, dtype, kept, monkeypatch, H=4, T=130, capability=90):
-    """Record in Launches the launches of both passes of zeco_gla on a GPU."""
-    for name, kernel in list(vars(gla_plans).items()):
-        if name.endswith("_kernel") and not isinstance(kernel, Launches):
-            monkeypatch.setattr(gla_plans, name, Launches(kernel))
+def record_launches(monkeypatch, *modules):
+    """Record in Launches the launches of all kernels of these modules, instead of earlier ones."""
+    for module in modules:
+        for name, kernel in list(vars(module).items()):
+            if name.endswith("_kernel") and not isinstance(kernel, Launches):
+                monkeypatch.setattr(module, name, Launches(kernel))
+    monkeypatch.setattr(Launches, "made", [])
+
+
+def of_one_rank(monkeypatch, T, *modules):
+    """Record the launches of an operator on T tokens of one sequence, without other ranks."""
+    record_launches(monkeypatch, *modules)
     layout = Layout([TokenRange(0, T, flags=flags_of(True, True))], 1, 1024, "cpu")
-    with_gla_blocks(monkeypatch, capability)
     monkeypatch.setattr(operator, "carrier_of", lambda *_: NoCarrier())
     monkeypatch.setattr(operator.SequenceOperator, "check_first", lambda *_: None)
     monkeypatch.setattr(operator, "find_layout", lambda *_, **__: layout)
-    monkeypatch.setattr(Launches, "made", [])
+
+
+def launch_gla(K, V, dtype, kept, monkeypatch, H=4, T=130, capability=90):
+    """Record in Launches the launches of both passes of zeco_gla on a GPU."""
+    of_one_rank(monkeypatch, T, gla_plans)
+    with_gla_blocks(monkeypatch, capability)
     q, k, v, do = (torch.zeros(1, T, H, w, dtype=dtype) for w in (K, K, V, V))
     g, initial, text = torch.zeros(1, T, H, K), torch.zeros(1, H, K, V), Call("zeco_gla", 0.1, saves=kept).text
     fixed = 0, 0.1, None, None, text
@@ -178,16 +189,8 @@ def launch_gla(K, V, dtype, kept, monkeypatch, H=4, T=130, capability=90):
 def launch_ssd(H, G, P, N, dtype, monkeypatch, z=False, channels=False, num_sms=H100_MULTIPROCESSORS, capability=90):
     """Record in Launches the launches of both passes of zeco_ssd on a GPU, with x, B and C as columns of one tensor."""
     T = 130
-    for module in (gla_plans, ssd_plans):
-        for name, kernel in list(vars(module).items()):
-            if name.endswith("_kernel") and not isinstance(kernel, Launches):
-                monkeypatch.setattr(module, name, Launches(kernel))
-    layout = Layout([TokenRange(0, T, flags=flags_of(True, True))], 1, 1024, "cpu")
+    of_one_rank(monkeypatch, T, gla_plans, ssd_plans)
     with_ssd_blocks(monkeypatch, capability, num_sms)
-    monkeypatch.setattr(operator, "carrier_of", lambda *_: NoCarrier())
-    monkeypatch.setattr(operator.SequenceOperator, "check_first", lambda *_: None)
-    monkeypatch.setattr(operator, "find_layout", lambda *_, **__: layout)
-    monkeypatch.setattr(Launches, "made", [])
     mixed = torch.zeros(1, T, H * P + 2 * G * N, dtype=dtype)
     x, B, C = mixed.split([H * P, G * N, G * N], 2)
     x, B, C = x.unflatten(2, (H, P)), B.unflatten(2, (G, N)), C.unflatten(2, (G, N))
@@ -244,13 +247,9 @@ def with_gpu_blocks(monkeypatch, capability):
 
 def chunk_pass(layout, K, V, dtype, scalar, monkeypatch, capability=90, saves=False):
     """Return a ChunkPass with a GPU's block sizes whose launches are all recorded."""
-    for module in (delta_passes, kda_plans, gdn_plans):
-        for name, kernel in list(vars(module).items()):
-            if name.endswith("_kernel"):
-                monkeypatch.setattr(module, name, Launches(kernel))
+    record_launches(monkeypatch, delta_passes, kda_plans, gdn_plans)
     with_gpu_blocks(monkeypatch, capability)
     monkeypatch.setattr(delta_passes.AllScanCarrier, "of", lambda *_, **__: NoScan())
-    monkeypatch.setattr(Launches, "made", [])
     device = torch.device("cpu")
     comm = types.SimpleNamespace(size=3, device=device, streams=Streams(device))
     cls = gdn_plans.ScalarChunkPass if scalar else kda_plans.ChunkPass

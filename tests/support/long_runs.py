@@ -13,6 +13,8 @@ from allscan.base.tiling import transition_tile
 from allscan.reference import allscan_reference
 from allscan.scan.zigzag_scan import two_way_scan
 
+from .values import captured
+
 
 def drawn(comm, shape, generator, kind):
     """Draw (states, "decay" or "transition", decays or transitions) of all ranks, [size, ...]."""
@@ -94,11 +96,7 @@ def graph_case(group, replays, kind):
             scan.scan(state, **{name: factor}, out=forward)
             scan.scan(forward, **{name: factor}, reverse=True, out=backward)
 
-        both()
-        comm.barrier()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            both()
+        graph, _ = captured(comm, both)
         worst = torch.zeros((), device=comm.device, dtype=torch.float64)
         chance = random.Random(comm.rank)
         for _ in range(replays):

@@ -94,14 +94,23 @@ def made(family, inner="sdpa", keep=False, **more):
             setattr(modeling, name, getattr(function, "__wrapped__", function))
     kind, options = CHOICES[family]
     inner = "eager" if family == "mamba2" else inner  # it has no softmax layers
-    config = getattr(importlib.import_module(f"transformers.models.{family}.configuration_{family}"), f"{kind}Config")
-    config = config(**COMMON | options | dict(attn_implementation=inner, use_cache=True) | more)
+    return with_weights(family, kind, COMMON | options | dict(attn_implementation=inner, use_cache=True) | more)
+
+
+def with_weights(family, kind, options, rates=(-4, -1)):
+    """Return a model of these options with random weights; rates: range of A_log, by which states last over some
+    ranks."""
+    configuration, modeling = (
+        importlib.import_module(f"transformers.models.{family}.{file}_{family}")
+        for file in ("configuration", "modeling")
+    )
+    config = getattr(configuration, f"{kind}Config")(**options)
     torch.manual_seed(0)
     model = getattr(modeling, f"{kind.removesuffix('Text')}ForCausalLM")(config)
     with torch.no_grad():
         for name, p in model.named_parameters():
             if name.endswith("A_log"):
-                p.uniform_(-4, -1)  # states last over some ranks
+                p.uniform_(*rates)
             elif name.endswith(("dt_bias", ".D")):
                 p.normal_()
             elif p.ndim > 1 and "conv" not in name:

@@ -3,7 +3,6 @@ tests/network/hostile.c in between."""
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import glob
 import importlib.util
@@ -11,6 +10,8 @@ import os
 import re
 import shutil
 import subprocess
+
+from allscan.tools.ranks import on_first
 
 SOURCES = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "network")
 MODES = "pass", "reorder", "bandwidth", "stall", "never"  # modes of hostile.c
@@ -119,18 +120,6 @@ def environment(folder: str, heap: str = "host") -> dict[str, str]:
     }
 
 
-@contextlib.contextmanager
-def variables(more: dict[str, str]):
-    """Set environment variables inside the block, for this process and its children."""
-    before = dict(os.environ)
-    os.environ.update(more)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
-
-
 def lanes(folder: str) -> set[str]:
     """Return the transports to other processes in UCX's logs, such as "tcp/lo"."""
     found: set[str] = set()
@@ -147,6 +136,21 @@ def loopback_bytes() -> int:
     with open(TRAFFIC) as file:
         line = next(line for line in file if line.strip().startswith("lo:"))
     return int(line.split(":")[1].split()[0])
+
+
+def run_over(ranks, size, function, *arguments, behaves, timeout):
+    """Return (results by rank, increases of the network's counters, bytes through lo) of function(group, *arguments) on
+    ``size`` ranks, over a network with behaviour ``behaves``."""
+    before, start = ranks.run(behave, *behaves), loopback_bytes()
+    found = ranks.run(on_first, size, function, *arguments, timeout=timeout)
+    after = ranks.run(counts)
+    counted = {name: sum(x[name] for x in after) - sum(x[name] for x in before) for name in after[0]}
+    received = loopback_bytes() - start
+    print(f"{function.__name__}{arguments} over {behaves}: {received:,} bytes by lo, {counted}", flush=True)
+    if behaves[0] != "pass":
+        assert counted["passed"] > 0 and counted["failed"] == 0, counted
+    assert received >= counted["bytes"]
+    return found, counted, received
 
 
 # In the processes of the ranks

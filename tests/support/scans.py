@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import NamedTuple
 
@@ -31,27 +32,29 @@ class ScanCase(NamedTuple):
 
     shape: tuple[int, ...]
     decay_shape: tuple[int, ...] | None
-    reverse: bool = False
+    reverse: bool | None = False  # None: in both directions, in turns
     depth: int = 2
     protocol: str = "auto"
-    initial: bool = False  # whether there is an initial state
+    initial: bool | None = False  # whether there is an initial state; None: in every other epoch
     epochs: int = 1
     special: bool = False  # whether there are NaN, Inf and -0
     most_ms: int = 0  # largest delay of a rank
 
 
-def scan_case(group, case: ScanCase):
-    """Return the largest error of a rank."""
-    shape, decay_shape, reverse, depth, protocol, with_initial, epochs, special, most_ms = case
-    with allscan.Communicator(group) as comm:
-        scan = allscan.AllScan(comm, shape, depth=depth, protocol=protocol)
+def scan_case(group, case: ScanCase, nodes=None, **options):
+    """Return the largest error of a rank. options: of the AllScan."""
+    shape, decay_shape, one_way, depth, protocol, with_initial, epochs, special, most_ms = case
+    directions = (False, True) if one_way is None else (one_way,)
+    with allscan.Communicator(group, nodes=nodes) as comm:
+        scan = allscan.AllScan(comm, shape, depth=depth, protocol=protocol, **options)
         worst = 0.0
-        for epoch in range(epochs):
+        for epoch, reverse in itertools.product(range(epochs), directions):
             states, decays = inputs(comm, shape, decay_shape, epoch, special)
-            initial = torch.randn(shape, generator=torch.Generator().manual_seed(epoch)) if with_initial else None
+            has_initial = epoch % 2 if with_initial is None else with_initial
+            initial = torch.randn(shape, generator=torch.Generator().manual_seed(epoch)) if has_initial else None
             expected = allscan_reference(states, decays, initial, reverse)[comm.rank]
             out = Guarded(shape, comm.device)
-            late(epoch, comm.rank, most_ms)
+            late(2 * epoch + reverse, comm.rank, most_ms)
             scan.scan(
                 states[comm.rank].to(comm.device),
                 None if decays is None else decays[comm.rank].to(comm.device),
@@ -61,8 +64,17 @@ def scan_case(group, case: ScanCase):
             )
             worst = max(worst, error(out.tensor, expected))
             assert out.intact(), epoch
+        launches = tuple(epochs * (reverse in directions) for reverse in (False, True))
+        assert comm.size == 1 or scan.epochs == launches
         comm.check()
     return worst
+
+
+def error_of(comm, call, shape, seed, reverse=False):
+    """Return the error of call(state, decay, reverse=...) for one draw of all ranks' states and decays."""
+    states, decays = inputs(comm, shape, shape[:-1], seed)
+    found = call(states[comm.rank].to(comm.device), decays[comm.rank].to(comm.device), reverse=reverse)
+    return error(found, allscan_reference(states, decays, reverse=reverse)[comm.rank])
 
 
 def gradient_case(group, shape, decay_shape, reverse, options=None):

@@ -140,13 +140,12 @@ def cat(found):
     return None if found[0] is None else torch.cat(found)
 
 
-def local_folds_case(group, counts, shape, seed):
+def local_folds_case(comm, counts, shape, seed):
     """Run the control: each rank folds its own segments, then allscan. Return the rank's outgoing state."""
-    with allscan.Communicator(group) as comm:
-        whole = Sequence(SegmentsCase(counts, shape, initial=False, seed=seed))
-        ends = torch.tensor([0, *counts]).cumsum(0).tolist()
-        state, decay = torch.zeros(shape), torch.ones(shape[:-1])
-        for s in range(ends[comm.rank], ends[comm.rank + 1]):
-            state, decay = whole.factor[s][..., None] * state + whole.states[s], decay * whole.factor[s]
-        prev = allscan.allscan(state.to(comm.device), decay.to(comm.device), comm=comm).cpu()
-        return decay[..., None] * prev + state
+    whole = Sequence(SegmentsCase(counts, shape, initial=False, seed=seed))
+    ends = torch.tensor([0, *counts]).cumsum(0).tolist()
+    state, decay = torch.zeros(shape), torch.ones(shape[:-1])
+    for s in range(ends[comm.rank], ends[comm.rank + 1]):
+        state, decay = whole.factor[s][..., None] * state + whole.states[s], decay * whole.factor[s]
+    prev = allscan.allscan(state.to(comm.device), decay.to(comm.device), comm=comm).cpu()
+    return decay[..., None] * prev + state

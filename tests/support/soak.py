@@ -330,7 +330,7 @@ class Training:
                         batch = other
                     batch.fault = planned.fault
                 self.forward_backward(batch)
-            self.synchronize()
+            self.comm.streams.synchronize()
             self.data.check()
             self.comm.check()
         except (RuntimeError, TypeError, ValueError, SkippedBatch) as problem:
@@ -361,13 +361,9 @@ class Training:
             loss = self.model(batch, self.labels(batch), self.comm).detach()
         return self.agree(loss, False)[0]
 
-    def synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-
     def memory(self) -> dict:
         """Return the bytes allocated on the GPU and free in the arena, between two steps."""
-        self.synchronize()
+        self.comm.streams.synchronize()
         gc.collect()
         gpu = torch.cuda.memory_allocated() if self.device.type == "cuda" else 0
         return dict(gpu=gpu, arena=self.comm.memory.heap.arena.free_bytes)

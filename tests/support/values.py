@@ -16,6 +16,8 @@ import torch.distributed as dist
 import triton
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import allscan
+
 
 def late(epoch: int, rank: int, most_ms: float) -> None:
     """Sleep for 0 to ``most_ms`` before a rank's call, a different time for every epoch and rank."""
@@ -71,34 +73,9 @@ def error(actual, expected) -> float:
 class Copies(TorchDispatchMode):
     """Counts the numbers that torch functions have written by copies, fills and additions: overhead between layers."""
 
-    NAMES = {
-        "cat",
-        "stack",
-        "clone",
-        "copy_",
-        "_to_copy",
-        "fill_",
-        "zero_",
-        "zeros",
-        "zeros_like",
-        "new_zeros",
-        "full",
-        "constant_pad_nd",
-        "slice_backward",
-        "select_backward",
-        "index_select",
-        "index",
-        "index_add",
-        "index_copy",
-        "index_put_",
-        "where",
-        "masked_fill",
-        "add",
-        "add_",
-        "sub",
-        "mul",
-        "neg",
-    }
+    NAMES = "cat stack clone copy_ _to_copy fill_ zero_ zeros zeros_like new_zeros full constant_pad_nd".split()
+    NAMES += "slice_backward select_backward index_select index index_add index_copy index_put_ where".split()
+    NAMES += "masked_fill add add_ sub mul neg".split()
 
     def __init__(self):
         super().__init__()
@@ -136,6 +113,19 @@ def raised(function, *arguments, **options):
     return None
 
 
+def value_or_error(function, *arguments, **options):
+    """Return the call's value, or the type name of its RuntimeError."""
+    try:
+        return function(*arguments, **options)
+    except RuntimeError as problem:
+        return type(problem).__name__
+
+
+def on_communicator(function, group, *arguments, **options):
+    with allscan.Communicator(group) as comm:
+        return function(comm, *arguments, **options)
+
+
 def in_ranks(module, name):
     """A function of allscan.integrations that is imported when it is called: the packages behind it take seconds."""
     return lambda *given, **how: getattr(importlib.import_module(f"allscan.integrations.{module}"), name)(*given, **how)
@@ -156,6 +146,14 @@ def check_answers(answers, *kinds):
     for text, answer in answers.items():
         words = text[0] if isinstance(text, tuple) else text
         assert answer is not None and answer[0] in (kinds or ("ValueError",)) and words in answer[1], (text, answer)
+
+
+def check_errors(answers, limit):
+    """Check that every rank's errors, a list or a dict by name, are below the limit, and that there are some."""
+    for errors in answers:
+        named = errors.items() if isinstance(errors, dict) else enumerate(errors)
+        wrong = {name: x for name, x in named if not x < limit}
+        assert errors and not wrong, wrong
 
 
 class _Held:

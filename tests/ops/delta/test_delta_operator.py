@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import collections
 import functools
+import sys
+from unittest import mock
 
 import pytest
 import torch
@@ -17,7 +19,7 @@ from allscan.tokens.packing import Layout, TokenRange
 from support.delta import NAMES, DeltaCase, Whole, of_rank, operator_case, pass_case
 from support.fla import delta_recurrence, import_fla
 from support.gla import BF16, F32
-from support.values import place, raised, relative, relative_all
+from support.values import check_errors, place, raised, relative, relative_all
 
 # on GPUs fla's kernels round float32 to TF32: tests/gpu/test_delta_gpu.py
 on_cpus = pytest.mark.cpu
@@ -82,27 +84,26 @@ def test_operators(run, case, size):
     check(run(size, operator_case, case))
 
 
-def modes_case(group):
+def modes_case(comm):
     """Check compiled calls, activation checkpointing, and calls without optional arguments."""
     import_fla()
-    with allscan.Communicator(group) as comm:
-        tokens = [30, 45]
-        whole = Whole(DeltaCase("gated_delta_rule", [75]), comm.device)
-        mine = place(comm, tokens)
-        expected = of_rank(whole.reference(), comm, tokens, None, 1)
-        call = allscan.zeco_gated_delta_rule
+    tokens = [30, 45]
+    whole = Whole(DeltaCase("gated_delta_rule", [75]), comm.device)
+    mine = place(comm, tokens)
+    expected = of_rank(whole.reference(), comm, tokens, None, 1)
+    call = allscan.zeco_gated_delta_rule
 
-        def checkpointed(*x, **options):
-            return torch.utils.checkpoint.checkpoint(call, *x, **options, use_reentrant=False)
+    def checkpointed(*x, **options):
+        return torch.utils.checkpoint.checkpoint(call, *x, **options, use_reentrant=False)
 
-        calls = call, torch.compile(call, fullgraph=True, backend="aot_eager"), checkpointed
-        errors = [relative_all(NAMES, whole.ours(comm, mine, call=c), expected) for c in calls]
-        plain = call(*(x[:, mine] for x in whole.tensors()), comm=comm, scale=0.5, use_qk_l2norm_in_kernel=True)
-        q, k, *others = whole.tensors()
-        other, _ = delta_reference(3 * q, k, *others, scale=0.5 / 3)
-        again = call(3 * q[:, mine], k[:, mine], *(x[:, mine] for x in others), comm=comm, scale=0.5 / 3)
-        assert plain[1] is None and again[1] is None
-        return errors, relative(plain[0], other[:, mine]), relative(again[0], other[:, mine])
+    calls = call, torch.compile(call, fullgraph=True, backend="aot_eager"), checkpointed
+    errors = [relative_all(NAMES, whole.ours(comm, mine, call=c), expected) for c in calls]
+    plain = call(*(x[:, mine] for x in whole.tensors()), comm=comm, scale=0.5, use_qk_l2norm_in_kernel=True)
+    q, k, *others = whole.tensors()
+    other, _ = delta_reference(3 * q, k, *others, scale=0.5 / 3)
+    again = call(3 * q[:, mine], k[:, mine], *(x[:, mine] for x in others), comm=comm, scale=0.5 / 3)
+    assert plain[1] is None and again[1] is None
+    return errors, relative(plain[0], other[:, mine]), relative(again[0], other[:, mine])
 
 
 @on_cpus
@@ -113,58 +114,56 @@ def test_compiled_checkpointed_and_options(run):
         assert max(plain, again) < LIMIT[F32]
 
 
-def raw_case(group, rule):
+def raw_case(comm, rule):
     """Pass raw gates and beta, norms and states with V first, as fla's layers do. Return errors of o, the final state
     and each gradient; gradients of parameters are summed."""
     import_fla()
-    with allscan.Communicator(group) as comm:
-        tokens, HV, K = [9, 15], 2, 16
-        kda = rule != "gated_delta_rule"
-        whole = Whole(DeltaCase("kda" if kda else rule, [24], HV=HV, K=K, V=8), comm.device)
-        g, beta, q = 2 * whole.g.sigmoid() - 3, 4 * whole.beta - 2, 3 * whole.q
-        A_log, dt_bias = torch.linspace(-1, 1, HV), torch.linspace(-2, 1, HV * K if kda else HV)
-        bound = -4.0 if rule == "bounded" else None
-        whole.q, whole.g, whole.beta = q, g, beta
-        parameters = [x.to(comm.device).requires_grad_() for x in (A_log, dt_bias)]
-        leaves = [x.clone().requires_grad_() for x in (*whole.tensors(), whole.initial)]
-        given = dict(lower_bound=bound, allow_neg_eigval=True, initial_state=leaves[5].mT)
-        o, final = delta_recurrence(*leaves[:5], *parameters, **given)
-        expected = [o, final, *torch.autograd.grad(whole.loss(o, final.mT, whole.do), (*leaves, *parameters))]
+    tokens, HV, K = [9, 15], 2, 16
+    kda = rule != "gated_delta_rule"
+    whole = Whole(DeltaCase("kda" if kda else rule, [24], HV=HV, K=K, V=8), comm.device)
+    g, beta, q = 2 * whole.g.sigmoid() - 3, 4 * whole.beta - 2, 3 * whole.q
+    A_log, dt_bias = torch.linspace(-1, 1, HV), torch.linspace(-2, 1, HV * K if kda else HV)
+    bound = -4.0 if rule == "bounded" else None
+    whole.q, whole.g, whole.beta = q, g, beta
+    parameters = [x.to(comm.device).requires_grad_() for x in (A_log, dt_bias)]
+    leaves = [x.clone().requires_grad_() for x in (*whole.tensors(), whole.initial)]
+    given = dict(lower_bound=bound, allow_neg_eigval=True, initial_state=leaves[5].mT)
+    o, final = delta_recurrence(*leaves[:5], *parameters, **given)
+    expected = [o, final, *torch.autograd.grad(whole.loss(o, final.mT, whole.do), (*leaves, *parameters))]
 
-        mine = place(comm, tokens)
-        own = [x[:, mine].clone().requires_grad_() for x in whole.tensors()]
-        own.append(whole.initial.clone().requires_grad_())
-        options = dict(
-            initial_state=own[5].mT,
-            output_final_state=True,
-            use_qk_l2norm_in_kernel=True,
-            use_gate_in_kernel=True,
-            use_beta_sigmoid_in_kernel=True,
-            allow_neg_eigval=True,
-            A_log=parameters[0],
-            dt_bias=parameters[1],
-            state_v_first=True,
-            comm=comm,
-        )
-        call = functools.partial(allscan.zeco_kda, lower_bound=bound) if kda else allscan.zeco_gated_delta_rule
-        errors = []
-        for run in (call, torch.compile(call, fullgraph=True, backend="aot_eager")):
-            o, final = run(*own[:5], **options)
-            found = torch.autograd.grad(whole.loss(o, final.mT, whole.do[:, mine]), (*own, *parameters))
-            for x in (final, *found[5:]):
-                dist.all_reduce(x, group=comm.group)
-            of_tokens = [x[:, mine] for x in (expected[0], *expected[2:7])]
-            pairs = zip((o, *found[:5], final, *found[5:]), (*of_tokens, expected[1], *expected[7:]), strict=True)
-            errors += [relative(a.detach(), b.detach()) for a, b in pairs]
-        return errors
+    mine = place(comm, tokens)
+    own = [x[:, mine].clone().requires_grad_() for x in whole.tensors()]
+    own.append(whole.initial.clone().requires_grad_())
+    options = dict(
+        initial_state=own[5].mT,
+        output_final_state=True,
+        use_qk_l2norm_in_kernel=True,
+        use_gate_in_kernel=True,
+        use_beta_sigmoid_in_kernel=True,
+        allow_neg_eigval=True,
+        A_log=parameters[0],
+        dt_bias=parameters[1],
+        state_v_first=True,
+        comm=comm,
+    )
+    call = functools.partial(allscan.zeco_kda, lower_bound=bound) if kda else allscan.zeco_gated_delta_rule
+    errors = []
+    for run in (call, torch.compile(call, fullgraph=True, backend="aot_eager")):
+        o, final = run(*own[:5], **options)
+        found = torch.autograd.grad(whole.loss(o, final.mT, whole.do[:, mine]), (*own, *parameters))
+        for x in (final, *found[5:]):
+            dist.all_reduce(x, group=comm.group)
+        of_tokens = [x[:, mine] for x in (expected[0], *expected[2:7])]
+        pairs = zip((o, *found[:5], final, *found[5:]), (*of_tokens, expected[1], *expected[7:]), strict=True)
+        errors += [relative(a.detach(), b.detach()) for a, b in pairs]
+    return errors
 
 
 @pytest.mark.slow(but="kda")
 @on_cpus
 @pytest.mark.parametrize("rule", ["kda", "bounded", "gated_delta_rule"])
 def test_raw_arguments(run, rule):
-    for errors in run(2, raw_case, rule):
-        assert max(errors) < LIMIT[F32], errors
+    check_errors(run(2, raw_case, rule), LIMIT[F32])
 
 
 WRONG = {
@@ -189,18 +188,17 @@ WRONG = {
 }
 
 
-def wrong_case(group, name):
+def wrong_case(comm, name):
     """Rank 1 is wrong at a first call: every rank raises, and all go on; then all are wrong, at a later call."""
     import_fla()
-    with allscan.Communicator(group) as comm:
-        right = dict(q=torch.ones(1, 6, 2, 8), k=torch.ones(1, 6, 2, 8), v=torch.ones(1, 6, 2, 8))
-        right |= dict(g=-torch.ones(1, 6, 2), beta=torch.zeros(1, 6, 2))
-        wrong = WRONG[name][2](right)
-        call = allscan.zeco_gated_delta_rule
-        first = raised(call, **(wrong if comm.rank == 1 else right), comm=comm)
-        o, _ = call(**right, comm=comm)
-        comm.barrier()
-        return first, raised(call, **wrong, comm=comm), bool(o.any())
+    right = dict(q=torch.ones(1, 6, 2, 8), k=torch.ones(1, 6, 2, 8), v=torch.ones(1, 6, 2, 8))
+    right |= dict(g=-torch.ones(1, 6, 2), beta=torch.zeros(1, 6, 2))
+    wrong = WRONG[name][2](right)
+    call = allscan.zeco_gated_delta_rule
+    first = raised(call, **(wrong if comm.rank == 1 else right), comm=comm)
+    o, _ = call(**right, comm=comm)
+    comm.barrier()
+    return first, raised(call, **wrong, comm=comm), bool(o.any())
 
 
 @pytest.mark.cpu
@@ -213,16 +211,10 @@ def test_wrong_arguments(run, name):
         assert not any_output  # beta is 0
 
 
-def without_fla_case(group):
-    import sys
-
-    sys.modules["fla.ops.kda"] = None
-    try:
-        with allscan.Communicator(group) as comm:
-            x, y = torch.ones(1, 6, 2, 8), torch.zeros(1, 6, 2)
-            return raised(allscan.zeco_gated_delta_rule, x, x, x, y, y, comm=comm, chunk="fla")
-    finally:
-        del sys.modules["fla.ops.kda"]
+def without_fla_case(comm):
+    with mock.patch.dict(sys.modules, {"fla.ops.kda": None}):
+        x, y = torch.ones(1, 6, 2, 8), torch.zeros(1, 6, 2)
+        return raised(allscan.zeco_gated_delta_rule, x, x, x, y, y, comm=comm, chunk="fla")
 
 
 @pytest.mark.cpu
@@ -249,18 +241,15 @@ def test_what_the_benchmark_checks(pool):
         assert max(*errors.values(), *ours.values()) < 1e-4
 
 
-def part_of_tokens(group):
+def part_of_tokens(comm):
     """Return the local state of tokens 0 to 64 for several numbers of tokens, as fla's context parallelism requests
     it."""
-    with allscan.Communicator(group) as comm:
-        layout = Layout([TokenRange(0, 64)], 1, 128, comm.device)
-        passes = StatePass(comm, layout, DeltaShape(1, 1, 1, 16, 16, F32, True))
-        generator = torch.Generator().manual_seed(0)
-        k, w, u = (torch.randn(1, 192, 1, 16, generator=generator).to(comm.device) / 10 for _ in range(3))
-        g = -torch.rand(1, 192, 1, generator=generator).to(comm.device)
-        return [
-            passes.total(ChunkOperands(*(x[:, :T].contiguous() for x in (k, w, u, g))))[0] for T in (192, 128, 64, 192)
-        ]
+    layout = Layout([TokenRange(0, 64)], 1, 128, comm.device)
+    passes = StatePass(comm, layout, DeltaShape(1, 1, 1, 16, 16, F32, True))
+    generator = torch.Generator().manual_seed(0)
+    k, w, u = (torch.randn(1, 192, 1, 16, generator=generator).to(comm.device) / 10 for _ in range(3))
+    g = -torch.rand(1, 192, 1, generator=generator).to(comm.device)
+    return [passes.total(ChunkOperands(*(x[:, :T].contiguous() for x in (k, w, u, g))))[0] for T in (192, 128, 64, 192)]
 
 
 @on_cpus

@@ -41,15 +41,17 @@ class Point(NamedTuple):
 
 
 RAW = dict(use_gate_in_kernel=True)
+NORMS, SIGMOID = dict(use_qk_l2norm_in_kernel=True), dict(use_beta_sigmoid_in_kernel=True)
 BOUNDED = RAW | dict(lower_bound=-5.0)
 BOTH = {
     "gates in bfloat16": Point(dict(dtype=BF16), gate=BF16, draws=4),
     "gates in float16": Point(dict(dtype=F16, gates="mild"), gate=F16),
     "beta in bfloat16": Point(dict(dtype=BF16), beta=BF16, draws=4),
     "beta in float64": Point(beta=torch.float64),
-    "norms": Point(options=dict(use_qk_l2norm_in_kernel=True), size=3.0),
-    "beta's sigmoid": Point(dict(beta=0.5), dict(use_beta_sigmoid_in_kernel=True), beta=F16),
-    "negative eigenvalues": Point(dict(beta=1.5), dict(use_beta_sigmoid_in_kernel=True, allow_neg_eigval=True)),
+    "norms": Point(options=NORMS, size=3.0),
+    "norms, raw gates and beta": Point(options=RAW | NORMS | SIGMOID, A_log=True, dt_bias=True, size=3.0),
+    "beta's sigmoid": Point(dict(beta=0.5), SIGMOID, beta=F16),
+    "negative eigenvalues": Point(dict(beta=1.5), SIGMOID | dict(allow_neg_eigval=True)),
     "raw gates": Point(options=RAW, A_log=True, dt_bias=True),
     "raw gates in bfloat16": Point(dict(dtype=BF16), RAW, gate=BF16, A_log=True),
     "raw gates of packed sequences": Point(dict(lengths=PACKED), RAW, A_log=True, dt_bias=True),
@@ -181,18 +183,17 @@ def test_a_point_of_the_interface(run, rule, name, size=2):
         assert not {name: x for name, x in errors.items() if not x < limits.get(name, most)}, errors
 
 
-def promise_case(group):
+def promise_case(comm):
     """Return errors where rank 0 alone passes safe_gate with an invalid lower_bound."""
-    with allscan.Communicator(group) as comm:
-        whole, mine = Whole(DeltaCase("kda", [20, 20]), comm.device), place(comm, [20, 20])
-        inputs = [x[:, mine] for x in whole.tensors()]
-        found = []
-        for bound in (3.0, 0.0, -100.0, float("nan"), "-5"):
-            bound = -5.0 if comm.rank else bound
-            found.append(
-                raised(lambda bound=bound: allscan.zeco_kda(*inputs, comm=comm, safe_gate=True, lower_bound=bound))
-            )
-        return found
+    whole, mine = Whole(DeltaCase("kda", [20, 20]), comm.device), place(comm, [20, 20])
+    inputs = [x[:, mine] for x in whole.tensors()]
+    found = []
+    for bound in (3.0, 0.0, -100.0, float("nan"), "-5"):
+        bound = -5.0 if comm.rank else bound
+        found.append(
+            raised(lambda bound=bound: allscan.zeco_kda(*inputs, comm=comm, safe_gate=True, lower_bound=bound))
+        )
+    return found
 
 
 def test_what_safe_gate_does_not_promise_is_rejected_on_all_ranks(run, size=2):
@@ -200,28 +201,27 @@ def test_what_safe_gate_does_not_promise_is_rejected_on_all_ranks(run, size=2):
         assert all(found and found[0] == "ValueError" and "lower_bound" in found[1] for found in problems), problems
 
 
-def types_case(group, rule):
+def types_case(comm, rule):
     """Return errors where rank 0 alone passes a tensor of a wrong kind in place of a raw argument."""
-    with allscan.Communicator(group) as comm:
-        whole, mine = Whole(DeltaCase(rule, [20, 20]), comm.device), place(comm, [20, 20])
-        right = dict(
-            zip(("q", "k", "v", "g", "beta"), (x[:, mine] for x in whole.tensors()), strict=True), A_log=torch.zeros(1)
-        )
-        flags = dict(use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, state_v_first=True, comm=comm)
-        wrong = dict(
-            k=right["k"].to(torch.float8_e4m3fn),
-            v=right["v"][0, 0, 0],
-            g=right["g"].to(torch.complex64),
-            beta=right["beta"] > 0.5,
-            A_log=right["A_log"].to_sparse(),
-            dt_bias=torch.zeros(16 if rule == "kda" else 1, dtype=torch.int64),
-            initial_state=torch.zeros(16),
-        )
-        found = {}
-        for name, x in wrong.items():
-            given = right | flags | ({} if comm.rank else {name: x})
-            found[name] = raised(lambda given=given: RULES[rule](**given))
-        return found
+    whole, mine = Whole(DeltaCase(rule, [20, 20]), comm.device), place(comm, [20, 20])
+    right = dict(
+        zip(("q", "k", "v", "g", "beta"), (x[:, mine] for x in whole.tensors()), strict=True), A_log=torch.zeros(1)
+    )
+    flags = dict(use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, state_v_first=True, comm=comm)
+    wrong = dict(
+        k=right["k"].to(torch.float8_e4m3fn),
+        v=right["v"][0, 0, 0],
+        g=right["g"].to(torch.complex64),
+        beta=right["beta"] > 0.5,
+        A_log=right["A_log"].to_sparse(),
+        dt_bias=torch.zeros(16 if rule == "kda" else 1, dtype=torch.int64),
+        initial_state=torch.zeros(16),
+    )
+    found = {}
+    for name, x in wrong.items():
+        given = right | flags | ({} if comm.rank else {name: x})
+        found[name] = raised(lambda given=given: RULES[rule](**given))
+    return found
 
 
 @pytest.mark.parametrize("rule", RULES)

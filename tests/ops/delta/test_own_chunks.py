@@ -17,9 +17,8 @@ from allscan.shmem_kernels.gdn import scalar_operands_kernel
 from bench import harness, local_delta
 from support.delta import LOG2_E, NAMES, DeltaCase, Whole, of_rank, own_case, same_prefix
 from support.delta_chunks import WEAK, chunked
-from support.fla import delta_recurrence
 from support.gla import BF16, F32
-from support.values import place, raised, relative, relative_all
+from support.values import check_errors, place, raised, relative, relative_all
 
 pytestmark = pytest.mark.cpu
 LIMIT = {F32: 3e-5, BF16: 1e-2, torch.float16: 1.5e-3}
@@ -51,18 +50,16 @@ def test_the_chunked_form(rule, kind):
     ids=["GVA", "bfloat16", "packed", "a rank without tokens", "zigzag"],
 )
 def test_operators(run, rule, case):
-    for errors in run(len(case.tokens), own_case, case._replace(rule=rule)):
-        assert max(errors.values()) < LIMIT[case.dtype], errors
+    check_errors(run(len(case.tokens), own_case, case._replace(rule=rule)), LIMIT[case.dtype])
 
 
-def strong_case(group, rule, strength):
+def strong_case(comm, rule, strength):
     """Return errors where one gate of twenty is ``strength`` and the others are near 0."""
-    with allscan.Communicator(group) as comm:
-        whole = Whole(DeltaCase(rule, [100, 60], HV=2, K=32), comm.device)
-        whole.g[torch.rand(whole.g.shape, generator=torch.Generator().manual_seed(1)) < 0.05] = strength
-        mine = place(comm, [100, 60])
-        wanted = of_rank(whole.reference(), comm, [100, 60], None, 1)
-        return relative_all(NAMES, whole.ours(comm, mine, chunk="allscan"), wanted)
+    whole = Whole(DeltaCase(rule, [100, 60], HV=2, K=32), comm.device)
+    whole.g[torch.rand(whole.g.shape, generator=torch.Generator().manual_seed(1)) < 0.05] = strength
+    mine = place(comm, [100, 60])
+    wanted = of_rank(whole.reference(), comm, [100, 60], None, 1)
+    return relative_all(NAMES, whole.ours(comm, mine, chunk="allscan"), wanted)
 
 
 @pytest.mark.slow(but="-inf")
@@ -70,16 +67,14 @@ def strong_case(group, rule, strength):
 @pytest.mark.parametrize("strength", [-1e5, -float("inf")])
 def test_strong_gates(run, rule, strength):
     """These gates, for which fla's chunk kernels lose digits (docs/delta.md) or return NaN, are as exact as others."""
-    for errors in run(2, strong_case, rule, strength):
-        assert max(errors.values()) < 2e-6, errors
+    check_errors(run(2, strong_case, rule, strength), 2e-6)
 
 
-def one_strong_gate_case(group, at, strength):
+def one_strong_gate_case(comm, at, strength):
     """Return errors where only token ``at`` has a strong gate, and all others weak ones."""
-    with allscan.Communicator(group) as comm:
-        whole = Whole(DeltaCase("kda", [94], gates="weak", K=32), comm.device)
-        whole.g[:, at] = strength
-        return relative_all(NAMES, whole.ours(comm, place(comm, [94]), chunk="allscan"), whole.reference())
+    whole = Whole(DeltaCase("kda", [94], gates="weak", K=32), comm.device)
+    whole.g[:, at] = strength
+    return relative_all(NAMES, whole.ours(comm, place(comm, [94]), chunk="allscan"), whole.reference())
 
 
 @pytest.mark.parametrize("at", [0, 10])
@@ -90,36 +85,33 @@ def test_one_strong_gate(run, at, strength):
     assert max(errors.values()) < 2e-6, errors
 
 
-def large_case(group, case):
+def large_case(comm, case):
     """Return errors of float16 inputs whose states exceed float16's range, and whose results do not."""
-    with allscan.Communicator(group) as comm:
-        whole = Whole(case, comm.device)
-        whole.q, whole.initial = whole.q / 16, torch.full_like(whole.initial, 1e5)
-        whole.do, whole.dfinal = whole.do / 100, torch.zeros_like(whole.dfinal)  # keeps gradients in range, too
-        wanted = of_rank(whole.reference(), comm, case.tokens, None, 1)
-        return relative_all(NAMES, whole.ours(comm, place(comm, case.tokens), chunk="allscan"), wanted)
+    whole = Whole(case, comm.device)
+    whole.q, whole.initial = whole.q / 16, torch.full_like(whole.initial, 1e5)
+    whole.do, whole.dfinal = whole.do / 100, torch.zeros_like(whole.dfinal)  # keeps gradients in range, too
+    wanted = of_rank(whole.reference(), comm, case.tokens, None, 1)
+    return relative_all(NAMES, whole.ours(comm, place(comm, case.tokens), chunk="allscan"), wanted)
 
 
 @pytest.mark.parametrize("rule", ["kda", "gated_delta_rule"])
 def test_large_states_of_float16_inputs(run, rule):
     case = DeltaCase(rule, [100, 60], K=32, gates="zero", dtype=torch.float16)
-    for errors in run(2, large_case, case):
-        assert max(errors.values()) < LIMIT[case.dtype], errors
+    check_errors(run(2, large_case, case), LIMIT[case.dtype])
 
 
-def repeated_key_case(group, rule, dtype, beta, gate):
+def repeated_key_case(comm, rule, dtype, beta, gate):
     """Return the largest error of o in three draws of 256 equal keys."""
     found = []
-    with allscan.Communicator(group) as comm:
-        for seed in range(3):
-            generator = torch.Generator().manual_seed(seed)
-            q, k, v = (torch.randn(1, n, 1, 64, generator=generator) for n in (256, 1, 256))
-            q, k = (torch.nn.functional.normalize(x, dim=-1) for x in (q, k.repeat(1, 256, 1, 1)))
-            q, k, v = (x.to(dtype) for x in (q, k, v))
-            g = torch.full((1, 256, 1, 64) if rule == "kda" else (1, 256, 1), gate)
-            inputs = q, k, v, g, torch.full((1, 256, 1), beta)
-            o, _ = getattr(allscan, f"zeco_{rule}")(*inputs, comm=comm)
-            found.append(relative(o, delta_reference(*inputs)[0]))
+    for seed in range(3):
+        generator = torch.Generator().manual_seed(seed)
+        q, k, v = (torch.randn(1, n, 1, 64, generator=generator) for n in (256, 1, 256))
+        q, k = (torch.nn.functional.normalize(x, dim=-1) for x in (q, k.repeat(1, 256, 1, 1)))
+        q, k, v = (x.to(dtype) for x in (q, k, v))
+        g = torch.full((1, 256, 1, 64) if rule == "kda" else (1, 256, 1), gate)
+        inputs = q, k, v, g, torch.full((1, 256, 1), beta)
+        o, _ = getattr(allscan, f"zeco_{rule}")(*inputs, comm=comm)
+        found.append(relative(o, delta_reference(*inputs)[0]))
     return max(found)
 
 
@@ -156,42 +148,25 @@ def alone_case(group, case):
 @pytest.mark.parametrize("dtype, K, V", [(F32, 200, 72), (torch.float16, 24, 40)])
 def test_without_fla(run, rule, dtype, K, V):
     """The default on CPU ranks."""
-    for errors in run(2, alone_case, DeltaCase(rule, [70, 40], HV=2, K=K, V=V, gates="mixed", dtype=dtype)):
-        assert max(errors.values()) < LIMIT[dtype], errors
+    check_errors(
+        run(2, alone_case, DeltaCase(rule, [70, 40], HV=2, K=K, V=V, gates="mixed", dtype=dtype)), LIMIT[dtype]
+    )
 
 
-def prefix_case(group):
-    """Return whether o and the gradients of the first tokens have the same bits whatever follows; raw gates."""
-    with allscan.Communicator(group) as comm:
-        cut, tokens, same = 41, [64 + 30, 20], []
-        first, other = (Whole(DeltaCase("kda", tokens, gates="mixed", seed=i), comm.device) for i in range(2))
-        for whole in (first, other):
-            for x, y in zip((*whole.tensors(), whole.do), (*first.tensors(), first.do), strict=True):
-                x[:, :cut] = y[:, :cut]
-            whole.do[:, cut:] = 0.0
-            whole.initial.copy_(first.initial)
-            whole.dfinal.zero_()
-            o, _, *grads = whole.ours(comm, place(comm, tokens), chunk="allscan")
-            same.append([o, *grads[:5]])
-        if comm.rank == 0:
-            for a, b in zip(*same, strict=True):
-                assert torch.equal(a[:, :cut], b[:, :cut])
-        raw = dict(use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True)
-        q, k, v, g, beta = first.tensors()
-        A_log, dt_bias = torch.zeros(1), torch.linspace(-1, 1, 16)
-        given = [x[:, place(comm, tokens)] for x in (q, 3 * k, v, g, beta)]
-        o, _ = allscan.zeco_kda(*given, comm=comm, A_log=A_log, dt_bias=dt_bias, chunk="allscan", **raw)
-        wanted, _ = delta_recurrence(q, 3 * k, v, g, beta, A_log, dt_bias)
-        assert relative(o, wanted[:, place(comm, tokens)]) < LIMIT[F32]
-        try:
-            allscan.zeco_kda(*given, comm=comm, chunk="flash")
-        except ValueError as error:
-            return str(error)
-        return None
+def later_tokens_case(group):
+    """same_prefix of the first rank's first tokens if all later tokens are others."""
+    case, cut = DeltaCase("kda", [64 + 30, 20], gates="mixed"), 41
+
+    def others(whole):
+        for x, y in zip(whole.tensors(), Whole(case._replace(seed=1), whole.q.device).tensors(), strict=True):
+            x[:, cut:] = y[:, cut:]
+
+    return same_prefix(group, case, cut, (lambda whole: None, others))
 
 
 def test_a_prefix_does_not_depend_on_what_follows(run):
-    assert all("chunk must be one of" in answer for answer in run(2, prefix_case))
+    same = run(2, later_tokens_case)[0]
+    assert all(same.values()), same
 
 
 def large_values_case(group, dtype):
@@ -264,8 +239,7 @@ def test_a_prefix_at_the_limit_of_strong_gates(run, dtype):
 def test_widths_of_gated_delta_rule(run, K, V, H, HV):
     tokens, lengths = [70, 33], [0, 0, 20, 20, 52, 102, 103, 103]
     case = DeltaCase("gated_delta_rule", tokens, H=H, HV=HV, K=K, V=V, gates="mixed", lengths=lengths)
-    for errors in run(2, own_case, case):
-        assert max(errors.values()) < 3e-6, errors
+    check_errors(run(2, own_case, case), 3e-6)
 
 
 def small_blocks_case(group, case, BV_max):
@@ -294,8 +268,7 @@ def small(blocks, BV_max):
 @pytest.mark.parametrize("BV_max", [16, 64])
 def test_several_blocks_of_columns(run, rule, dtype, limit, BV_max):
     case = DeltaCase(rule, [70, 33], H=1, HV=2, K=40, V=40, gates="mixed", dtype=dtype, lengths=[0, 20, 20, 52, 103])
-    for errors in run(2, small_blocks_case, case, BV_max):
-        assert max(errors.values()) < limit, errors
+    check_errors(run(2, small_blocks_case, case, BV_max), limit)
 
 
 # Errors of fla 0.6.0's chunk_kda on one H100, bfloat16, inputs drawn as below with 16 heads
@@ -306,23 +279,21 @@ ERRORS_OF_FLA = {
 }
 
 
-def rounding_case(group, gates, recompute):
+def rounding_case(comm, gates, recompute):
     """Return errors of zeco_kda in bfloat16, by tensor."""
-    with allscan.Communicator(group) as comm:
-        leaves, do = local_delta.drawn(local_delta.Shape(512, 4, gates=gates), 512, comm.device)
-        exact = [x.detach().double().requires_grad_() for x in leaves]
-        wanted = harness.step(exact, do.double(), lambda *x: delta_reference(*x)[0], True)
-        found = harness.step(leaves, do, lambda *x: allscan.zeco_kda(*x, comm=comm, recompute=recompute)[0], True)
-        return relative_all(ERRORS_OF_FLA[gates], found, wanted)
+    leaves, do = local_delta.drawn(local_delta.Shape(512, 4, gates=gates), 512, comm.device)
+    exact = [x.detach().double().requires_grad_() for x in leaves]
+    wanted = harness.step(exact, do.double(), lambda *x: delta_reference(*x)[0], True)
+    found = harness.step(leaves, do, lambda *x: allscan.zeco_kda(*x, comm=comm, recompute=recompute)[0], True)
+    return relative_all(ERRORS_OF_FLA[gates], found, wanted)
 
 
-def first_gate_case(group, gates):
+def first_gate_case(comm, gates):
     """Return the largest gradient of the first gates, 0 without an initial state, relative to dg's root mean square."""
-    with allscan.Communicator(group) as comm:
-        leaves, do = local_delta.drawn(local_delta.Shape(64, 1, gates=gates), 64, comm.device)
-        o, _ = allscan.zeco_kda(*leaves, comm=comm, chunk="allscan")
-        [dg] = torch.autograd.grad((o * do).sum(), leaves[3:4])
-        return (dg[:, 0].abs().max() / dg.square().mean().sqrt()).item()
+    leaves, do = local_delta.drawn(local_delta.Shape(64, 1, gates=gates), 64, comm.device)
+    o, _ = allscan.zeco_kda(*leaves, comm=comm, chunk="allscan")
+    [dg] = torch.autograd.grad((o * do).sum(), leaves[3:4])
+    return (dg[:, 0].abs().max() / dg.square().mean().sqrt()).item()
 
 
 @pytest.mark.parametrize("gates", ["weak", "strong"])
@@ -340,14 +311,13 @@ def test_errors_are_at_most_flas(run, gates, recompute):
     assert all(errors[name] <= 1.02 * most for name, most in ERRORS_OF_FLA[gates].items()), errors
 
 
-def nan_case(group, rule):
+def nan_case(comm, rule):
     """Return o and dv of bfloat16 inputs where beta of token 10 and head 0 is a NaN with all bits set."""
-    with allscan.Communicator(group) as comm:
-        leaves, do = local_delta.drawn(local_delta.Shape(94, 2, rule=rule), 94, comm.device)
-        leaves[4].data.view(torch.int32)[0, 10, 0] = -1
-        operator = getattr(allscan, f"zeco_{rule}")
-        o, _, _, dv, *_ = harness.step(leaves, do, lambda *x: operator(*x, comm=comm, chunk="allscan")[0], True)
-        return o, dv
+    leaves, do = local_delta.drawn(local_delta.Shape(94, 2, rule=rule), 94, comm.device)
+    leaves[4].data.view(torch.int32)[0, 10, 0] = -1
+    operator = getattr(allscan, f"zeco_{rule}")
+    o, _, _, dv, *_ = harness.step(leaves, do, lambda *x: operator(*x, comm=comm, chunk="allscan")[0], True)
+    return o, dv
 
 
 @pytest.mark.parametrize("rule", ["kda", "gated_delta_rule"])
@@ -380,19 +350,18 @@ def test_triangle(run, dtype):
     assert scores < 1e-6 and solved < (1e-6 if dtype == F32 else 4e-4), (scores, solved)
 
 
-def scaled_case(group, dtype, gate, scale):
+def scaled_case(comm, dtype, gate, scale):
     """Return errors against float64 of gradients at another scale, divided by it, and differences from gradients at
     scale 1."""
-    with allscan.Communicator(group) as comm:
-        tokens, found = [64 + 30], []
-        whole = Whole(DeltaCase("kda", tokens, K=32, V=32, dtype=dtype), comm.device)
-        whole.g = gate - 0.1 * torch.rand(whole.g.shape, generator=torch.Generator().manual_seed(1))
-        wanted = whole.reference()
-        for factor in (1.0, scale):
-            whole.do, whole.dfinal = whole.do * factor, whole.dfinal * factor
-            o, final, *grads = whole.ours(comm, place(comm, tokens), chunk="allscan")
-            found.append([o.double(), final.double(), *(x.double() / factor for x in grads)])
-        return relative_all(NAMES, found[1], wanted), relative_all(NAMES, *found)
+    tokens, found = [64 + 30], []
+    whole = Whole(DeltaCase("kda", tokens, K=32, V=32, dtype=dtype), comm.device)
+    whole.g = gate - 0.1 * torch.rand(whole.g.shape, generator=torch.Generator().manual_seed(1))
+    wanted = whole.reference()
+    for factor in (1.0, scale):
+        whole.do, whole.dfinal = whole.do * factor, whole.dfinal * factor
+        o, final, *grads = whole.ours(comm, place(comm, tokens), chunk="allscan")
+        found.append([o.double(), final.double(), *(x.double() / factor for x in grads)])
+    return relative_all(NAMES, found[1], wanted), relative_all(NAMES, *found)
 
 
 @pytest.mark.slow(but=("dtype0--1.0", "dtype1--1.0"))
@@ -457,6 +426,7 @@ def test_calls_that_are_known(run):
     answers = run(2, prepared_case)
     for problems, own, _, same in answers:
         assert all(found and found[0] == "ValueError" for found in problems.values()), problems
+        assert "chunk must be one of" in problems["chunk"][1]
         assert all(own.values()) and same, own
     _, _, others, _ = answers[0]  # rank 0 has the first tokens; on the next rank an initial state has decayed
     assert all(others.values()), others

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 import allscan
 from allscan.ops.delta.raw_inputs import gate, normalized
 from support.gla import BF16, F32
-from support.values import relative
+from support.values import check_errors, relative
 
 F16, F64 = torch.float16, torch.float64
 ROUNDED = {F32: 2e-6, BF16: 4e-3, F16: 6e-4, F64: 2e-6}  # a result in this type
@@ -49,7 +49,6 @@ def gate_case(group, shape, dtype, of_parameters, bound):
         return single.max().item(), relative(found[0].detach(), wanted.detach()), *errors
 
 
-@pytest.mark.parametrize("size", [1])
 @pytest.mark.parametrize(
     "shape, dtype, of_parameters, bound",
     [
@@ -63,20 +62,19 @@ def gate_case(group, shape, dtype, of_parameters, bound):
     ],
     ids=["KDA", "bounded", "no A_log", "GDN", "float64", "beta", "a token"],
 )
-def test_gates(run, size, shape, dtype, of_parameters, bound):
+def test_gates(run, shape, dtype, of_parameters, bound, size=1):
     for single, of_all, *of_grads in run(size, gate_case, shape, dtype, of_parameters, bound):
         assert single < 1e-5 and of_all < 1e-6 and max(of_grads) < 1.0, (single, of_all, of_grads)
 
 
-def infinite_case(group):
+def infinite_case(comm):
     """Return gradients where a gate is -inf, from a raw gate of +inf, and no loss depends on it."""
-    with allscan.Communicator(group) as comm:
-        x, A_log = drawn(comm, 1, 8, 2, 16), drawn(comm, 2)
-        x[0, 3, 1, 2] = float("inf")
-        leaves = x.requires_grad_(), A_log.requires_grad_()
-        g = gate(x, comm.handle, A_log)
-        grads = torch.autograd.grad(g, leaves, torch.where(g > -1e30, 1.0, 0.0))
-        return g[0, 3, 1, 2].item(), [y.isfinite().all().item() for y in grads]
+    x, A_log = drawn(comm, 1, 8, 2, 16), drawn(comm, 2)
+    x[0, 3, 1, 2] = float("inf")
+    leaves = x.requires_grad_(), A_log.requires_grad_()
+    g = gate(x, comm.handle, A_log)
+    grads = torch.autograd.grad(g, leaves, torch.where(g > -1e30, 1.0, 0.0))
+    return g[0, 3, 1, 2].item(), [y.isfinite().all().item() for y in grads]
 
 
 def test_gates_of_minus_infinity(run, size=1):
@@ -97,7 +95,6 @@ def norm_case(group, shape, dtype, large):
         return [relative(a.detach(), b.detach()) for a, b in zip((*found, *grads), (*wanted, *expected), strict=True)]
 
 
-@pytest.mark.parametrize("size", [1])
 @pytest.mark.parametrize(
     "shape, dtype, large",
     [
@@ -107,6 +104,5 @@ def norm_case(group, shape, dtype, large):
         ((3, 1, 1, 256), BF16, 1e-3),
     ],
 )
-def test_norms(run, size, shape, dtype, large):
-    for errors in run(size, norm_case, shape, dtype, large):
-        assert max(errors) < ROUNDED[dtype] * (1 if dtype == F32 else 2), errors
+def test_norms(run, shape, dtype, large, size=1):
+    check_errors(run(size, norm_case, shape, dtype, large), ROUNDED[dtype] * (1 if dtype == F32 else 2))

@@ -59,35 +59,34 @@ def test_each_rank_chooses(run, rule):
         assert max(errors.values()) < LIMIT[F32] and not differing, (errors, differing)
 
 
-def modes_case(group, rule, lengths):
+def modes_case(comm, rule, lengths):
     """Return errors of compiled calls and of activation checkpointing, of a second backward pass on the same graph, and
     the bytes that a call saves by recompute= and with and without gradients."""
-    with allscan.Communicator(group) as comm:
-        tokens, keeping = [70, 66], functools.partial(RULES[rule], recompute=False)
-        whole = Whole(DeltaCase(rule, tokens, HV=2, gates="mild", lengths=lengths), comm.device)
-        mine = place(comm, tokens)
-        wanted = of_rank(whole.reference(), comm, tokens, lengths, 1)
+    tokens, keeping = [70, 66], functools.partial(RULES[rule], recompute=False)
+    whole = Whole(DeltaCase(rule, tokens, HV=2, gates="mild", lengths=lengths), comm.device)
+    mine = place(comm, tokens)
+    wanted = of_rank(whole.reference(), comm, tokens, lengths, 1)
 
-        def checkpointed(*x, **options):
-            return torch.utils.checkpoint.checkpoint(keeping, *x, **options, use_reentrant=False)
+    def checkpointed(*x, **options):
+        return torch.utils.checkpoint.checkpoint(keeping, *x, **options, use_reentrant=False)
 
-        calls = torch.compile(keeping, fullgraph=True, backend="aot_eager"), checkpointed
-        errors = [max(relative_all(NAMES, whole.ours(comm, mine, call=x), wanted).values()) for x in calls]
+    calls = torch.compile(keeping, fullgraph=True, backend="aot_eager"), checkpointed
+    errors = [max(relative_all(NAMES, whole.ours(comm, mine, call=x), wanted).values()) for x in calls]
 
-        own, saved, found = [x[:, mine].clone().requires_grad_() for x in whole.tensors()], [], []
+    own, saved, found = [x[:, mine].clone().requires_grad_() for x in whole.tensors()], [], []
 
-        def packed(x):
-            saved[-1] += x.nbytes
-            return x.clone()  # as a hook that moves tensors
+    def packed(x):
+        saved[-1] += x.nbytes
+        return x.clone()  # as a hook that moves tensors
 
-        for call, differentiable in ((RULES[rule], True), (keeping, True), (keeping, False)):
-            saved.append(0)
-            with torch.autograd.graph.saved_tensors_hooks(packed, torch.clone), torch.set_grad_enabled(differentiable):
-                o, _ = call(*own, comm=comm, cu_seqlens=lengths)
-            if differentiable:
-                found += [torch.autograd.grad((o * whole.do[:, mine]).sum(), own, retain_graph=True) for _ in range(2)]
-        same = all(torch.equal(a, b) for some in found[1:] for a, b in zip(found[0], some, strict=True))
-        return errors, same, saved
+    for call, differentiable in ((RULES[rule], True), (keeping, True), (keeping, False)):
+        saved.append(0)
+        with torch.autograd.graph.saved_tensors_hooks(packed, torch.clone), torch.set_grad_enabled(differentiable):
+            o, _ = call(*own, comm=comm, cu_seqlens=lengths)
+        if differentiable:
+            found += [torch.autograd.grad((o * whole.do[:, mine]).sum(), own, retain_graph=True) for _ in range(2)]
+    same = all(torch.equal(a, b) for some in found[1:] for a, b in zip(found[0], some, strict=True))
+    return errors, same, saved
 
 
 @pytest.mark.slow(but="kda-None")
@@ -113,30 +112,29 @@ def test_what_backward_launches(saves, monkeypatch):
             assert [x[0] for x in Launches.made].count(kernel) == times - saves
 
 
-def checkpoint_case(group):
+def checkpoint_case(comm):
     """Return the launches of kernels that only recompute=True makes twice, by activation checkpointing (its form, or
     None) and recompute=, from the call to the end of backward."""
     found, before = {}, Launch.__call__
-    with allscan.Communicator(group) as comm:
-        whole = Whole(DeltaCase("kda", [140], gates="mild"), comm.device)
-        own = [x.clone().requires_grad_() for x in whole.tensors()]
-        for reentrant in (None, False, True):
-            for recompute in (True, False):
-                launched: list = []
+    whole = Whole(DeltaCase("kda", [140], gates="mild"), comm.device)
+    own = [x.clone().requires_grad_() for x in whole.tensors()]
+    for reentrant in (None, False, True):
+        for recompute in (True, False):
+            launched: list = []
 
-                def counting(launch, *tensors, launched=launched):
-                    launched.append(launch.kernel)
-                    return before(launch, *tensors)
+            def counting(launch, *tensors, launched=launched):
+                launched.append(launch.kernel)
+                return before(launch, *tensors)
 
-                def call(*x, recompute=recompute):
-                    return allscan.zeco_kda(*x, comm=comm, recompute=recompute)[0]
+            def call(*x, recompute=recompute):
+                return allscan.zeco_kda(*x, comm=comm, recompute=recompute)[0]
 
-                with mock.patch.object(Launch, "__call__", counting):
-                    if reentrant is None:
-                        call(*own).sum().backward()
-                    else:
-                        torch.utils.checkpoint.checkpoint(call, *own, use_reentrant=reentrant).sum().backward()
-                found[reentrant, recompute] = launched.count(kda_fwd.operands_kernel)
+            with mock.patch.object(Launch, "__call__", counting):
+                if reentrant is None:
+                    call(*own).sum().backward()
+                else:
+                    torch.utils.checkpoint.checkpoint(call, *own, use_reentrant=reentrant).sum().backward()
+            found[reentrant, recompute] = launched.count(kda_fwd.operands_kernel)
     return found
 
 
@@ -178,16 +176,15 @@ def test_default_of_the_communicator(run):
     assert found["fla", None] == found["fla", True], found
 
 
-def chunk_case(group):
-    with allscan.Communicator(group) as comm:
-        x, g = torch.ones(1, 6, 2, 8), -torch.ones(1, 6, 2)
-        beta, found = torch.zeros(1, 6, 2), []
-        for call, gates in ((allscan.zeco_kda, -x), (allscan.zeco_gated_delta_rule, g)):
-            wrong = dict(chunk="fla", recompute=False) if comm.rank else {}
-            found += [raised(call, x, x, x, gates, beta, comm=comm, **wrong)]
-            call(x, x, x, gates, beta, comm=comm)
-        comm.barrier()
-        return found
+def chunk_case(comm):
+    x, g = torch.ones(1, 6, 2, 8), -torch.ones(1, 6, 2)
+    beta, found = torch.zeros(1, 6, 2), []
+    for call, gates in ((allscan.zeco_kda, -x), (allscan.zeco_gated_delta_rule, g)):
+        wrong = dict(chunk="fla", recompute=False) if comm.rank else {}
+        found += [raised(call, x, x, x, gates, beta, comm=comm, **wrong)]
+        call(x, x, x, gates, beta, comm=comm)
+    comm.barrier()
+    return found
 
 
 def test_with_flas_kernels(run):
