@@ -153,7 +153,7 @@ def test_delta_rules(run, size, name, packed):
     check_errors(run(size, few_case, name, BATCHES, packed, "contiguous"), 2e-5)
 
 
-@pytest.mark.slow(but="zeco_gla")
+@pytest.mark.slow(but=("zeco_gla", "zeco_gated_delta_rule"))
 @pytest.mark.cpu
 @pytest.mark.parametrize("name", REFERENCES)
 def test_in_debug_mode(run, name, size=3):

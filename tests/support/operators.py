@@ -72,7 +72,9 @@ def compared(operator: Operator, comm, split: Split, given, grads, where=None, *
     for name, x in own.items():
         if name in operator.of_tokens:  # over all ranks' largest value: a rank's may be tiny behind strong decays
             difference = (x.grad.double().cpu() - exact[name].grad[:, mine]).abs()
-            errors[name] = (difference.max() / exact[name].grad.abs().max()).item() if x.numel() else 0.0
+            errors[name] = (
+                (difference.max() / exact[name].grad.abs().max().clamp_min(1e-30)).item() if x.numel() else 0.0
+            )
         else:
             shared[name] = x.grad.float()
     for name, x in shared.items():

@@ -48,7 +48,7 @@ class PreparedDelta(PreparedCall):
     ) -> None:
         states = x.sequences, x.HV, x.K, x.V
         super().__init__(carrier, call, first_token, states, carried_states(x.B, x.sequences, call.zigzag))
-        self.rule, self.name, zigzag = RULES[call.rule], TITLES[call.rule], call.zigzag
+        self.rule, self.title, zigzag = RULES[call.rule], TITLES[call.rule], call.zigzag
         # fla's kernels process the halves of the zigzag layout as packed sequences, of a batch of one
         self.in_one = bool(zigzag) and not self.rule.own
         of_fla = not self.rule.own and (bool(zigzag) or cu_seqlens is not None)
@@ -86,7 +86,7 @@ class PreparedDelta(PreparedCall):
             sums = x.g.new_empty(0, dtype=torch.float32) if sums is None else sums
             chunks = sums, scores.view(WORDS[scores.dtype]), solved
         if self.comm.debug:
-            self.comm._look_for_nan(self.name, o=o, final_state=final_state)
+            self.comm._look_for_nan(self.title, o=o, final_state=final_state)
         return o, final_state, *chunks, *saved_states
 
     def backward(self, do: Tensor, dfinal: Tensor | None, kept: Sequence[Tensor], initial: bool) -> Sequence[Any]:
@@ -108,7 +108,7 @@ class PreparedDelta(PreparedCall):
                 grads = [dy.view(y.shape) for dy, y in zip(grads, like, strict=True)]
         if self.comm.debug:
             named = dict(zip(("dq", "dk", "dv", "dg", "dbeta"), grads), dinitial_state=dinitial)
-            self.comm._look_for_nan(f"{self.name}'s backward", **named)
+            self.comm._look_for_nan(f"{self.title}'s backward", **named)
         return *grads, dinitial
 
 
