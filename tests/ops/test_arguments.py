@@ -282,7 +282,7 @@ def test_what_a_rank_may_choose(run):
     check_errors(run(2, may_differ_case), 1e-5)
 
 
-def later_case(group, call, debug):
+def later_case(group, debug):
     """At a later call one rank has another scale: no rank waits for ever or continues with wrong results."""
     with allscan.Communicator(group, timeout=10, debug=debug) as comm:
         x, g = tensors(comm)
@@ -297,7 +297,7 @@ def later_case(group, call, debug):
 
 @pytest.mark.parametrize("debug", [False, True])
 def test_another_scale_at_a_later_call(run, debug):
-    for answers, good in run(2, later_case, "scale", debug):
+    for answers, good in run(2, later_case, debug):
         assert good
         if debug:
             assert "scale: 0.5 on rank 0; 0.25 on rank 1" in answers[0][1] and answers[1] is None, answers
