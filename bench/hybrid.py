@@ -432,7 +432,8 @@ def communicators(group):
     """Create the communicator of the group, and one of this rank alone."""
     if group not in _alone:
         ranks = dist.get_process_group_ranks(group)
-        _alone[group] = [dist.new_group([r], use_local_synchronization=True) for r in ranks if r == dist.get_rank()][0]
+        # torch splits NCCL's communicator of the job, which is collective over all ranks of the job, not of the group
+        _alone[group] = group if len(ranks) == 1 else dist.new_group([dist.get_rank()], use_local_synchronization=True)
     # ranks may compile for different times
     with allscan.Communicator(group, timeout=300) as comm, allscan.Communicator(_alone[group]) as one:
         yield comm, one
