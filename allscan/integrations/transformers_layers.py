@@ -17,7 +17,6 @@ from ..ops.delta import zeco_gated_delta_rule, zeco_kda
 from ..ops.ssd import zeco_simple_gla, zeco_ssd
 from . import needing
 from .attention import Blocks, attend, attend_packed, takes_packed
-from .latents import expansion_of
 from .recurrent import conv_with_halo, names_of, run_delta_rule
 from .softmax import Gather, reject
 from .transformers_sequence import SplitSequence
@@ -283,7 +282,7 @@ class _Keys:
         if [key.shape, value.shape] != [x.shape for x in self.appended]:  # latents were appended
             if not hasattr(module, "expand_kv"):
                 reject(self.sequence.comm, f"a {name} changes the keys that it keeps: {OTHER_VERSION}")
-            project = expansion_of(module)
+            project = module.expand_kv
         return Blocks(self.gather, scale, project, dropout)
 
 

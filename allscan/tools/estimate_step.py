@@ -19,7 +19,6 @@ from torch import Tensor
 
 from ..bindings.torch_compat import TorchDispatchMode, tree_leaves
 from ..integrations import needing
-from ..integrations.latents import expansion_of
 from .estimate import Cut, Peak, Recurrent, check_cut, line_of, peak, ssd_peak, text_model
 
 with needing(__name__, "transformers"):
@@ -226,7 +225,7 @@ def _attention(
     others, tokens, batch = [], (cut.ranks - 1) * cut.own, query.shape[0]
     if tokens and hasattr(module, "expand_kv"):
         widths = module.kv_lora_rank, module.qk_rope_head_dim
-        others = expansion_of(module)(*(_Received.apply(key, (batch, 1, tokens, width)) for width in widths))
+        others = module.expand_kv(*(_Received.apply(key, (batch, 1, tokens, width)) for width in widths))
     elif tokens:
         others = [_Received.apply(x, (*x.shape[:2], tokens, x.shape[-1])) for x in (key, value)]
     seen.softmax.append((sum(x.nbytes for x in others), query.shape[1] * (query.shape[-1] + value.shape[-1])))
