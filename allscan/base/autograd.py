@@ -128,6 +128,9 @@ def watched(inputs: Iterable[object]) -> bool:
 # register_autograd rejects operators that mutate an input; with an autograd.Function around such an operator,
 # AOTAutograd's partitioner raises "Node ... was invalid, but is output".
 #
+# * Inductor gives the inputs of an effect any strides, also a traced contiguous() copy: operators whose kernels need
+#   contiguous tensors make them so when they run.
+#
 # Torch's caches on disk identify an operator by its name alone.
 REVISION = 12  # suffix of the names: raise it with every change of an operator's arguments, results, fake or effect
 
@@ -175,11 +178,15 @@ def _without_budget(node: Any) -> None:
 
 
 def _custom_operator(
-    name: str, function: TupleFunction, fake: TupleFunction, tags: Sequence[torch.Tag] = ()
+    name: str, function: TupleFunction, fake: TupleFunction, strided: bool, tags: Sequence[torch.Tag] = ()
 ) -> torch.library.CustomOpDef:
-    """The custom operator of ``function``, which returns a tuple. The operator has an additional last argument,
-    ``after``, and an additional last result, which is passed to the next call as ``after``."""
+    """The custom operator of ``function``, which returns a tuple. ``strided``: it takes tensors of any strides. The
+    operator has an additional last argument, ``after``, and an additional last result, which is passed to the next call
+    as ``after``."""
     count = len(inspect.signature(function).parameters)
+
+    def contiguous(*inputs: Any) -> tuple[Any, ...]:
+        return function(*(x.contiguous() if isinstance(x, Tensor) else x for x in inputs))
 
     def extended(run: TupleFunction) -> TupleFunction:
         def call(*inputs: Any) -> tuple[Any, ...]:
@@ -195,7 +202,9 @@ def _custom_operator(
     arguments, results = torch.library.infer_schema(function, mutates_args=()).rsplit(") -> ", 1)
     schema = f"{arguments}, Tensor? after=None) -> ({results.strip('()')}, Tensor)"
     name, effects = f"{name}_{REVISION}", compiled_effects()
-    operator = torch.library.custom_op(name, extended(function), mutates_args=(), schema=schema, tags=tags)
+    operator = torch.library.custom_op(
+        name, extended(function if strided else contiguous), mutates_args=(), schema=schema, tags=tags
+    )
     operator.register_fake(reject if effects is None else extended(fake))
     if effects is not None:
         effects.order(name)
@@ -205,22 +214,26 @@ def _custom_operator(
 
 
 def ordered(name: str, function: TupleFunction, fake: TupleFunction) -> TupleFunction:
-    """An operator of ``function``, which takes tensors and returns a tuple of tensors. torch.compile neither recomputes
-    the operator in backward nor captures it in a CUDA graph. ``fake``: the same function on tensors without data."""
-    operator = _custom_operator(name, function, fake, no_cuda_graph)
+    """An operator of ``function``, which takes tensors of any strides and returns a tuple of tensors. torch.compile
+    neither recomputes the operator in backward nor captures it in a CUDA graph. ``fake``: the same function on tensors
+    without data."""
+    operator = _custom_operator(name, function, fake, True, no_cuda_graph)
     return lambda *inputs: operator(*inputs)[:-1]
 
 
 def _with_packed(
-    name: str, function: TupleFunction, fake: TupleFunction, tags: Sequence[torch.Tag]
+    name: str, function: TupleFunction, fake: TupleFunction, strided: bool, tags: Sequence[torch.Tag]
 ) -> tuple[list[torch.library.CustomOpDef], TupleFunction]:
     """(custom operators, function that calls one of them). Calls with cu_seqlens use a second operator, which torch
     keeps out of its CUDA graphs: a replay would use the tables of the captured call."""
-    operators, names = [_custom_operator(name, function, fake, tags)], [*inspect.signature(function).parameters]
+    operators, names = (
+        [_custom_operator(name, function, fake, strided, tags)],
+        [*inspect.signature(function).parameters],
+    )
     at = names.index("cu_seqlens") if "cu_seqlens" in names else None
     if at is None:
         return operators, lambda *inputs: operators[0](*inputs)[:-1]
-    operators.append(_custom_operator(f"{name}_packed", function, fake, no_cuda_graph))
+    operators.append(_custom_operator(f"{name}_packed", function, fake, strided, no_cuda_graph))
     plain, packed = operators  # torch.compile of torch 2.11 rejects a boolean as an index
     return operators, lambda *inputs: (plain if inputs[at] is None else packed)(*inputs)[:-1]
 
@@ -232,12 +245,14 @@ class Passes(NamedTuple):
     a tensor or a list of tensors. Both return tuples, with None for an absent tensor; the custom operator returns an
     empty tensor for it.
     fake, fake_backward: the same functions on tensors without data, without a side effect. They need no schema.
+    strided: forward and backward take tensors of any strides; otherwise they get contiguous ones.
     """
 
     forward: TupleFunction
     fake: TupleFunction
     backward: TupleFunction
     fake_backward: TupleFunction
+    strided: bool = False
 
 
 class CustomOperator:
@@ -258,8 +273,9 @@ class CustomOperator:
         gradient: TupleFunction,
         tags: Sequence[torch.Tag] = (),
     ) -> None:
-        operators, self.forward = _with_packed(name, passes.forward, passes.fake, tags)
-        _, self.backward = _with_packed(f"{name}_backward", passes.backward, passes.fake_backward, tags)
+        operators, self.forward = _with_packed(name, passes.forward, passes.fake, passes.strided, tags)
+        backward = passes.backward, passes.fake_backward, passes.strided, tags
+        _, self.backward = _with_packed(f"{name}_backward", *backward)
 
         def gradients(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
             found = gradient(self.backward, ctx, *grads[:-1])

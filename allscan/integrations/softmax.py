@@ -323,14 +323,14 @@ def _start_sum_fake(gradients: Sequence[Tensor], _: Any, tokens: Sequence[int], 
 
 _gather = CustomOperator(
     "allscan::gather",
-    Passes(_start_traced, _start_fake, _finish_sum_traced, _finish_sum_fake),
+    Passes(_start_traced, _start_fake, _finish_sum_traced, _finish_sum_fake, strided=True),
     lambda ctx, inputs, output: setattr(ctx, "fixed", inputs[1:]),
     _gradient_start,
     tags=no_cuda_graph,
 )
 _read = CustomOperator(
     "allscan::gather_read",
-    Passes(_read_traced, _read_fake, _start_sum_traced, _start_sum_fake),
+    Passes(_read_traced, _read_fake, _start_sum_traced, _start_sum_fake, strided=True),
     lambda ctx, inputs, output: setattr(ctx, "fixed", inputs[1:]),
     _gradient_read,
     tags=no_cuda_graph,

@@ -170,6 +170,7 @@ class SequenceOperator:
     kept: tuple[str, ...]  # all tensors that are saved for backward, except cu_seqlens
     kept_at: Mapping[str, Sequence[int]]  # their places among inputs and outputs, by rule
     dense = False  # the scan has transitions
+    strided = False  # kernels read inputs by their strides
     # (the caller's tensors, Asked.more, handle) -> the custom operator's (inputs, initial_state); None: the caller's
     prepared_inputs: Callable[..., Sequence[Any]] | None = None
 
@@ -234,7 +235,7 @@ class SequenceOperator:
         kept = dict(do=Tensor, dfinal=maybe) | {name: maybe if name in self.optional else Tensor for name in self.kept}
         of_call = dict(cu_seqlens=maybe, initial=bool, gate_dtype=torch.dtype, last_dtype=torch.dtype)
         backward = typed(partial(self._backward, None), len(self.inputs) + 1, kept, **of_call, **fixed)
-        passes = Passes(forward, self._fake, backward, self._fake_backward)
+        passes = Passes(forward, self._fake, backward, self._fake_backward, self.strided)
         self.custom = CustomOperator(f"allscan::{self.name}", passes, self._save_traced, self._gradient)
         operator, traced = self, self.custom.backward
 

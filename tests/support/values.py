@@ -10,10 +10,13 @@ import random
 import re
 import time
 import weakref
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 import triton
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from torch._dynamo.backends.common import aot_autograd
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import allscan
@@ -51,9 +54,32 @@ def own_triton() -> bool:
     return all(version[1] == triton.__version__ for version in wanted if version)
 
 
-def backend_of_gpus() -> str:
+def backend_of_gpus() -> str | Callable:
     """Return the backend of torch.compile for tests of compiled calls."""
-    return "inductor" if torch.cuda.is_available() and own_triton() else "aot_eager"
+    return "inductor" if torch.cuda.is_available() and own_triton() else other_strides
+
+
+def other_strides(graph, inputs):
+    """Backend of torch.compile: "aot_eager", but effects get their inputs in other strides, as inductor may do."""
+    how = dict(fw_compiler=_turned, bw_compiler=_turned, partition_fn=min_cut_rematerialization_partition)
+    return aot_autograd(**how)(graph, inputs)
+
+
+def _turned(graph, _):
+    def turned(x):
+        if x.meta["val"].ndim < 3:
+            return x
+        for function, arguments in (torch.transpose, (1, -1)), (torch.clone, ()), (torch.transpose, (1, -1)):
+            options = {"memory_format": torch.contiguous_format} if function is torch.clone else {}
+            x = graph.graph.call_function(function, (x, *arguments), options)
+        return x
+
+    for node in graph.graph.nodes:
+        if node.target is torch.ops.higher_order.with_effects:
+            with graph.graph.inserting_before(node):
+                node.args = *node.args[:2], *torch.fx.map_arg(node.args[2:], turned)
+    graph.recompile()
+    return make_boxed_func(graph.forward)
 
 
 def error(actual, expected) -> float:

@@ -180,7 +180,7 @@ class PreparedSSD(BufferedCall):
         if saved_buffer.data_ptr() % 16:  # as in PreparedGLA
             saved_buffer = saved_buffer.clone()
         dinitial = do.new_zeros(self.states, dtype=torch.float32) if initial else None
-        rest = do, self._turn(dfinal), dinitial, saved_buffer
+        rest = plain(do), self._turn(dfinal), dinitial, saved_buffer
         found = iter(self._run(backward_plan, tensors, rest))
         grads = [None if x is None else next(found) for x in tensors]
         dinitial = self._turn(dinitial)
@@ -222,6 +222,7 @@ class _ScalarDecay(BufferedOperator):
     """Inputs of calls: those of ``Inputs``, or the first of them."""
 
     restored = staticmethod(restored_views)
+    strided = True
     q_at, v_at = 3, 0
     dtypes_at = 3, 0
     prepared, shape_of = PreparedSSD, staticmethod(shape_of)
