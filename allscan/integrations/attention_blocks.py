@@ -68,6 +68,19 @@ def merged(q: Tensor, k: Tensor, v: Tensor, how: Blocks, kernel: Kernel | None =
     return _Others.apply(shared, (kernel, scale, rows), q.detach(), o, lse, *keys).transpose(1, 2)
 
 
+def after_others(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> torch.Tensor | None:
+    """Causal attention output [B, H, T, V] of queries [B, H, T, D] over keys [B, G, S, D] and values [B, G, S, V], the
+    last query aligned with the last key; without gradients. None if there is no kernel for that."""
+    scale, before = q.shape[-1] ** -0.5 if scale is None else scale, k.shape[2] - q.shape[2]
+    own, others = ((q, *(x[:, :, tokens] for x in (k, v))) for tokens in (slice(before, None), slice(before)))
+    first, second = kernel_for(*own), kernel_for(*others)
+    if first is None or second is None:
+        return None
+    o, lse, _ = first.forward(*own, True, scale)
+    _merge(o, lse, *second.forward(*others, False, scale)[:2])
+    return o
+
+
 def _traced(q: Tensor, k: Tensor, v: Tensor, how: Blocks) -> torch.Tensor:
     """``merged`` for torch.compile. Its backward is one operator: the reduce-scatter begins after it."""
     gather, scale = how.gather, q.shape[-1] ** -0.5 if how.scale is None else how.scale
@@ -202,7 +215,7 @@ def _blocks_traced(
     places: Sequence[int],
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    o, lse = tokens_first(o.clone()), lse.clone()
+    o, lse = tokens_first(o.clone()), lse.clone(memory_format=torch.contiguous_format)
     if q.shape[2]:
         kernel, _ = _saved[_key(q, k, v)]
         _saved[(*_key(q, k, v, key), *places)] = _add(kernel, scale, _slices(places), (q, o, lse), (key, value))
@@ -257,7 +270,7 @@ def _gradient_blocks(backward: Any, ctx: Any, do: Tensor, _: Any) -> tuple[Any, 
 _own_block = ordered("allscan::own_block", _own_traced, _own_fake)
 _blocks = CustomOperator(
     "allscan::blocks",
-    Passes(_blocks_traced, _own_fake, _blocks_backward, _blocks_fake_backward),
+    Passes(_blocks_traced, _own_fake, _blocks_backward, _blocks_fake_backward, strided=True),
     _save_blocks,
     _gradient_blocks,
     tags=no_cuda_graph,  # ``_saved``

@@ -13,10 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
+from ..base.autograd import wants_gradient
 from ..ops.delta import zeco_gated_delta_rule, zeco_kda
 from ..ops.ssd import zeco_simple_gla, zeco_ssd
 from . import needing
 from .attention import Blocks, attend, attend_packed, takes_packed
+from .attention_blocks import after_others
 from .recurrent import conv_with_halo, names_of, run_delta_rule
 from .softmax import Gather, reject
 from .transformers_sequence import SplitSequence
@@ -360,6 +362,8 @@ def _attention(
         query, key, value = (x.to(torch.get_autocast_dtype(device)) for x in (query, key, value))
     blocks = options[KEYS].blocks(module, key, value, scaling, dropout)
     packed = inner == "sdpa" and sequence.lengths is not None and not dropout and takes_packed(query, key, value)
+    trains = dropout or torch.compiler.is_compiling() or wants_gradient((query, key, value))
+    in_blocks = sequence.merged and not trains
 
     def function(*tensors: Tensor) -> torch.Tensor:
         layer = _Proxy(module, config=_Proxy(module.config, _attn_implementation=inner))  # names the original function
@@ -370,6 +374,8 @@ def _attention(
         if inner == "eager" and T > 1:
             mask = q.new_full((T, T + before), torch.finfo(q.dtype).min).triu(before + 1)[None, None]
         elif inner == "sdpa" and T > 1 and before:  # sdpa's own mask begins at token 0
+            if in_blocks and (o := after_others(q, k, v, scaling)) is not None:
+                return o.transpose(1, 2)
             mask = causal_lower_right(T, T + before)  # lets kernels run without a mask in memory
         return original(layer, q, k, v, mask, scaling=scaling, dropout=dropout)[0]
 

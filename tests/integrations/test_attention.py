@@ -14,7 +14,7 @@ from allscan.base.autograd import REVISION
 from allscan.integrations import attention, attention_backward, attention_blocks, attention_kernels, softmax
 from bench.attention import causal
 from support.attention import attention_case, packed_case, split, varlen, whole_case
-from support.values import place, relative
+from support.values import error, place, relative
 
 pytestmark = pytest.mark.cpu  # GPU tests are in tests/gpu/test_attention_gpu.py
 
@@ -232,6 +232,26 @@ def test_the_choice_is_traced(monkeypatch):
     q = torch.ones(1, 1, 256, 64, dtype=torch.bfloat16)
     (found,) = torch.compile(number, backend="eager", fullgraph=True)(q, q, q).unique().tolist()
     assert found == [x.name for x in attention_kernels.KERNELS].index("cudnn") + 1
+
+
+@pytest.mark.parametrize("scale", [None, 0.3])
+@pytest.mark.parametrize("V", [16, 8])
+def test_queries_after_other_tokens(V, scale):
+    """The rectangular causal block of a rank in a prefill: the last query is aligned with the last key."""
+    B, H, G, T, S, D = 2, 4, 2, 24, 96, 16
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(shape, generator=generator) for shape in ((B, H, T, D), (B, G, S, D), (B, G, S, V)))
+    mask = torch.ones(T, S, dtype=torch.bool).tril(S - T)
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        q.double(), k.double(), v.double(), mask, scale=scale, enable_gqa=True
+    )
+    assert error(attention_blocks.after_others(q, k, v, scale), expected) < 1e-5
+
+
+def test_a_prefill_without_kernels_for_blocks(monkeypatch):
+    monkeypatch.setattr(attention_kernels, "KERNELS", ())
+    q = torch.ones(1, 1, 8, 8)
+    assert attention_blocks.after_others(q, torch.cat([q, q], 2), torch.cat([q, q], 2)) is None
 
 
 def test_switches_that_change_after_compiling(monkeypatch):
