@@ -248,7 +248,8 @@ def hybrid_4() -> str:
 
 
 def _hybrid(ranks: int) -> str:
-    """A row per model: tokens/s/GPU and, of the methods that split a sequence, the percentage of data parallel's."""
+    """A row per model: tokens/s/GPU and, of the methods that split a sequence, the percentages of data parallel's and of
+    the bound's, where that was measured."""
     found = {method: _hybrids(method, ranks) for method in ("data parallel", "allscan, zigzag", "allscan", "heads")}
     rows = []
     for model in found["data parallel"]:
@@ -261,10 +262,26 @@ def _hybrid(ranks: int) -> str:
             speed, percent = (
                 _number(row[x], n) for x, n in (("tokens_per_s_per_gpu", 0), ("percent_of_data_parallel", 1))
             )
-            told = speed if method == "data parallel" else f"{speed} ({percent} %)"
+            of_bound = row["percent_of_bound"] and f"; {_number(row['percent_of_bound'], 1)} %"
+            told = speed if method == "data parallel" else f"{speed} ({percent} %{of_bound})"
             cells.append(f"**{told}**" if method == "allscan, zigzag" else told)
         rows.append(cells)
     return _table(["", "data parallel", "**zigzag**", "consecutive parts", "heads by all-to-all"], rows)
+
+
+def hybrid_short() -> str:
+    """docs/results.md: the hybrids with few tokens a rank, in zigzag."""
+    rows = []
+    for row in _rows("hybrid_short"):
+        if row["method"] == "allscan, zigzag":
+            keys = {"model": row["model"], "T": row["T"]}
+            cells = [row["model"], _number(row["T"], 0)]
+            for some in row, _find("hybrid_short", method="data parallel", **keys):
+                cells.append(f"{_number(some['step_ms'], 1)} ({_number(some['in_a_row_ms'], 1)})")
+            cells.append(f"{_number(row['percent_of_data_parallel'], 1)} ({_number(row['percent_in_a_row'], 1)})")
+            rows.append(cells)
+    head = ["model", "tokens a rank", "zigzag, ms (in a row)", "data parallel, ms (in a row)", "of data parallel, %"]
+    return _table(head, rows)
 
 
 def long() -> str:
