@@ -248,7 +248,7 @@ def hybrid_4() -> str:
 
 
 def _hybrid(ranks: int) -> str:
-    """A row per model: tokens/s/GPU and, of the methods that split a sequence, the percentages of data parallel's and of
+    """A row per model: tokens/s/GPU and, of the methods that split a sequence, percentages of data parallel's and of
     the bound's, where that was measured."""
     found = {method: _hybrids(method, ranks) for method in ("data parallel", "allscan, zigzag", "allscan", "heads")}
     rows = []
