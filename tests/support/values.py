@@ -67,7 +67,7 @@ def other_strides(graph, inputs):
 
 def _turned(graph, _):
     def turned(x):
-        if x.meta["val"].ndim < 3:
+        if getattr(x.meta["val"], "ndim", 0) < 3:
             return x
         for function, arguments in (torch.transpose, (1, -1)), (torch.clone, ()), (torch.transpose, (1, -1)):
             options = {"memory_format": torch.contiguous_format} if function is torch.clone else {}
