@@ -203,9 +203,9 @@ def test_whole_hybrids_fit_within_two_percent_of_what_was_measured(tools):
 
 @pytest.mark.parametrize("family", ["kimi_linear", "qwen3_next"])
 def test_long_steps_fit_as_measured(tools, family):
-    """Peaks of bench.long, each layer recomputed, the loss and MLPs in slices."""
+    """Peaks of bench.long, each layer recomputed, the loss and MLPs in slices; layers' inputs on the GPU."""
     config = Hybrid(family, 128 if family == "kimi_linear" else 0).config(12, 2048, 16, 128, VOCABULARY).to_dict()
-    rows = [row for row in measured("long") if row["model"] == family]
+    rows = [row for row in measured("long") if row["model"] == family and row["method"] in ("split", "data parallel")]
     assert rows
     for row in rows:
         ranks, T = (1, int(row["T"])) if row["method"] == "data parallel" else (int(row["ranks"]), int(row["T"]))
