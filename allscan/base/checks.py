@@ -112,9 +112,10 @@ def plain(x: Tensor) -> Tensor:
 
 
 def plain_or_traced(*tensors: Tensor | None) -> Sequence[Any]:
-    """``plain`` of each tensor, also under torch.compile, which cannot trace is_neg() and is_contiguous()."""
+    """``plain`` of each tensor. Under torch.compile, which cannot trace is_neg(), only without the negative bit:
+    inductor may give a contiguous copy other strides, so operators make copies when they run (base/autograd.py)."""
     if torch.compiler.is_compiling():
-        return [x if x is None else x.resolve_neg().contiguous() for x in tensors]
+        return [x if x is None else x.resolve_neg() for x in tensors]
     for x in tensors:
         if x is not None and (x.is_neg() or not x.is_contiguous()):
             return [y if y is None else plain(y) for y in tensors]

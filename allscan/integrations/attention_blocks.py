@@ -240,7 +240,7 @@ def _blocks_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     if not q.shape[2]:
         return _blocks_fake_backward(do, q, k, v, o, lse, key, value)
-    do = strided_like(do, o)
+    do, lse = strided_like(do, o), lse.contiguous()
     kernel, more = _saved[_key(q, k, v)]
     blocks = list(zip(_slices(places), _saved[(*_key(q, k, v, key), *places)], strict=True))
     parts, sums = _gradients(scale, blocks, do, (q, o, lse), (key, value))

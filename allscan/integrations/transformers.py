@@ -101,7 +101,7 @@ def sequence_parallel(
     attention function, for unpacked sequences without cache or dropout, the rank's own causal block overlaps with the
     all-gather. The blocks of earlier tokens follow without a mask, by PyTorch's cuDNN or FlashAttention kernels, and
     the results are merged. Otherwise the layer calls its attention function ("sdpa", "eager" or FlashAttention) with
-    keys in sequence order, once for each sequence of a rank, in zigzag once for each half; with "sdpa", a cache and
+    keys in sequence order, once for each sequence of a rank, in zigzag once for each half; with "sdpa" and
     without gradients such a call is a causal block and one of all earlier tokens, too. Each forward pass exchanges
     the ranks' numbers of tokens on the host. At the first batch that does not come from ``cut_batch`` it warns if all
     ranks have the same tokens. Positions continue across shard boundaries; explicit ``position_ids`` are those of this

@@ -60,7 +60,8 @@ def backend_of_gpus() -> str | Callable:
 
 
 def other_strides(graph, inputs):
-    """Backend of torch.compile: "aot_eager", but effects get their inputs in other strides, as inductor may do."""
+    """Backend of torch.compile: "aot_eager", but effects get their inputs in other strides, as inductor may do.
+    Not for gathers, which find each other by the address of an input."""
     how = dict(fw_compiler=_turned, bw_compiler=_turned, partition_fn=min_cut_rematerialization_partition)
     return aot_autograd(**how)(graph, inputs)
 
