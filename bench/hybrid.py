@@ -155,10 +155,12 @@ class Hybrid(NamedTuple):
     mla: int = 0  # key width of Kimi-Linear's softmax layers, for heads of 128
     chunk: str = "allscan"  # whose kernels are used inside the chunks of recurrent layers
     compiled: bool = False
+    convolution: str = "torch"  # whose convolutions run, in all methods
 
     @property
     def name(self) -> str:
-        return self.family + f", MLA {self.mla}" * bool(self.mla) + ", compiled" * self.compiled
+        how = ", compiled" * self.compiled + ", fla's convolutions" * (self.convolution == "fla")
+        return self.family + f", MLA {self.mla}" * bool(self.mla) + how
 
     @property
     def modeling(self):
@@ -401,6 +403,13 @@ def scan_alone(one, x, dt, A, B, C, chunk_size, *, D, dt_bias, dt_softplus, dt_l
     return allscan.zeco_ssd(x, dt, A, B, C, chunk_size, comm=one, **options)
 
 
+def convolution_of_fla(x, weight, bias=None, activation=None, **_):
+    """Convolution of x [B, C, T], as transformers' function, by fla's kernel, which takes [B, T, C]."""
+    from fla.modules.causal_conv1d import causal_conv1d
+
+    return causal_conv1d(x.mT, weight, bias, activation=activation)[0].mT
+
+
 @contextlib.contextmanager
 def functions(hybrid, device):
     """Set the model's operators: on GPUs, and compiled, allscan's with the model's ``chunk``; on CPUs, where fla's
@@ -414,6 +423,8 @@ def functions(hybrid, device):
         own = getattr(own, "__wrapped__", own)
     ours = {name: functools.partial(operator, chunk=hybrid.chunk) for name, operator in layers.OURS.items()}
     replaced = {hybrid.of.rule: own}
+    if hybrid.convolution == "fla":
+        replaced["causal_conv1d_fn"] = convolution_of_fla
     if hybrid.is_ssd:  # None: the layer then calls its convolution and its scan one after the other
         replaced["mamba2_split_conv1d_scan_combined"] = lambda *_, **__: None
     with (
@@ -700,11 +711,18 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", choices=(*METHODS, COPY_ENGINES), help="methods besides data parallel")
     parser.add_argument("--profile", action="store_true", help="print the kernel times of a step, by kind")
     parser.add_argument("--compile", action="store_true", help="torch.compile the model, for allscan and data parallel")
+    parser.add_argument("--convolution", choices=("torch", "fla"), default="torch", help="in all methods")
     parser.add_argument("--tuned", action="store_true", help="fla is already tuned, in Triton's cache")
     parser.add_argument("--csv", default=results("hybrid.csv"))
     arguments = parser.parse_args()
     hybrids = [
-        Hybrid(family, mla, arguments.chunk if family != "nemotron_h" else "allscan", arguments.compile)
+        Hybrid(
+            family,
+            mla,
+            arguments.chunk if family != "nemotron_h" else "allscan",
+            arguments.compile,
+            arguments.convolution,
+        )
         for family in arguments.model
         for mla in (arguments.mla if family == "kimi_linear" else [0])
     ]
