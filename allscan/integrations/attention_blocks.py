@@ -30,8 +30,8 @@ def reads(rank: int, size: int, zigzag: bool) -> tuple[list[int], list[tuple[ran
     the queries in ``halves`` attend to the last n of them. The contiguous layout has one half."""
     if not zigzag:
         return [*range(rank)], [(range(1), rank)] if rank else []
-    first = [*range(size, size + rank)]
-    slots = [*range(rank + 1, size), *range(size + rank + 1, 2 * size), *first]
+    first = [*range(0, 2 * rank, 2)]
+    slots = [*range(2 * (rank + 1), 2 * size), *first]
     if len(slots) == len(first):
         return slots, [(range(2), rank)] if rank else []
     return slots, [(range(1), rank)] * (rank > 0) + [(range(1, 2), len(slots))]

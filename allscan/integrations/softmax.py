@@ -137,19 +137,18 @@ class Gather:
 
     tokens: the number of tokens of each rank; in zigzag two chunks of equal length. tensors: this rank's [B, T, ...].
 
-    The tokens arrive in slots of equal length, by all-gathers in one group call of the back end. In the zigzag layout
-    of P ranks, slot i holds the second half of rank i's tokens and slot P + i the first half; in the contiguous layout,
-    slot i holds the tokens of rank i. The backward is a reduce-scatter: each rank gets the sum over the ranks of its
-    tokens' gradients. The backward of ``read`` starts it, again in one group call, and the backward of the constructor
-    waits for it. The layer's computation between constructor and ``read`` overlaps with the communication in forward
-    and in backward. The sum has the tensors' dtype; with 8 ranks or more it has float32.
+    The tokens arrive in slots of equal length, by one all-gather of each tensor, in one group call of the back end. In
+    the zigzag layout slot 2i holds the first half of rank i's tokens and slot 2i + 1 the second half; in the contiguous
+    layout, slot i holds the tokens of rank i. The backward is a reduce-scatter: each rank gets the sum over the ranks
+    of its tokens' gradients. The backward of ``read`` starts it, again in one group call, and the backward of the
+    constructor waits for it. The layer's computation between constructor and ``read`` overlaps with the communication
+    in forward and in backward. The sum has the tensors' dtype; with 8 ranks or more it has float32.
     """
 
     def __init__(self, comm: Communicator, tokens: Sequence[int], zigzag: bool, *tensors: Tensor) -> None:
-        self.comm, self.halves, size = comm, 1 + zigzag, comm.size
+        self.comm, self.halves = comm, 1 + zigzag
         self.length = max(tokens) // self.halves
-        self.filled = [n // self.halves for n in tokens] * self.halves  # tokens in each slot
-        self.starts = [size * (1 - half) * zigzag for half in range(self.halves)]  # slot of each half of rank 0
+        self.filled = [n // self.halves for n in tokens for _ in range(self.halves)]  # tokens in each slot
         self._work: Any = None  # handle of the collective; ``_arrived`` holds its outputs
         self._arrived: Any = None
         self._sums: Any = None
@@ -163,8 +162,8 @@ class Gather:
 
     def in_order(self) -> list[int]:
         """The slot numbers in sequence order."""
-        size = self.comm.size
-        return [*range(size)] if self.halves == 1 else [*range(size, 2 * size), *reversed(range(size))]
+        slots = range(len(self.filled))
+        return [*slots] if self.halves == 1 else [*slots[::2], *slots[:0:-2]]
 
     def read(self, slots: Sequence[int]) -> tuple[torch.Tensor, ...]:
         """Wait, and return the tokens of ``slots``, concatenated, of each tensor [B, tokens, ...].
@@ -179,15 +178,14 @@ class Gather:
 
     def start(self, tensors: Sequence[Tensor]) -> None:
         pairs: list = []
-        self._arrived = []
         for x in tensors:
             if x.shape[1] < self.halves * self.length:
                 missing = (0, 0) * (x.ndim - 2) + (0, self.length - x.shape[1] // self.halves)
                 x = torch.cat([F.pad(half, missing) for half in x.chunk(self.halves, 1)], 1)
             x = x.transpose(0, 1).contiguous()  # tokens first: slots are rows
             slots = x.new_empty(len(self.filled) * self.length, *x.shape[1:])
-            pairs += zip(self._parts(slots), x.chunk(self.halves), strict=True)
-            self._arrived.append(slots)
+            pairs.append((slots, x))
+        self._arrived = [slots for slots, _ in pairs]
         self._work = _together("all_gather", pairs, self.comm.group)
 
     def finish(self, slots: Sequence[int]) -> tuple[torch.Tensor, ...]:
@@ -200,7 +198,6 @@ class Gather:
 
     def start_sum(self, slots: Sequence[int], gradients: Sequence[Tensor]) -> None:
         """Start the reduce-scatter of the gradients of ``slots``; the gradients of other slots are zero."""
-        pairs: list = []
         self._sums, runs = [], self._runs(slots)
         for dx in gradients:
             dx = dx.transpose(0, 1)
@@ -214,23 +211,17 @@ class Gather:
                 sent[before:first].zero_()
                 before = end
             mine = sent.new_empty(self.halves * self.length, *dx.shape[1:])
-            pairs += zip(mine.chunk(self.halves), self._parts(sent), strict=True)
             self._sums.append((mine, sent))
-        self._work = _together("reduce_scatter", pairs, self.comm.group)
+        self._work = _together("reduce_scatter", self._sums, self.comm.group)
 
     def finish_sum(self) -> list[torch.Tensor]:
         with collective(self.comm.group):
             self._work.wait()
-        own = self.filled[self.comm.rank]
+        own = self.filled[self.comm.rank * self.halves]
         halves = [[half[:own] for half in mine.chunk(self.halves)] for mine, _ in self._sums]
         found = [mine if own == self.length else torch.cat(some) for some, (mine, _) in zip(halves, self._sums)]
         self._work = self._sums = None
         return [x.transpose(0, 1) for x in found]
-
-    def _parts(self, slots: Tensor) -> list[torch.Tensor]:
-        """Views of the slots: one of all ranks' first halves, one of their second halves."""
-        rows = self.comm.size * self.length
-        return [slots[start * self.length :][:rows] for start in self.starts]
 
     def _runs(self, slots: Sequence[int]) -> list[tuple[int, int]]:
         """(first row, end) of the tokens in ``slots``; adjacent ranges are merged, and at least one is returned."""

@@ -53,13 +53,8 @@ def test_checkpoints(run, how, layout, size=3):
 def test_ranges(size):
     """In both layouts each query attends exactly once to each earlier token, including its own causal block."""
     for zigzag in (False, True):
-        slots = 2 * size if zigzag else size
         # chunk of the sequence in each slot
-        chunk = (
-            {i: 2 * size - 1 - i if i < size else i - size for i in range(slots)}
-            if zigzag
-            else {i: i for i in range(slots)}
-        )
+        chunk = [c for i in range(size) for c in (i, 2 * size - 1 - i)] if zigzag else range(size)
         for rank in range(size):
             own = (rank, 2 * size - 1 - rank) if zigzag else (rank,)
             read, blocks = attention_blocks.reads(rank, size, zigzag)

@@ -36,15 +36,15 @@ FLA = {
 # (package, layer): calls of forward and backward
 BOUNDS = {
     ("transformers", "KDA"): 150,
-    ("transformers", "MLA"): 79,
+    ("transformers", "MLA"): 69,
     ("transformers", "Gated DeltaNet"): 150,
-    ("transformers", "attention"): 75,
+    ("transformers", "attention"): 69,
     ("transformers", "Gated DeltaNet of Qwen3.5"): 150,
     ("transformers", "Mamba2"): 134,
-    ("fla", "KDA"): 256,
-    ("fla", "Gated DeltaNet"): 256,
-    ("fla", "GLA"): 158,
-    ("fla", "attention"): 95,
+    ("fla", "KDA"): 234,
+    ("fla", "Gated DeltaNet"): 234,
+    ("fla", "GLA"): 154,
+    ("fla", "attention"): 86,
 }
 
 

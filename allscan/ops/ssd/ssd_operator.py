@@ -180,7 +180,7 @@ class PreparedSSD(BufferedCall):
         if saved_buffer.data_ptr() % 16:  # as in PreparedGLA
             saved_buffer = saved_buffer.clone()
         dinitial = do.new_zeros(self.states, dtype=torch.float32) if initial else None
-        rest = plain(do), self._turn(dfinal), dinitial, saved_buffer
+        rest = do.contiguous(), self._turn(dfinal), dinitial, saved_buffer
         found = iter(self._run(backward_plan, tensors, rest))
         grads = [None if x is None else next(found) for x in tensors]
         dinitial = self._turn(dinitial)
