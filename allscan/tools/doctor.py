@@ -29,7 +29,7 @@ USAGE = """usage: allscan doctor       what this machine has, which transport wo
 USAGE_OF_ESTIMATE = """usage: allscan estimate CONFIG --tokens T --ranks P [--step]
                         [--batch B] [--layout zigzag] [--depth 3] [--puts] [--no-recompute]
        allscan estimate CONFIG --tokens T --ranks P,P,... --gpu 80G [--batch B] [--layout zigzag]
-                        [--checkpointing] [--loss-slice 4096] [--mlp-slice 4096] [--shard N]
+                        [--checkpointing] [--offload] [--loss-slice 4096] [--mlp-slice 4096] [--shard N]
                         [--state-dtype bfloat16|float32]
 
 CONFIG: config.json of a model of transformers (Kimi-Linear, Qwen3-Next, Qwen3.5) or of flash-linear-attention (GLA,
@@ -113,7 +113,7 @@ def _estimate(arguments: Sequence[str]) -> int:
     parser.add_argument("--shard", type=int)
     parser.add_argument("--state-dtype", choices=["bfloat16", "float32"])
     parser.add_argument("--layout", choices=["contiguous", "zigzag"], default="contiguous")
-    for name in ("--puts", "--step", "--checkpointing", "--no-recompute"):
+    for name in ("--puts", "--step", "--checkpointing", "--offload", "--no-recompute"):
         parser.add_argument(name, action="store_true")
     parser.add_argument("--tokens", type=size, required=True)
     parser.add_argument("--ranks", type=numbers, required=True)
@@ -139,12 +139,14 @@ def _estimate(arguments: Sequence[str]) -> int:
             shard = 1 if options.shard is None else options.shard
             dtype = options.state_dtype or ("float32" if shard > 1 else "bfloat16")
             state_bytes = 4 if dtype == "float32" else 2
-            of_fit = Options(options.checkpointing, shard, options.loss_slice, state_bytes, options.mlp_slice)
+            slices = options.loss_slice, state_bytes, options.mlp_slice
+            of_fit = Options(options.checkpointing, shard, *slices, options.offload)
             print(report_of_fit(config, cuts, of_fit, options.gpu))
             return 0
         of_gpu = options.shard, options.loss_slice, options.mlp_slice, options.state_dtype
-        if options.checkpointing or any(x is not None for x in of_gpu):
-            raise ValueError("--checkpointing, --shard, --loss-slice, --mlp-slice and --state-dtype are for --gpu")
+        if options.checkpointing or options.offload or any(x is not None for x in of_gpu):
+            names = "--checkpointing, --offload, --shard, --loss-slice, --mlp-slice and --state-dtype"
+            raise ValueError(f"{names} are for --gpu")
         if len(cuts) > 1:
             raise ValueError("several numbers of ranks are for --gpu")
         lines = [report(layers_of(config), cuts[0])]

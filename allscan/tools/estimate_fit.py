@@ -24,13 +24,15 @@ BACKWARD = 2.5  # operations of attention's backward over those of its forward
 class Options(NamedTuple):
     """checkpointing: each layer is computed again in backward. shard: number of GPUs over which FSDP2
     shards, 1: DistributedDataParallel. loss_slice, mlp_slice: tokens of a slice of the loss and of MLPs, None: whole.
-    state_bytes: of a parameter, of its gradient and of each moment of AdamW."""
+    state_bytes: of a parameter, of its gradient and of each moment of AdamW. offload: with checkpointing, the inputs of
+    layers are in the host's memory."""
 
     checkpointing: bool = False
     shard: int = 1
     loss_slice: int | None = None
     state_bytes: int = 2
     mlp_slice: int | None = None
+    offload: bool = False
 
 
 class Fit(NamedTuple):
@@ -96,7 +98,7 @@ def _kind(layer: nn.Module) -> tuple[Any, ...]:
 
 
 def fit(config: dict[str, Any], cut: Cut, options: Options) -> Fit:
-    """Estimate a step. Raises ValueError as ``step_of`` does, and for numbers of ``options`` below 1."""
+    """Estimate a step. Raises ValueError as ``step_of`` and ``check_options`` do."""
     check_cut(cut)
     check_options(options)
     model = model_of(config)
@@ -123,6 +125,8 @@ def fit(config: dict[str, Any], cut: Cut, options: Options) -> Fit:
     if options.checkpointing:  # one layer at a time
         received = max((nbytes for nbytes, _ in one.seen.softmax), default=0)
         work -= received
+        if options.offload:  # all but one
+            kept -= (len(layers.whole) - 1) * cut.batch * cut.own * layers.config.hidden_size * 2
     else:
         kept -= received
     passes = 3 + options.checkpointing  # in forwards; backward of a product takes two
@@ -136,7 +140,9 @@ def fit(config: dict[str, Any], cut: Cut, options: Options) -> Fit:
 
 
 def check_options(options: Options) -> None:
-    """Raise ValueError for numbers below 1."""
+    """Raise ValueError for numbers below 1, and for ``offload`` alone."""
+    if options.offload and not options.checkpointing:
+        raise ValueError("--offload is for --checkpointing: it moves the inputs of layers that are computed again")
     for name in ("shard", "loss_slice", "mlp_slice", "state_bytes"):
         if getattr(options, name) is not None:
             integer(name, getattr(options, name), 1)
@@ -193,7 +199,7 @@ def report_of_fit(config: dict[str, Any], cuts: Sequence[Cut], options: Options,
         lines.append(f"{found.ranks:5}  {found.tokens:14,} {numbers}  {found.share:6.1%} (computed)  {told}")
     if not any_fits:
         lines.append(
-            "less memory: more --ranks, --checkpointing, --loss-slice 4k, --mlp-slice 4k, --shard GPUS; "
+            "less memory: more --ranks, --checkpointing, --offload, --loss-slice 4k, --mlp-slice 4k, --shard GPUS; "
             "more speed: --layout zigzag"
         )
     return "\n".join(lines)

@@ -203,13 +203,14 @@ def test_whole_hybrids_fit_within_two_percent_of_what_was_measured(tools):
 
 @pytest.mark.parametrize("family", ["kimi_linear", "qwen3_next"])
 def test_long_steps_fit_as_measured(tools, family):
-    """Peaks of bench.long, each layer recomputed, the loss and MLPs in slices; layers' inputs on the GPU."""
+    """Peaks of bench.long, each layer recomputed, the loss and MLPs in slices."""
     config = Hybrid(family, 128 if family == "kimi_linear" else 0).config(12, 2048, 16, 128, VOCABULARY).to_dict()
-    rows = [row for row in measured("long") if row["model"] == family and row["method"] in ("split", "data parallel")]
+    rows = [row for row in measured("long") if row["model"] == family]
     assert rows
     for row in rows:
         ranks, T = (1, int(row["T"])) if row["method"] == "data parallel" else (int(row["ranks"]), int(row["T"]))
-        found = tools.fit(config, Cut(T * ranks, ranks, zigzag=ranks > 1), tools.Options(True, 1, 8192, 2, SLICE))
+        options = tools.Options(True, 1, 8192, 2, SLICE, offload="host" in row["method"])
+        found = tools.fit(config, Cut(T * ranks, ranks, zigzag=ranks > 1), options)
         near(found.total - found.arena, 1024 * float(row["peak_gib"]), 0.1)
 
 
@@ -470,7 +471,11 @@ def test_wrong_cuts(options, message, estimated):
         ("--ranks 1 --gpu 1g --shard 0", "shard must be at least 1, got 0"),
         ("--ranks 1 --gpu 1g --loss-slice 0", "loss_slice must be at least 1, got 0"),
         ("--ranks 1 --gpu 1g --step", "--step and --gpu are two reports"),
-        ("--ranks 1 --shard 8", "--checkpointing, --shard, --loss-slice, --mlp-slice and --state-dtype are for --gpu"),
+        ("--ranks 1 --gpu 1g --offload", "--offload is for --checkpointing"),
+        (
+            "--ranks 1 --shard 8",
+            "--checkpointing, --offload, --shard, --loss-slice, --mlp-slice and --state-dtype are for --gpu",
+        ),
         ("--ranks 1 --tokens 8k5", "argument --tokens: invalid size value: '8k5'"),
     ],
 )
