@@ -226,10 +226,8 @@ def _with_packed(
 ) -> tuple[list[torch.library.CustomOpDef], TupleFunction]:
     """(custom operators, function that calls one of them). Calls with cu_seqlens use a second operator, which torch
     keeps out of its CUDA graphs: a replay would use the tables of the captured call."""
-    operators, names = (
-        [_custom_operator(name, function, fake, strided, tags)],
-        [*inspect.signature(function).parameters],
-    )
+    operators = [_custom_operator(name, function, fake, strided, tags)]
+    names = [*inspect.signature(function).parameters]
     at = names.index("cu_seqlens") if "cu_seqlens" in names else None
     if at is None:
         return operators, lambda *inputs: operators[0](*inputs)[:-1]
