@@ -123,13 +123,12 @@ def watched(inputs: Iterable[object]) -> bool:
 # * torch.utils.checkpoint marks all nodes of its region for recomputation, a memory budget marks a selection. The
 #   partitioner raises AssertionError for an effect with this mark. So calls lose the mark, and their graph has no
 #   budget.
+# * Inductor gives the inputs of an effect any strides, also a traced contiguous() copy: operators whose kernels need
+#   contiguous tensors make them so when they run.
 #
 # A public custom operator that mutates a token tensor cannot replace the effects (tried with torch 2.13):
 # register_autograd rejects operators that mutate an input; with an autograd.Function around such an operator,
 # AOTAutograd's partitioner raises "Node ... was invalid, but is output".
-#
-# * Inductor gives the inputs of an effect any strides, also a traced contiguous() copy: operators whose kernels need
-#   contiguous tensors make them so when they run.
 #
 # Torch's caches on disk identify an operator by its name alone.
 REVISION = 12  # suffix of the names: raise it with every change of an operator's arguments, results, fake or effect
@@ -272,8 +271,7 @@ class CustomOperator:
         tags: Sequence[torch.Tag] = (),
     ) -> None:
         operators, self.forward = _with_packed(name, passes.forward, passes.fake, passes.strided, tags)
-        backward = passes.backward, passes.fake_backward, passes.strided, tags
-        _, self.backward = _with_packed(f"{name}_backward", *backward)
+        _, self.backward = _with_packed(f"{name}_backward", passes.backward, passes.fake_backward, passes.strided, tags)
 
         def gradients(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
             found = gradient(self.backward, ctx, *grads[:-1])

@@ -72,12 +72,11 @@ def after_others(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) ->
     """Causal attention output [B, H, T, V] of queries [B, H, T, D] over keys [B, G, S, D] and values [B, G, S, V], the
     last query aligned with the last key; without gradients. None if there is no kernel for that."""
     scale, before = q.shape[-1] ** -0.5 if scale is None else scale, k.shape[2] - q.shape[2]
-    own, others = ((q, *(x[:, :, tokens] for x in (k, v))) for tokens in (slice(before, None), slice(before)))
-    first, second = kernel_for(*own), kernel_for(*others)
-    if first is None or second is None:
+    own = q, *(x[:, :, before:] for x in (k, v))
+    if (kernel := kernel_for(*own)) is None:
         return None
-    o, lse, _ = first.forward(*own, True, scale)
-    _merge(o, lse, *second.forward(*others, False, scale)[:2])
+    o, lse, _ = kernel.forward(*own, True, scale)
+    _add(kernel, scale, [(slice(None), slice(before))], (q, o, lse), (k, v))
     return o
 
 

@@ -362,8 +362,6 @@ def _attention(
         query, key, value = (x.to(torch.get_autocast_dtype(device)) for x in (query, key, value))
     blocks = options[KEYS].blocks(module, key, value, scaling, dropout)
     packed = inner == "sdpa" and sequence.lengths is not None and not dropout and takes_packed(query, key, value)
-    trains = dropout or torch.compiler.is_compiling() or wants_gradient((query, key, value))
-    in_blocks = sequence.merged and not trains
 
     def function(*tensors: Tensor) -> torch.Tensor:
         layer = _Proxy(module, config=_Proxy(module.config, _attn_implementation=inner))  # names the original function
@@ -374,7 +372,8 @@ def _attention(
         if inner == "eager" and T > 1:
             mask = q.new_full((T, T + before), torch.finfo(q.dtype).min).triu(before + 1)[None, None]
         elif inner == "sdpa" and T > 1 and before:  # sdpa's own mask begins at token 0
-            if in_blocks and (o := after_others(q, k, v, scaling)) is not None:
+            trains = dropout or torch.compiler.is_compiling() or wants_gradient(tensors)
+            if sequence.merged and not trains and (o := after_others(q, k, v, scaling)) is not None:
                 return o.transpose(1, 2)
             mask = causal_lower_right(T, T + before)  # lets kernels run without a mask in memory
         return original(layer, q, k, v, mask, scaling=scaling, dropout=dropout)[0]

@@ -36,9 +36,9 @@ FLA = {
 # (package, layer): calls of forward and backward
 BOUNDS = {
     ("transformers", "KDA"): 150,
-    ("transformers", "MLA"): 69,
+    ("transformers", "MLA"): 68,
     ("transformers", "Gated DeltaNet"): 150,
-    ("transformers", "attention"): 69,
+    ("transformers", "attention"): 68,
     ("transformers", "Gated DeltaNet of Qwen3.5"): 150,
     ("transformers", "Mamba2"): 134,
     ("fla", "KDA"): 234,
