@@ -43,7 +43,8 @@ class GlaBlock(nn.Module):
 
     def forward(self, x, comm, layout="contiguous"):
         q, k, v, g = (t.unflatten(-1, (self.heads, -1)) for t in self.qkvg(self.norm(x)).chunk(4, -1))
-        o, _ = allscan.zeco_gla(q, F.normalize(k, dim=-1), v, F.logsigmoid(g + 3) / 4, comm=comm, layout=layout)
+        k = F.normalize(k, dim=-1).to(v.dtype)  # autocast makes it float32
+        o, _ = allscan.zeco_gla(q, k, v, F.logsigmoid(g + 3) / 4, comm=comm, layout=layout)
         x = x + self.out(o.flatten(-2))
         return x + self.mlp(x)
 

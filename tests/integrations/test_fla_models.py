@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import importlib
 import importlib.util
 import os
 
@@ -82,7 +83,8 @@ def model_of(fla, kind, **choices):
     for i, block in enumerate(model.model.layers if kind == "simple_gla" else ()):  # no model of fla has such layers
         names = "hidden_size", "num_heads", "num_kv_heads", "feature_map", "use_short_conv"
         options = {name: getattr(config, name) for name in names}
-        block.attn = fla.layers.simple_gla.SimpleGatedLinearAttention(layer_idx=i, **options)
+        layers = importlib.import_module("fla.layers.simple_gla")  # fla.layers does not import it
+        block.attn = layers.SimpleGatedLinearAttention(layer_idx=i, **options)
     if kind == "rwkv7":
         with torch.no_grad():  # its layers begin with weights of zero
             for parameter in model.parameters():
