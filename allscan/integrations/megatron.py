@@ -234,7 +234,8 @@ class AllScanGatedDeltaNet(_Mixer, GatedDeltaNet):
         projected = self.in_proj(hidden_states)[0].transpose(0, 1)
         batch, T = projected.shape[:2]
         qkv, gate, beta, alpha = projected.split(self.feat_dim_split, -1)
-        qkv = conv_with_halo(self._convolve, n, qkv, tokens.pieces, {}, **tokens.where)
+        weights = self.conv1d.weight.squeeze(1), self.conv1d.bias, self.activation
+        qkv = conv_with_halo(self._convolve, n, qkv, tokens.pieces, {}, weights=weights, **tokens.where)
         gate = gate.unflatten(-1, (-1, self.value_head_dim))
         q, k, v, gate, beta, alpha = self._prepare_input_for_gated_delta_rule(qkv, gate, batch, T, beta, alpha)
         g, beta = self._compute_g_and_beta(self.A_log, self.dt_bias, alpha, beta)
@@ -297,7 +298,8 @@ class AllScanMambaMixer(_Mixer, MambaMixer):
         projected = self.in_proj(hidden_states)[0].transpose(0, 1)
         inner, states = self.d_inner_local_tp, self.ngroups_local_tp * self.d_state
         z, xBC, dt = projected.split([inner, inner + 2 * states, self.nheads_local_tp], -1)
-        xBC = conv_with_halo(self._convolve, n, xBC, tokens.pieces, {}, **tokens.where)
+        weights = self.conv1d_weight.squeeze(1), self.conv1d_bias, self.activation
+        xBC = conv_with_halo(self._convolve, n, xBC, tokens.pieces, {}, weights=weights, **tokens.where)
         x, B, C = xBC.split([inner, states, states], -1)
         x, z = (t.unflatten(-1, (-1, self.headdim)) for t in (x, z))
         B, C = (t.unflatten(-1, (-1, self.d_state)) for t in (B, C))

@@ -18,7 +18,8 @@ from ..base.checks import ScanInputs, has_tangents
 from ..comm.communicator import Communicator
 from ..launch.compiled_kernel import dynamo_disabled
 from ..ops.allscan import allscan, final_of_all, tie_backward
-from ..ops.halo import halo, halo_from_boundary_tokens, rows_with_halo
+from ..ops.convolution import convolution, convolves
+from ..ops.halo import halo, halo_from_boundary_tokens
 from ..scan.zigzag_scan import outgoing
 from ..tokens.packing import Tables, TokenRange, join_document_states, split_document_states
 from ..tokens.partition import cached_table
@@ -36,14 +37,17 @@ def conv_with_halo(
     *,
     comm: Communicator,
     state: Tensor | None = None,
+    weights: tuple[Tensor, Tensor | None, Any] | None = None,
     **where: Any,
 ) -> torch.Tensor:
     """conv over x [B, T, C], with the n tokens before each shard boundary, and zeros before a sequence's first token,
     or ``state``, the n tokens [B, n, C] before a row of one sequence whose pieces have at least n tokens.
 
-    A row of one sequence with at most ``CONCATENATED`` numbers is concatenated with the tokens before each piece
-    (``rows_with_halo``), and conv runs once: few calls from Python, and more memory traffic. torch.compile fuses the
-    concatenation.
+    weights: (weight [C, n + 1], bias, activation), if conv is that causal convolution: eagerly, on a row of one
+    sequence, our kernels compute it instead (``ops.convolution``).
+
+    Else a row of one sequence with at most ``CONCATENATED`` numbers, and every such row that torch.compile traces, is
+    concatenated with the tokens before each piece, and conv runs once.
 
     Otherwise conv first runs over the whole row. The first n outputs of each piece lack the tokens before it: conv
     computes them again from 2n tokens, and they overwrite those in conv's result, in place. The backward of the
@@ -53,9 +57,9 @@ def conv_with_halo(
     (B, T), count = x.shape[:2], len(pieces)
     if where.get("cu_seqlens") is None:
         few, traced = x.numel() <= CONCATENATED, torch.compiler.is_compiling()
-        if few and not traced and state is None and T >= count * n:
-            y = conv(rows_with_halo(x, n, comm=comm, layout=where.get("layout", "contiguous")))
-            return y[:, n:] if count == 1 else _Pieces.apply(y, n, count)
+        if weights and T >= count * n and convolves(x, *weights, comm) and not (state is not None and x.requires_grad):
+            first = None if state is None or not pieces[0].begins else state
+            return convolution(x, *weights, comm=comm, layout=where.get("layout", "contiguous"), state=first)
         if T and (few or traced):
             before = after_state(halo(x, n, comm=comm, **where).unflatten(1, (count, n)), state, pieces)
             y = conv(torch.cat([before, x.unflatten(1, (count, -1))], 2).flatten(0, 1))[:, n:]
@@ -157,20 +161,6 @@ class _Taken(torch.autograd.Function):
         alone = ctx.alone and not torch.is_grad_enabled() and 0 not in dx.stride()
         add = dx.index_add_ if alone else dx.index_add
         return add(1, ctx.tokens.distinct, sums.to(dx.dtype)), None, None
-
-
-class _Pieces(torch.autograd.Function):
-    """y [B * pieces, n + tokens, C] -> the pieces' tokens behind the first n, [B, pieces * tokens, C]."""
-
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, n: int, pieces: int) -> torch.Tensor:
-        ctx.n, ctx.pieces = n, pieces
-        return y[:, n:].unflatten(0, (-1, pieces)).flatten(1, 2)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[torch.Tensor, None, None]:
-        dy = dy.unflatten(1, (ctx.pieces, -1)).flatten(0, 1)
-        return F.pad(dy, (0, 0, ctx.n, 0)), None, None
 
 
 class _Replaced(torch.autograd.Function):

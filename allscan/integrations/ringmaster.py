@@ -84,12 +84,15 @@ def _calls(group: Any, batch: int, T: int) -> list[tuple[slice, list[TokenRange]
     return calls
 
 
-def _convolve(conv: Callable[[Tensor], Tensor], weight: Tensor, x: Tensor, group: Any) -> torch.Tensor:
-    n = weight.shape[-1] - 1
+def _convolve(
+    conv: Callable[[Tensor], Tensor], weight: Tensor, bias: Tensor | None, activation: Any, x: Tensor, group: Any
+) -> torch.Tensor:
+    n, weights = weight.shape[-1] - 1, (weight, bias, activation)
     if not n:
         return conv(x)
     calls = _calls(group, *x.shape[:2])
-    return joined([conv_with_halo(conv, n, x[rows], pieces, {}, **where) for rows, pieces, where in calls], 0)
+    found = [conv_with_halo(conv, n, x[rows], pieces, {}, weights=weights, **where) for rows, pieces, where in calls]
+    return joined(found, 0)
 
 
 def _delta(operator: Callable, q: Tensor, *more: Tensor, cp_context: Any, **options: Any) -> tuple[torch.Tensor, Any]:
@@ -106,7 +109,7 @@ def _gated_delta() -> tuple[Callable, ...]:
         def of_tokens(x: Tensor) -> torch.Tensor:
             return original(x, weight=weight, bias=bias, activation=activation)[0]
 
-        return _convolve(of_tokens, weight, x, cp_context), None
+        return _convolve(of_tokens, weight, bias, activation, x, cp_context), None
 
     return lambda *_, group, **__: group, functools.partial(_delta, zeco_gated_delta_rule), conv
 
@@ -124,7 +127,7 @@ def _mamba2(raw: Any, group: Any) -> dict[str, Callable]:
         def of_tokens(x: Tensor) -> torch.Tensor:
             return original(x.mT, weight, bias, activation=activation).mT
 
-        return _convolve(of_tokens, weight, x.mT, group).mT
+        return _convolve(of_tokens, weight, bias, activation, x.mT, group).mT
 
     def scan(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk_size: int, **options: Any) -> torch.Tensor:
         if options.get("initial_states") is not None or options.get("return_final_states"):

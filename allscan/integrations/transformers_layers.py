@@ -106,7 +106,8 @@ def _convolution(
     def conv(x: Tensor) -> torch.Tensor:
         return original.call(x.mT, weight, bias, activation=activation).mT
 
-    y = conv_with_halo(conv, n, x.mT, sequence.pieces, sequence.cuts, state=state, **sequence.where)
+    weights = weight, bias, activation
+    y = conv_with_halo(conv, n, x.mT, sequence.pieces, sequence.cuts, state=state, weights=weights, **sequence.where)
     return y.mT if own else _padded(y, sequence).mT
 
 

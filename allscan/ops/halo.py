@@ -174,19 +174,16 @@ def halo_from_boundary_tokens(x: Xs, T: int, n: int, *, comm: Communicator, layo
     return found
 
 
-def rows_with_halo(x: Tensor, n: int, *, comm: Communicator, layout: str) -> torch.Tensor:
-    """Return this rank's pieces of x [B, T, C], each behind the n tokens before it: [B * pieces, n + T / pieces, C].
-    Pieces: one, in the zigzag layout two; none has fewer than n tokens. As ``halo`` and a concatenation, in three nodes
-    of autograd and the scans'. No other node may hold the result's gradient: it is changed in place."""
+def pieces_with_halo(x: Tensor, n: int, *, comm: Communicator, layout: str) -> tuple[Tensor, Sequence[Tensor]]:
+    """(x, the n tokens before each of this rank's pieces of x [B, T, C], float32 [B, n, C]), as ``halo``, with one node
+    of autograd and the scans'. One node must use all results, and no other may hold the gradient of x: it is changed in
+    place. Pieces: one, in the zigzag layout two; none has fewer than n tokens."""
     with comm.call(False, "halo()", x):
         _checked((x,), comm, Options(n, layout=layout))
         x, *edges = _Edges.apply(x, n, 1 + (layout == "zigzag"))
         if len(edges) == 2:
-            found = scan_zigzag(comm, ScanInputs(tuple(edges), (0.0, 0.0)), part=OF_HALO, joined=True)
-        else:
-            found = (scan_once(comm, ScanInputs(edges[0], 0.0), False, part=OF_HALO),)
-        rows: torch.Tensor = _Rows.apply(x, n, *found)
-        return rows
+            return x, scan_zigzag(comm, ScanInputs(tuple(edges), (0.0, 0.0)), part=OF_HALO, joined=True)
+        return x, (scan_once(comm, ScanInputs(edges[0], 0.0), False, part=OF_HALO),)
 
 
 class _Edges(Function):
@@ -200,32 +197,10 @@ class _Edges(Function):
 
     @staticmethod
     def backward(ctx: Any, dx: Tensor, *dedges: Tensor) -> tuple[torch.Tensor, None, None]:
-        dx = dx.clone() if torch.is_grad_enabled() else dx  # that of _Rows, which nothing else holds
+        dx = dx.clone() if torch.is_grad_enabled() else dx
         for i, dedge in enumerate(dedges):
             dx.unflatten(1, (ctx.pieces, -1))[:, i, -ctx.n :] += dedge
         return dx, None, None
-
-
-class _Rows(Function):
-    """x [B, T, C], n, the tokens before each piece, float32 [B, n, C] -> [B * pieces, n + T / pieces, C]."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, n: int, *before: Tensor) -> torch.Tensor:
-        ctx.n, ctx.pieces = n, len(before)
-        (B, T, C), pieces = x.shape, len(before)
-        rows = x.new_empty(B, pieces, n + T // pieces, C)
-        for i, tokens in enumerate(before):
-            rows[:, i, :n] = tokens
-        rows[:, :, n:] = x.unflatten(1, (pieces, -1))
-        return rows.flatten(0, 1)
-
-    @staticmethod
-    def backward(ctx: Any, drows: Tensor) -> tuple[torch.Tensor | None, ...]:
-        drows = drows.unflatten(0, (-1, ctx.pieces))
-        dx = drows[:, :, ctx.n :].clone(memory_format=torch.contiguous_format).flatten(1, 2)
-        before = drows[:, :, : ctx.n].transpose(0, 1)
-        before = before.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-        return dx, None, *before.unbind()
 
 
 def _checked(xs: tuple[Tensor, ...], comm: Communicator, options: Options) -> Options:

@@ -33,16 +33,17 @@ FLA = {
     "GLA": ("gla", dict(use_short_conv=True)),
     "attention": ("gla", dict()),
 }
-# (package, layer): calls of forward and backward
+# (package, layer): calls of forward and backward. Our convolution has 9 to 18 more than a concatenation around torch's,
+# and 30 torch operators less: a KDA layer takes 570 us less of the host (of 3,490, without any GPU)
 BOUNDS = {
-    ("transformers", "KDA"): 150,
+    ("transformers", "KDA"): 159,
     ("transformers", "MLA"): 68,
-    ("transformers", "Gated DeltaNet"): 150,
+    ("transformers", "Gated DeltaNet"): 158,
     ("transformers", "attention"): 68,
-    ("transformers", "Gated DeltaNet of Qwen3.5"): 150,
-    ("transformers", "Mamba2"): 134,
-    ("fla", "KDA"): 234,
-    ("fla", "Gated DeltaNet"): 234,
+    ("transformers", "Gated DeltaNet of Qwen3.5"): 158,
+    ("transformers", "Mamba2"): 152,
+    ("fla", "KDA"): 222,
+    ("fla", "Gated DeltaNet"): 222,
     ("fla", "GLA"): 154,
     ("fla", "attention"): 86,
 }

@@ -125,7 +125,9 @@ MORE_MODELS = [
 )
 def test_a_model(run, layout, tokens, lengths, options, params):
     for errors in run(len(tokens), model_case, layout, tokens, lengths, options, params=params):
-        assert len(errors) > 20 and max(errors.values()) < 2e-5, errors
+        # a relative change of 6e-8 of the convolution's output changes this gradient by 1e-4 of its norm
+        of_decays = errors.pop("decoder.layers.0.mixer.A_log", 0.0)
+        assert len(errors) > 19 and max(errors.values()) < 2e-5 and of_decays < 3e-4, (of_decays, errors)
 
 
 def causal_conv1d_fn(x, weight, bias=None, seq_idx=None, activation=None):

@@ -32,6 +32,7 @@ from allscan.shmem_kernels import (
     gla_strong,
     kda_bwd,
     kda_fwd,
+    short_convolution,
     ssd_bwd,
     ssd_fwd,
 )
@@ -433,6 +434,19 @@ def test_sums_of_gates():
     arguments = pointers("p_parts p_dA_log p_ddt_bias", "*fp32") | {"parts": "i32"}
     compiled = Compiled(gates.sums_kernel, arguments, {"W": 4096, "K": 128, "BN": 16, "BK": 128})
     assert compiled.spilled_bytes == 0 and not compiled.count(r"\b(atom|red)\.")
+
+
+@pytest.mark.parametrize("kind", ["*bf16", "*fp32"])
+@pytest.mark.parametrize("kernel", [short_convolution.conv_kernel, short_convolution.conv_back_kernel])
+def test_convolutions(kernel, kind):
+    arguments = pointers("p_first p_second p_dfirst p_dsecond p_parts", "*fp32")
+    arguments |= pointers("p_x p_weight p_bias p_y p_dy p_dx", kind) | {"L": "i32"}
+    constants = dict(N=3, C=12288, PIECES=2, SILU=True, BT=8, BC=128, BLOCKS=32)
+    arguments, constants = ({n: x for n, x in y.items() if n in kernel.arg_names} for y in (arguments, constants))
+    compiled = Compiled(kernel, arguments, constants, num_warps=8)
+    assert compiled.spilled_bytes == 0 and compiled.registers <= 128
+    assert compiled.count(r"ld\.global\.v[24]\.b32") and not compiled.count(r"st\.global\.b16")
+    assert not compiled.count(r"\b(atom|red)\.")
 
 
 @pytest.mark.parametrize("kernel, names", [(reverse_kernel, "p_x p_out"), (fold_kernel, "p_x p_reversed p_out")])

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...base.autograd import Function, watched
-from ...base.caches import Recent
-from ...base.checks import described, plain, restored
 from ...base.tiling import cdiv, next_power_of_2, power_of_2_below
-from ...comm.backwards import saved_tensors
-from ...comm.communicator import Communicator, communicator_of
-from ...launch.plan import Buffer, Plan, with_places
+from ...comm.communicator import communicator_of
+from ...launch.plan import Buffer, Plan
 from ...shmem_kernels.gates import (
     gate_back_kernel,
     gate_kernel,
@@ -24,24 +19,19 @@ from ...shmem_kernels.gates import (
     normalize_kernel,
     sums_kernel,
 )
+from ..local import LocalFunction, by_kernels
 
 BLOCK = 2048  # elements that a program processes at a time
 PROGRAMS = 1024  # about the number of programs that are resident on a GPU
 MOST_KEYS = 256  # channels of q and k
-# What an error says about saved tensors, and their names
-SAVED = dict(
-    normalize=("use_qk_l2norm_in_kernel", "q k factors_of_q factors_of_k"),
-    gate=("a gate of a delta rule", "x A_log dt_bias"),
-)
-FLOATS = torch.float16, torch.bfloat16, torch.float32, torch.float64
 
 
 def normalized(q: Tensor, k: Tensor, handle: int) -> Sequence[Tensor]:
     """Return q and k, each divided by sqrt(sum of squares + 1e-6) along the last dimension. ``handle``: the
     communicator's."""
-    if _by_kernels(q, k, handle=handle) and q.shape == k.shape and 0 < q.shape[-1] <= MOST_KEYS:
-        found: Sequence[Tensor] = _Prepared.apply((handle, "normalize", {}), q, k)
-        return found
+    comm = communicator_of(handle)
+    if by_kernels(comm, q, k) and q.shape == k.shape and 0 < q.shape[-1] <= MOST_KEYS:
+        return NORMALIZE(comm, q, k)
     return [(x * (x.float().square().sum(-1, keepdim=True) + 1e-6).rsqrt()).to(x.dtype) for x in (q, k)]
 
 
@@ -52,9 +42,9 @@ def gate(
     a bound: bound * sigmoid(exp(A_log) (x + dt_bias)). Raw beta is a gate with the bound 1 or 2.
 
     A_log: [HV]. dt_bias: [HV] or [HV, K], in whatever shape."""
-    if _by_kernels(x, A_log, dt_bias, handle=handle) and x.ndim in (3, 4):
-        (found,) = _Prepared.apply((handle, "gate", dict(bound=bound)), x, A_log, dt_bias)
-        return found  # type: ignore[no-any-return]
+    comm = communicator_of(handle)
+    if by_kernels(comm, x, A_log, dt_bias) and x.ndim in (3, 4):
+        return GATE(comm, x, A_log, dt_bias, bound=bound)[0]
     x = x.float()
     if dt_bias is not None:
         x = x + dt_bias.float().view(x.shape[2:])
@@ -63,69 +53,6 @@ def gate(
         assert rate is not None
         return -rate * F.softplus(x)
     return bound * (x if rate is None else rate * x).sigmoid()
-
-
-def _by_kernels(*tensors: Tensor | None, handle: int) -> bool:
-    """Return whether our kernels can process these tensors: the call is eager and the tensors pass the checks that the
-    kernels need. Otherwise torch operators compute: under tracing, and for arguments that a later check rejects."""
-    if watched(tensors):
-        return False
-    device = communicator_of(handle).device
-    return all(x is None or x.device == device and x.dtype in FLOATS and x.numel() for x in tensors)
-
-
-class _Prepared(Function):
-    """Runs a plan of RECORDS; backward runs the plan of the same name with "_back" on the saved tensors and gradients.
-    how: (the communicator's handle, the plan's name, its options)."""
-
-    @staticmethod
-    def forward(ctx: Any, how: tuple[int, str, dict[str, Any]], *tensors: Tensor | None) -> tuple[Tensor, ...]:
-        handle, name, fixed = ctx.how = how
-        tensors = tuple(x if x is None else plain(x) for x in tensors)
-        outputs = RawInputs.of(handle).run(name, *tensors, **fixed)
-        saved = outputs if name == "normalize" else tensors
-        ctx.save_for_backward(*[x for x in saved if x is not None])
-        ctx.specs = [x if x is None else described(x) for x in saved]
-        return tuple(outputs[:2])
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        handle, name, fixed = ctx.how
-        comm, (what, names) = communicator_of(handle), SAVED[name]
-        saved = saved_tensors(ctx, lambda: comm, True)
-        given = [(name, spec) for name, spec in zip(names.split(), ctx.specs, strict=True) if spec is not None]
-        try:
-            found = iter(restored(what, [name for name, _ in given], saved, [spec for _, spec in given]))
-        except RuntimeError:
-            with comm.call(True):  # the error also reaches the ranks that wait for this rank's next call
-                raise
-        tensors = [spec if spec is None else next(found) for spec in ctx.specs]
-        return None, *RawInputs.of(handle).run(f"{name}_back", *tensors, *map(plain, grads), **fixed)
-
-
-class RawInputs:
-    """Plans of a communicator. Each is recorded once and serves all calls that differ in their tensors only."""
-
-    def __init__(self, comm: Communicator) -> None:
-        self._cuda = comm.device.type == "cuda"
-        self._plans = Recent()
-
-    @staticmethod
-    def of(handle: int) -> RawInputs:
-        attributes = communicator_of(handle).attributes
-        return attributes.get(RawInputs) or attributes.setdefault(RawInputs, RawInputs(communicator_of(handle)))
-
-    def run(self, name: str, *tensors: Tensor | None, **fixed: Any) -> list[Any]:
-        """Run the plan ``name`` of RECORDS on ``tensors``; return the tensors of its output buffers, None for None."""
-        key = name, *fixed.values(), *[x if x is None else (x.shape, x.dtype) for x in tensors]
-        found = self._plans.get(key)
-        if found is None:
-            plan = Plan()
-            inputs = [x if x is None else plan.input(x) for x in tensors]
-            found = self._plans.remember(key, with_places(plan, RECORDS[name](plan, self._cuda, *inputs, **fixed)))
-        plan, order = found
-        outputs = plan.run(None, *[x for x in tensors if x is not None])
-        return [i if i is None else outputs[i] for i in order]
 
 
 def _rows(cuda: bool, rows: int, width: int) -> int:
@@ -196,6 +123,12 @@ def _blocks(cuda: bool, x: Buffer, bound: float | None) -> tuple[int, int, dict[
     return rows, cdiv(W, BW), dict(W=W, K=K, BW=BW, ROWS=_rows(cuda, rows, BW), **bounded)
 
 
-RECORDS: dict[str, Callable[..., Sequence[Buffer | None]]] = dict(
-    normalize=_normalize, normalize_back=_normalize_back, gate=_gate, gate_back=_gate_back
+NORMALIZE = LocalFunction(
+    _normalize,
+    _normalize_back,
+    what="use_qk_l2norm_in_kernel",
+    names="q k factors_of_q factors_of_k",
+    outputs=2,
+    saves_outputs=True,
 )
+GATE = LocalFunction(_gate, _gate_back, what="a gate of a delta rule", names="x A_log dt_bias")

@@ -1,0 +1,96 @@
+"""Functions of one rank with a gradient, whose kernels are launched by plans that are recorded once for all calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..base.autograd import Function, second_derivative_error, watched
+from ..base.caches import Recent
+from ..base.checks import described, plain_or_traced, restored
+from ..comm.backwards import saved_tensors
+from ..comm.communicator import Communicator, communicator_of
+from ..launch.plan import Buffer, Plan, with_places
+
+FLOATS = torch.float16, torch.bfloat16, torch.float32, torch.float64
+Record = Callable[..., Sequence[Buffer | None]]  # (plan, whether on a GPU, *buffers, **options) -> output buffers
+
+
+class LocalFunction(NamedTuple):
+    """forward, backward: record the launches; backward's buffers are those of the saved tensors and of the gradients.
+    what, names: of the function and of its saved tensors, in errors. outputs: how many of forward's outputs are
+    results. saves_outputs: whether backward needs all outputs of forward, else its inputs."""
+
+    forward: Record
+    backward: Record
+    what: str
+    names: str
+    outputs: int = 1
+    saves_outputs: bool = False
+
+    def __call__(self, comm: Communicator, *tensors: Tensor | None, **options: Any) -> Sequence[Tensor]:
+        """Run the function. Options must be hashable."""
+        found: Sequence[Tensor] = _Apply.apply((comm, self, options), *tensors)
+        return found
+
+
+def by_kernels(comm: Communicator, *tensors: Tensor | None) -> bool:
+    """Return whether our kernels can process these tensors: the call is eager and the tensors pass the checks that the
+    kernels need. Otherwise torch operators compute: under tracing, and for arguments that a later check rejects."""
+    if watched(tensors):
+        return False
+    for x in tensors:
+        if x is not None and not (x.device == comm.device and x.dtype in FLOATS and x.numel()):
+            return False
+    return True
+
+
+class _Apply(Function):
+    """how: (the communicator, the LocalFunction, its options)."""
+
+    @staticmethod
+    def forward(ctx: Any, how: tuple[Communicator, LocalFunction, dict], *tensors: Tensor | None) -> tuple[Tensor, ...]:
+        comm, function, options = how
+        tensors = tuple(plain_or_traced(*tensors))
+        outputs = _run(comm, function.forward, tensors, options)
+        saved = outputs if function.saves_outputs else tensors
+        ctx.save_for_backward(*[x for x in saved if x is not None])
+        ctx.specs = [x if x is None else described(x) for x in saved]
+        ctx.how = comm.handle, function, options  # not the communicator, which the graph would keep alive
+        return tuple(outputs[: function.outputs])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        handle, function, options = ctx.how
+        comm = communicator_of(handle)
+        if torch.is_grad_enabled():
+            with comm.call(True):
+                raise second_derivative_error(function.what)
+        saved, specs = saved_tensors(ctx, lambda: comm, True), [spec for spec in ctx.specs if spec is not None]
+        names = [name for name, spec in zip(function.names.split(), ctx.specs, strict=True) if spec is not None]
+        try:
+            found = iter(restored(function.what, names, saved, specs))
+        except RuntimeError:
+            with comm.call(True):  # the error also reaches the ranks that wait for this rank's next call
+                raise
+        tensors = [spec if spec is None else next(found) for spec in ctx.specs]
+        return None, *_run(comm, function.backward, [*tensors, *plain_or_traced(*grads)], options)
+
+
+def _run(comm: Communicator, record: Record, tensors: Sequence[Tensor | None], options: dict[str, Any]) -> list[Any]:
+    """Run the plan of ``record``, recorded once for all calls that differ in their tensors only. Return the tensors of
+    its output buffers, None for None."""
+    plans = comm.attributes.get(_run) or comm.attributes.setdefault(_run, Recent())
+    key = record, *options.values(), *[x if x is None else (x.shape, x.dtype) for x in tensors]
+    found = plans.get(key)
+    if found is None:
+        plan = Plan()
+        inputs = [x if x is None else plan.input(x) for x in tensors]
+        outputs = record(plan, comm.device.type == "cuda", *inputs, **options)
+        found = plans.remember(key, with_places(plan, outputs))
+    plan, order = found
+    given = plan.run(None, *[x for x in tensors if x is not None])
+    return [i if i is None else given[i] for i in order]

@@ -1,0 +1,98 @@
+"""Short convolutions over ranks by our kernels, and their gradients, against float64 on one rank."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from allscan.ops.convolution import convolution, convolves
+from support.gla import BF16, F32
+from support.values import added_up, check_errors, place, raised, relative
+
+F16 = torch.float16
+ROUNDED = {F32: 2e-6, BF16: 4e-3, F16: 6e-4}  # a result in this type
+
+
+def whole(comm, dtype, B, T, C, n, bias):
+    """x, weight, bias, the output's gradient and the tokens before x: the same on all ranks."""
+    generator = torch.Generator().manual_seed(T)
+    shapes = (B, T, C), (C, n + 1), (C,) if bias else None, (B, T, C), (B, n, C)
+    drawn = [s if s is None else torch.randn(s, generator=generator).to(comm.device, dtype) for s in shapes]
+    drawn[0] = 3 * drawn[0]
+    return drawn
+
+
+def in_float64(x, weight, bias, activation, before):
+    x, weight, before = x.double(), weight.double(), before.double()
+    y = F.conv1d(
+        torch.cat([before, x], 1).mT, weight[:, None], None if bias is None else bias.double(), groups=len(weight)
+    )
+    return (F.silu(y) if activation else y).mT
+
+
+def case(comm, dtype, layout, shape, n, bias, activation):
+    """Return errors, relative to the rounding of dtype, of the output and of the gradients."""
+    (B, T, C), zigzag = shape, layout == "zigzag"
+    x, weight, bias, dy, _ = whole(comm, dtype, B, T * comm.size, C, n, bias)
+    mine = place(comm, [T] * comm.size, zigzag)
+    own = [y if y is None else y.clone().requires_grad_() for y in (x[:, mine], weight, bias)]
+    leaves = [y for y in own if y is not None]
+    assert convolves(*own, activation, comm)
+    found = [convolution(*own, activation, comm=comm, layout=layout) for _ in "ab"]
+    grads = [torch.autograd.grad(y, leaves, dy[:, mine]) for y in found]
+    assert torch.equal(*found) and all(map(torch.equal, *grads)), "not the same bits again"
+    assert [(g.dtype, g.shape) for g in grads[0]] == [(y.dtype, y.shape) for y in leaves]
+    exact = [y if y is None else y.double().requires_grad_() for y in (x, weight, bias)]
+    y = in_float64(*exact, activation, x.new_zeros(B, n, C))
+    dx, *sums = torch.autograd.grad(y, [y for y in exact if y is not None], dy.double())
+    pairs = [(found[0].detach(), y.detach()[:, mine]), (grads[0][0], dx[:, mine])]
+    pairs += [(added_up(g.float(), comm.group), of_all) for g, of_all in zip(grads[0][1:], sums, strict=True)]
+    return [relative(a, b) / ROUNDED[dtype] for a, b in pairs]
+
+
+CASES = [  # dtype, layout, (B, tokens of a rank, C), n, bias, activation
+    (BF16, "zigzag", (1, 96, 200), 3, False, "silu"),
+    (F32, "contiguous", (2, 37, 130), 3, True, "silu"),
+    (F32, "zigzag", (2, 6, 24), 3, True, None),
+    (F16, "contiguous", (1, 2, 8), 2, False, "swish"),
+    (F32, "zigzag", (1, 50, 16), 1, True, "silu"),
+]
+
+
+@pytest.mark.parametrize("dtype, layout, shape, n, bias, activation", CASES)
+@pytest.mark.kernels
+def test_values(run, dtype, layout, shape, n, bias, activation, size=2):
+    check_errors(run(size, case, dtype, layout, shape, n, bias, activation), 2.0)
+
+
+def test_three_ranks(run, size=3):
+    for given in CASES[:2]:
+        check_errors(run(size, case, *given), 2.0)
+
+
+def state_case(comm, layout):
+    """Return the error of a convolution that continues a sequence, without a gradient."""
+    T, mine = 12, place(comm, [12] * comm.size, layout == "zigzag")
+    x, weight, bias, _, before = whole(comm, F32, 2, T * comm.size, 24, 3, True)
+    state = before if comm.rank == 0 else None
+    y = convolution(x[:, mine], weight, bias, "silu", comm=comm, layout=layout, state=state)
+    return [relative(y, in_float64(x, weight, bias, "silu", before)[:, mine])]
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_a_state(run, layout, size=2):
+    check_errors(run(size, state_case, layout), 2e-6)
+
+
+def rejected_case(comm):
+    """Return what a second derivative raises, and then each rank's next call."""
+    x, weight = torch.randn(1, 8, 8, device=comm.device, requires_grad=True), torch.randn(8, 4, device=comm.device)
+    y = convolution(x, weight, None, "silu", comm=comm)
+    found = raised(torch.autograd.grad, y.sum(), x, create_graph=True)
+    return found, raised(convolution, x, weight, None, "silu", comm=comm)
+
+
+def test_no_second_derivative(run, size=2):
+    answers = run(size, rejected_case)
+    assert all(first[0] == "RuntimeError" and "second derivative" in first[1] for first, _ in answers), answers
