@@ -155,7 +155,7 @@ class Hybrid(NamedTuple):
     mla: int = 0  # key width of Kimi-Linear's softmax layers, for heads of 128
     chunk: str = "allscan"  # whose kernels are used inside the chunks of recurrent layers
     compiled: bool = False
-    convolution: str = "torch"  # whose convolutions run, in all methods
+    convolution: str = "torch"  # whose convolutions run, but for All-Scan's, which are ours unless compiled
 
     @property
     def name(self) -> str:
@@ -711,7 +711,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", choices=(*METHODS, COPY_ENGINES), help="methods besides data parallel")
     parser.add_argument("--profile", action="store_true", help="print the kernel times of a step, by kind")
     parser.add_argument("--compile", action="store_true", help="torch.compile the model, for allscan and data parallel")
-    parser.add_argument("--convolution", choices=("torch", "fla"), default="torch", help="in all methods")
+    parser.add_argument("--convolution", choices=("torch", "fla"), default="torch", help="of data parallel")
     parser.add_argument("--tuned", action="store_true", help="fla is already tuned, in Triton's cache")
     parser.add_argument("--csv", default=results("hybrid.csv"))
     arguments = parser.parse_args()

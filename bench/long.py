@@ -288,9 +288,9 @@ def main() -> int:
         )
     )
     keep = lambda row: (row["model"], row["ranks"], row["T"], row["method"]) not in measured  # noqa: E731
-    with Table(arguments.csv, COLUMNS, keep=keep) as table, Ranks(max(counts), "cuda") as ranks:
-        for name in arguments.model:
-            for count in counts:
+    with Table(arguments.csv, COLUMNS, keep=keep) as table:
+        for count, name in itertools.product(counts, arguments.model):
+            with Ranks(count, "cuda") as ranks:  # all of them create hybrid.communicators' groups
                 error = ranks.run(on_first, count, check, name, 600, options)[0] if count > 1 else 0.0
                 for T in arguments.tokens:
                     asked = name, T, arguments.steps, arguments.only, arguments.warm, options

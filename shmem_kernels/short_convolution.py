@@ -47,7 +47,7 @@ def tokens_at(
     BT: tl.constexpr,
     EDGE: tl.constexpr,
 ):
-    """Load float32 [BT, BC]: the channels c of the tokens from ``start`` on; without EDGE 0 for those before the piece."""
+    """Load float32 [BT, BC]: channels c of the tokens from ``start`` on. Without EDGE, 0 before the piece."""
     at = tl.arange(0, BT)[:, None] * C + c[None, :]
     b_x = load(p_x + (row.to(tl.int64) * L + start) * C, at, rows_inside(start, c, L, C, BT)).to(tl.float32)
     if EDGE:
@@ -71,6 +71,7 @@ def taps(p_weight, c, N: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def biases_at(p_bias, c, C: tl.constexpr, BC: tl.constexpr):
+    """Load float32 [1, BC]; 0 without a bias."""
     b_bias = tl.zeros([1, BC], tl.float32)
     if p_bias is not None:
         b_bias += load(p_bias, c, c < C).to(tl.float32)[None, :]
@@ -79,6 +80,7 @@ def biases_at(p_bias, c, C: tl.constexpr, BC: tl.constexpr):
 
 @triton.jit
 def sigmoid(b_x):
+    """1 / (1 + e^-x)."""
     return 1.0 / (1.0 + tl.exp(-b_x))
 
 
@@ -214,11 +216,11 @@ def conv_back_kernel(
     row, c = tl.program_id(2), tl.program_id(1) * BC + tl.arange(0, BC)
     at, b_none = tl.arange(0, BT)[:, None] * C + c[None, :], tl.zeros([BT, BC], tl.float32)
     b_sums = b_none, b_none, b_none, b_none, b_none
-    b_taps, b_bias = taps(p_weight, c, N, C), biases_at(p_bias, c, C, BC)
+    b_w, b_bias = taps(p_weight, c, N, C), biases_at(p_bias, c, C, BC)
     p_dx += row.to(tl.int64) * L * C
     if tl.program_id(0) == 0:
         b_dx, b_sums = convolve_back(
-            p_x, b_taps, b_bias, p_first, p_second, p_dy, row, -N, c, L, b_sums, N, C, PIECES, SILU, BT, BC, True
+            p_x, b_w, b_bias, p_first, p_second, p_dy, row, -N, c, L, b_sums, N, C, PIECES, SILU, BT, BC, True
         )
         tl.store(p_dx - N * C + at, cast(b_dx, p_dx.dtype.element_ty), mask=rows_inside(-N, c, L, C, BT))
         at, before = before_at(row, -N, c, N, C, PIECES, BT)
@@ -229,7 +231,7 @@ def conv_back_kernel(
         for i in range(BLOCKS):
             start = ((tl.program_id(0) - 1) * BLOCKS + i + 1) * BT - N
             b_dx, b_sums = convolve_back(
-                p_x, b_taps, b_bias, p_first, p_second, p_dy, row, start, c, L, b_sums, N, C, PIECES, SILU, BT, BC, False
+                p_x, b_w, b_bias, p_first, p_second, p_dy, row, start, c, L, b_sums, N, C, PIECES, SILU, BT, BC, False
             )
             p_d = p_dx + start.to(tl.int64) * C
             tl.store(p_d + at, cast(b_dx, p_dx.dtype.element_ty), mask=rows_inside(start, c, L, C, BT))

@@ -41,7 +41,7 @@ def function_of(test: str) -> str:
 
 
 def seconds(folder: str) -> dict[str, float]:
-    """Read the time of a case of each test function in the last complete run: seconds.json in ``folder``, tests/gpu."""
+    """Read the time of a case of each test function in earlier runs: seconds.json in ``folder``, tests/gpu."""
     try:
         with open(os.path.join(folder, "seconds.json")) as file:
             return json.load(file)
