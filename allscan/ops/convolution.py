@@ -28,7 +28,7 @@ def convolves(x: Tensor, weight: Tensor, bias: Tensor | None, activation: Any, c
         known
         and weight.shape == (x.shape[-1], weight.shape[-1])
         and 1 < weight.shape[-1] <= TAPS
-        and by_kernels(comm, x, weight, bias)
+        and by_kernels(comm.handle, x, weight, bias)
     )
 
 

@@ -37,13 +37,15 @@ class LocalFunction(NamedTuple):
         return found
 
 
-def by_kernels(comm: Communicator, *tensors: Tensor | None) -> bool:
+def by_kernels(handle: int, *tensors: Tensor | None) -> bool:
     """Return whether our kernels can process these tensors: the call is eager and the tensors pass the checks that the
-    kernels need. Otherwise torch operators compute: under tracing, and for arguments that a later check rejects."""
+    kernels need. Otherwise torch operators compute: under tracing, and for arguments that a later check rejects.
+    ``handle``: the communicator's."""
     if watched(tensors):
         return False
+    device = communicator_of(handle).device
     for x in tensors:
-        if x is not None and not (x.device == comm.device and x.dtype in FLOATS and x.numel()):
+        if x is not None and not (x.device == device and x.dtype in FLOATS and x.numel()):
             return False
     return True
 

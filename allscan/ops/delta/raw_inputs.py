@@ -29,9 +29,8 @@ MOST_KEYS = 256  # channels of q and k
 def normalized(q: Tensor, k: Tensor, handle: int) -> Sequence[Tensor]:
     """Return q and k, each divided by sqrt(sum of squares + 1e-6) along the last dimension. ``handle``: the
     communicator's."""
-    comm = communicator_of(handle)
-    if by_kernels(comm, q, k) and q.shape == k.shape and 0 < q.shape[-1] <= MOST_KEYS:
-        return NORMALIZE(comm, q, k)
+    if by_kernels(handle, q, k) and q.shape == k.shape and 0 < q.shape[-1] <= MOST_KEYS:
+        return NORMALIZE(communicator_of(handle), q, k)
     return [(x * (x.float().square().sum(-1, keepdim=True) + 1e-6).rsqrt()).to(x.dtype) for x in (q, k)]
 
 
@@ -42,9 +41,8 @@ def gate(
     a bound: bound * sigmoid(exp(A_log) (x + dt_bias)). Raw beta is a gate with the bound 1 or 2.
 
     A_log: [HV]. dt_bias: [HV] or [HV, K], in whatever shape."""
-    comm = communicator_of(handle)
-    if by_kernels(comm, x, A_log, dt_bias) and x.ndim in (3, 4):
-        return GATE(comm, x, A_log, dt_bias, bound=bound)[0]
+    if by_kernels(handle, x, A_log, dt_bias) and x.ndim in (3, 4):
+        return GATE(communicator_of(handle), x, A_log, dt_bias, bound=bound)[0]
     x = x.float()
     if dt_bias is not None:
         x = x + dt_bias.float().view(x.shape[2:])
