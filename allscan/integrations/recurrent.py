@@ -18,7 +18,7 @@ from ..base.checks import ScanInputs, has_tangents
 from ..comm.communicator import Communicator
 from ..launch.compiled_kernel import dynamo_disabled
 from ..ops.allscan import allscan, final_of_all, tie_backward
-from ..ops.convolution import convolution, convolves
+from ..ops.convolution import convolution
 from ..ops.halo import halo, halo_from_boundary_tokens
 from ..scan.zigzag_scan import outgoing
 from ..tokens.packing import Tables, TokenRange, join_document_states, split_document_states
@@ -57,9 +57,11 @@ def conv_with_halo(
     (B, T), count = x.shape[:2], len(pieces)
     if where.get("cu_seqlens") is None:
         few, traced = x.numel() <= CONCATENATED, torch.compiler.is_compiling()
-        if weights and T >= count * n and convolves(x, *weights, comm) and not (state is not None and x.requires_grad):
+        if weights and T >= count * n and not (state is not None and x.requires_grad):
             first = None if state is None or not pieces[0].begins else state
-            return convolution(x, *weights, comm=comm, layout=where.get("layout", "contiguous"), state=first)
+            y = convolution(x, *weights, comm=comm, layout=where.get("layout", "contiguous"), state=first)
+            if y is not None:
+                return y
         if T and (few or traced):
             before = after_state(halo(x, n, comm=comm, **where).unflatten(1, (count, n)), state, pieces)
             y = conv(torch.cat([before, x.unflatten(1, (count, -1))], 2).flatten(0, 1))[:, n:]

@@ -21,17 +21,6 @@ MOST = 8  # blocks of tokens of a program of conv_kernel
 PROGRAMS = 4096  # of a launch, at most about so many: each loads the weights, or writes a part of their gradient
 
 
-def convolves(x: Tensor, weight: Tensor, bias: Tensor | None, activation: Any, comm: Communicator) -> bool:
-    """Return whether ``convolution`` can compute this call: otherwise torch's or another package's function does."""
-    known = activation is None or activation in SILU
-    return (
-        known
-        and weight.shape == (x.shape[-1], weight.shape[-1])
-        and 1 < weight.shape[-1] <= TAPS
-        and by_kernels(comm.handle, x, weight, bias)
-    )
-
-
 def convolution(
     x: Tensor,
     weight: Tensor,
@@ -41,14 +30,18 @@ def convolution(
     comm: Communicator,
     layout: str = "contiguous",
     state: Tensor | None = None,
-) -> Tensor:
+) -> Tensor | None:
     """y[t] = f(bias + sum_i weight[:, i] x[t - n + i]), i = 0 .. n, over this rank's part of a sequence, as if on one
-    rank. Differentiable, but for ``state``.
+    rank. Differentiable, but for ``state``. Return None, and communicate nothing, if the kernels cannot compute it:
+    for other widths, activations and dtypes, and under tracing.
 
     x: [B, T, C]; each of the rank's pieces has at least n tokens. weight: [C, n + 1]. bias: [C]. activation: "silu",
     "swish" or None, for f. state: [B, n, C], the n tokens before the sequence, on the rank of its first token.
     """
     n, pieces = weight.shape[-1] - 1, 1 + (layout == "zigzag")
+    known = 0 < n < TAPS and (activation is None or activation in SILU) and weight.shape == (x.shape[-1], n + 1)
+    if not (known and by_kernels(comm, x, weight, bias)):
+        return None
     x, before = pieces_with_halo(x, n, comm=comm, layout=layout)
     first, second = before if pieces == 2 else (*before, None)
     first = first if state is None else state.float()

@@ -37,13 +37,13 @@ class LocalFunction(NamedTuple):
         return found
 
 
-def by_kernels(handle: int, *tensors: Tensor | None) -> bool:
+def by_kernels(comm: Communicator | int, *tensors: Tensor | None) -> bool:
     """Return whether our kernels can process these tensors: the call is eager and the tensors pass the checks that the
     kernels need. Otherwise torch operators compute: under tracing, and for arguments that a later check rejects.
-    ``handle``: the communicator's."""
+    comm: the communicator, or its handle, which torch.compile can trace."""
     if watched(tensors):
         return False
-    device = communicator_of(handle).device
+    device = (communicator_of(comm) if isinstance(comm, int) else comm).device
     for x in tensors:
         if x is not None and not (x.device == device and x.dtype in FLOATS and x.numel()):
             return False
