@@ -1,4 +1,4 @@
-"""Causal depthwise convolutions of at most TAPS tokens over the pieces of a rank's row, whose first tokens read the
+"""Causal depthwise convolutions of 2 to TAPS tokens over the pieces of a rank's row, whose first tokens read the
 tokens before the piece, which other ranks have sent; and their gradients.
 
 conv_kernel          y[t] = f(bias + sum_d w[d] x[t - d]), f: silu or nothing; w[d] = weight[:, N - d], N tokens before
@@ -29,7 +29,8 @@ def rows_inside(start, c, L, C: tl.constexpr, BT: tl.constexpr):
 def before_at(row, start, c, N: tl.constexpr, C: tl.constexpr, PIECES: tl.constexpr, BT: tl.constexpr):
     """(offsets, mask) [BT, BC] of the tokens from ``start`` on that are -N .. -1 of piece ``row``, in [B, N, C]."""
     t = start + tl.arange(0, BT)
-    return (row // PIECES * N + t + N)[:, None] * C + c[None, :], ((t < 0) & (t >= -N))[:, None] & (c < C)[None, :]
+    at = (row // PIECES * N + t + N).to(tl.int64)[:, None] * C + c[None, :]
+    return at, ((t < 0) & (t >= -N))[:, None] & (c < C)[None, :]
 
 
 @triton.jit
@@ -63,7 +64,7 @@ def taps(p_weight, c, N: tl.constexpr, C: tl.constexpr):
     """Load (w[0], .. w[3]), float32 [1, BC] each; 0 beyond w[N]."""
     p, inside = p_weight + c * (N + 1), (c < C)
     b_w0 = load(p, N, inside).to(tl.float32)[None, :]
-    b_w1 = load(p, N - 1, inside & (N >= 1)).to(tl.float32)[None, :]
+    b_w1 = load(p, N - 1, inside).to(tl.float32)[None, :]
     b_w2 = load(p, N - 2, inside & (N >= 2)).to(tl.float32)[None, :]
     b_w3 = load(p, N - 3, inside & (N >= 3)).to(tl.float32)[None, :]
     return b_w0, b_w1, b_w2, b_w3
@@ -109,7 +110,7 @@ def convolve(
     return b_z
 
 
-@triton.jit(do_not_specialize=["L"])
+@triton.jit(do_not_specialize=["L", "blocks"])
 def conv_kernel(
     p_x,  # [B * PIECES, L, C]
     p_weight,  # [C, N + 1]
@@ -118,20 +119,20 @@ def conv_kernel(
     p_second,  # the same before second pieces, or None
     p_y,  # like p_x; out
     L,  # int: tokens of a piece
+    blocks,  # int: of BT tokens a program
     N: tl.constexpr,
     C: tl.constexpr,
     PIECES: tl.constexpr,
     SILU: tl.constexpr,
     BT: tl.constexpr,
     BC: tl.constexpr,
-    BLOCKS: tl.constexpr,
 ):
-    """Grid: (programs for BLOCKS * BT tokens, blocks of BC channels, B * PIECES)."""
+    """Grid: (programs for blocks * BT tokens, blocks of BC channels, B * PIECES)."""
     row, c = tl.program_id(2), tl.program_id(1) * BC + tl.arange(0, BC)
     at = tl.arange(0, BT)[:, None] * C + c[None, :]
     b_taps, b_bias = taps(p_weight, c, N, C), biases_at(p_bias, c, C, BC)
-    for i in range(BLOCKS):
-        start = (tl.program_id(0) * BLOCKS + i) * BT
+    for i in range(loop_bound(blocks)):
+        start = (tl.program_id(0) * blocks + i) * BT
         if start < N:
             b_y = convolve(p_x, b_taps, b_bias, p_first, p_second, row, start, c, L, N, C, PIECES, BT, BC, True)
         else:
@@ -180,8 +181,7 @@ def convolve_back(
         if d == 0:
             b_dbias += b_d
             b_dw0 += b_d * tokens_at(p_x, p_first, p_second, row, start, c, L, N, C, PIECES, BT, EDGE)
-            if N >= 1:
-                b_dw1 += b_d * tokens_at(p_x, p_first, p_second, row, start + -1, c, L, N, C, PIECES, BT, EDGE)
+            b_dw1 += b_d * tokens_at(p_x, p_first, p_second, row, start + -1, c, L, N, C, PIECES, BT, EDGE)
             if N >= 2:
                 b_dw2 += b_d * tokens_at(p_x, p_first, p_second, row, start + -2, c, L, N, C, PIECES, BT, EDGE)
             if N >= 3:
@@ -189,7 +189,7 @@ def convolve_back(
     return b_dx, (b_dbias, b_dw0, b_dw1, b_dw2, b_dw3)
 
 
-@triton.jit(do_not_specialize=["L"])
+@triton.jit(do_not_specialize=["L", "blocks"])
 def conv_back_kernel(
     p_x,  # [B * PIECES, L, C]
     p_weight,  # [C, N + 1]
@@ -202,16 +202,16 @@ def conv_back_kernel(
     p_dsecond,  # like p_second; out
     p_parts,  # float32 [B * PIECES, programs along the tokens, N + 2, C]; out
     L,  # int: tokens of a piece
+    blocks,  # int: of BT tokens a program
     N: tl.constexpr,
     C: tl.constexpr,
     PIECES: tl.constexpr,
     SILU: tl.constexpr,
     BT: tl.constexpr,
     BC: tl.constexpr,
-    BLOCKS: tl.constexpr,
 ):
     """Grid: (programs, blocks of BC channels, B * PIECES). The first program of a piece has the BT tokens from -N on,
-    the others BLOCKS * BT each. Parts: a program's sums for dw[0 .. N] and dbias. The convolution is computed again.
+    the others blocks * BT each. Parts: a program's sums for dw[0 .. N] and dbias. The convolution is computed again.
     BT is at least 2N."""
     row, c = tl.program_id(2), tl.program_id(1) * BC + tl.arange(0, BC)
     at, b_none = tl.arange(0, BT)[:, None] * C + c[None, :], tl.zeros([BT, BC], tl.float32)
@@ -223,13 +223,13 @@ def conv_back_kernel(
             p_x, b_w, b_bias, p_first, p_second, p_dy, row, -N, c, L, b_sums, N, C, PIECES, SILU, BT, BC, True
         )
         tl.store(p_dx - N * C + at, cast(b_dx, p_dx.dtype.element_ty), mask=rows_inside(-N, c, L, C, BT))
-        at, before = before_at(row, -N, c, N, C, PIECES, BT)
-        tl.store(p_dfirst + at, b_dx, mask=before & (row % PIECES == 0))
+        of_before, before = before_at(row, -N, c, N, C, PIECES, BT)
+        tl.store(p_dfirst + of_before, b_dx, mask=before & (row % PIECES == 0))
         if PIECES == 2:
-            tl.store(p_dsecond + at, b_dx, mask=before & (row % PIECES == 1))
+            tl.store(p_dsecond + of_before, b_dx, mask=before & (row % PIECES == 1))
     else:
-        for i in range(BLOCKS):
-            start = ((tl.program_id(0) - 1) * BLOCKS + i + 1) * BT - N
+        for i in range(loop_bound(blocks)):
+            start = ((tl.program_id(0) - 1) * blocks + i + 1) * BT - N
             b_dx, b_sums = convolve_back(
                 p_x, b_w, b_bias, p_first, p_second, p_dy, row, start, c, L, b_sums, N, C, PIECES, SILU, BT, BC, False
             )
@@ -238,8 +238,7 @@ def conv_back_kernel(
     p_part = p_parts + (row * tl.num_programs(0) + tl.program_id(0)).to(tl.int64) * (N + 2) * C + c
     b_dbias, b_dw0, b_dw1, b_dw2, b_dw3 = b_sums
     tl.store(p_part, tl.sum(b_dw0, 0), mask=c < C)
-    if N >= 1:
-        tl.store(p_part + C, tl.sum(b_dw1, 0), mask=c < C)
+    tl.store(p_part + C, tl.sum(b_dw1, 0), mask=c < C)
     if N >= 2:
         tl.store(p_part + 2 * C, tl.sum(b_dw2, 0), mask=c < C)
     if N >= 3:

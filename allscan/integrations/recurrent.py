@@ -57,7 +57,8 @@ def conv_with_halo(
     (B, T), count = x.shape[:2], len(pieces)
     if where.get("cu_seqlens") is None:
         few, traced = x.numel() <= CONCATENATED, torch.compiler.is_compiling()
-        if weights and T >= count * n and not (state is not None and x.requires_grad):
+        differentiable = state is None or not x.requires_grad  # with a state the scan's result would be unused
+        if weights and differentiable:
             first = None if state is None or not pieces[0].begins else state
             y = convolution(x, *weights, comm=comm, layout=where.get("layout", "contiguous"), state=first)
             if y is not None:

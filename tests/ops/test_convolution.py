@@ -84,6 +84,52 @@ def test_a_state(run, layout, size=2):
     check_errors(run(size, state_case, layout), 2e-6)
 
 
+def frozen_case(comm):
+    """Return errors of the gradient of one input that requires it; x in bfloat16, parameters in float32."""
+    x, weight, bias, dy, none = whole(comm, F32, 1, 12 * comm.size, 24, 3, True)
+    x, dy, mine, errors = x.bfloat16(), dy.bfloat16(), place(comm, [12] * comm.size, True), []
+    exact = [y.double().requires_grad_() for y in (x, weight, bias)]
+    wanted = torch.autograd.grad(in_float64(*exact, "silu", torch.zeros_like(none)), exact, dy.double())
+    for i in range(3):
+        own = [y.clone().requires_grad_(i == j) for j, y in enumerate((x[:, mine], weight, bias))]
+        y = convolution(*own, "silu", comm=comm, layout="zigzag")
+        (found,) = torch.autograd.grad(y, own[i], dy[:, mine])
+        assert y.dtype == x.dtype and found.dtype == own[i].dtype
+        pair = (found, wanted[0][:, mine]) if i == 0 else (added_up(found, comm.group), wanted[i])
+        errors.append(relative(*pair) / ROUNDED[found.dtype])
+    return errors
+
+
+def test_frozen_inputs(run, size=2):
+    check_errors(run(size, frozen_case), 2.0)
+
+
+def left_to_others_case(comm):
+    """Return, by name, whether a call is left to the layer's own function."""
+    x, weight, bias, _, state = whole(comm, F32, 2, 12, 24, 3, True)
+    given = dict(x=x, weight=weight, bias=bias, activation="silu", state=state)
+    with torch.inference_mode():
+        of_inference = x.clone()
+    parameter, wide = weight.clone().requires_grad_(), torch.randn(24, 5, device=comm.device)
+    others = {
+        "bias": dict(bias=bias[:1]),
+        "state": dict(state=state[:, 1:]),
+        "batch of the state": dict(state=state[:1]),
+        "width": dict(weight=wide),
+        "activation": dict(activation="relu"),
+        "few tokens": dict(x=x[:, :2]),
+        "dtype": dict(x=x.to(torch.int32)),
+        "inference": dict(x=of_inference, weight=parameter),
+    }
+    found = {name: convolution(**given | other, comm=comm) is None for name, other in others.items()}
+    return found | {"a valid call": convolution(**given, comm=comm) is not None}
+
+
+def test_what_is_left_to_others(run, size=1):
+    for found in run(size, left_to_others_case):
+        assert all(found.values()), found
+
+
 def rejected_case(comm):
     """Return what a second derivative raises, and then each rank's next call."""
     x, weight = torch.randn(1, 8, 8, device=comm.device, requires_grad=True), torch.randn(8, 4, device=comm.device)

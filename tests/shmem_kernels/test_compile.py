@@ -440,8 +440,8 @@ def test_sums_of_gates():
 @pytest.mark.parametrize("kernel", [short_convolution.conv_kernel, short_convolution.conv_back_kernel])
 def test_convolutions(kernel, kind):
     arguments = pointers("p_first p_second p_dfirst p_dsecond p_parts", "*fp32")
-    arguments |= pointers("p_x p_weight p_bias p_y p_dy p_dx", kind) | {"L": "i32"}
-    constants = dict(N=3, C=12288, PIECES=2, SILU=True, BT=8, BC=128, BLOCKS=32)
+    arguments |= pointers("p_x p_weight p_bias p_y p_dy p_dx", kind) | {"L": "i32", "blocks": "i32"}
+    constants = dict(N=3, C=12288, PIECES=2, SILU=True, BT=8, BC=128)
     arguments, constants = ({n: x for n, x in y.items() if n in kernel.arg_names} for y in (arguments, constants))
     compiled = Compiled(kernel, arguments, constants, num_warps=8)
     assert compiled.spilled_bytes == 0 and compiled.registers <= 128
