@@ -4,7 +4,6 @@ that read them in place of tokens of the row."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from torch import Tensor
 
@@ -13,7 +12,7 @@ from ..base.checks import has_tangents
 from ..base.tiling import cdiv, next_power_of_2
 from ..comm.communicator import Communicator
 from ..launch.plan import Buffer, Plan
-from ..shmem_kernels.short_convolution import TAPS, conv_back_kernel, conv_kernel, conv_sums_kernel
+from ..shmem_kernels.short_convolution import TAPS, ConvSizes, conv_back_kernel, conv_kernel, conv_sums_kernel
 from .halo import pieces_with_halo
 from .local import LocalFunction, by_kernels
 
@@ -59,65 +58,41 @@ def convolution(
     return found
 
 
-def _convolve(
-    plan: Plan,
-    cuda: bool,
-    x: Buffer,
-    weight: Buffer,
-    bias: Buffer | None,
-    first: Buffer,
-    second: Buffer | None,
-    pieces: int,
-    silu: bool,
-) -> list[Buffer]:
-    fixed, (BT, BC) = _sizes(x, weight, pieces, silu), _block(x, cuda)
-    blocks, columns, rows = cdiv(fixed["L"], BT), cdiv(fixed["C"], BC), x.shape[0] * pieces
-    each = min(MOST, max(1, blocks * columns * rows // PROGRAMS))
-    grid, y = (cdiv(blocks, each), columns, rows), plan.output_like(x)
-    plan.launch(
-        conv_kernel, grid, x, weight, bias, first, second, y, blocks=each, BT=BT, BC=BC, num_warps=WARPS, **fixed
-    )
+def _convolve(plan: Plan, cuda: bool, *tensors: Buffer | None, pieces: int, silu: bool) -> list[Buffer]:
+    x, d, L, (columns, rows) = _sizes(tensors, cuda, pieces, silu)
+    blocks = cdiv(L, d.BT)
+    each, y = min(MOST, max(1, blocks * columns * rows // PROGRAMS)), plan.output_like(x)
+    grid = cdiv(blocks, each), columns, rows
+    plan.launch(conv_kernel, grid, *tensors, y, L=L, blocks=each, d=d, num_warps=WARPS)
     return [y]
 
 
-def _convolve_back(
-    plan: Plan,
-    cuda: bool,
-    x: Buffer,
-    weight: Buffer,
-    bias: Buffer | None,
-    first: Buffer,
-    second: Buffer | None,
-    dy: Buffer,
-    pieces: int,
-    silu: bool,
-) -> list[Buffer | None]:
-    outputs = [y if y is None else plan.output_like(y) for y in (x, weight, bias, first, second)]
+def _convolve_back(plan: Plan, cuda: bool, *tensors: Buffer | None, pieces: int, silu: bool) -> list[Buffer | None]:
+    x, d, L, (columns, rows) = _sizes(tensors, cuda, pieces, silu)
+    outputs = [y if y is None else plan.output_like(y) for y in tensors[:-1]]  # the last is the output's gradient
     dx, dweight, dbias, *before = outputs
-    fixed, (BT, BC) = _sizes(x, weight, pieces, silu), _block(x, cuda)
-    N, C, rows = fixed["N"], fixed["C"], x.shape[0] * pieces
-    blocks, columns = cdiv(fixed["L"] + N, BT) - 1, cdiv(C, BC)  # without the first of a piece
+    blocks = cdiv(L + d.N, d.BT) - 1  # without the first of a piece
     each = max(1, blocks * columns * rows // PROGRAMS)
     programs = 1 + cdiv(blocks, each)
-    parts = plan.scratch(rows, programs, N + 2, C)
-    tensors = x, weight, bias, first, second, dy, dx, *before, parts
-    plan.launch(
-        conv_back_kernel, (programs, columns, rows), *tensors, blocks=each, BT=BT, BC=BC, num_warps=WARPS, **fixed
-    )
+    parts = plan.scratch(rows, programs, d.N + 2, d.C)
+    grid, arguments = (programs, columns, rows), (*tensors, dx, *before, parts)
+    plan.launch(conv_back_kernel, grid, *arguments, L=L, blocks=each, d=d, num_warps=WARPS)
     BN = 32 if cuda else min(256, next_power_of_2(rows * programs))
-    sums = dict(parts=rows * programs, N=N, C=C, BN=BN, BC=BC)
-    plan.launch(conv_sums_kernel, (columns, N + 2), parts, dweight, dbias, **sums)
+    plan.launch(conv_sums_kernel, (columns, d.N + 2), parts, dweight, dbias, parts=rows * programs, BN=BN, d=d)
     return outputs
 
 
-def _sizes(x: Buffer, weight: Buffer, pieces: int, silu: bool) -> dict[str, Any]:
-    return dict(L=x.shape[1] // pieces, N=weight.shape[1] - 1, C=x.shape[2], PIECES=pieces, SILU=silu)
-
-
-def _block(x: Buffer, cuda: bool) -> Sequence[int]:
-    """(BT, BC) of a program. The interpreter's time grows with the number of programs."""
-    BC = min(128 if cuda else 512, next_power_of_2(x.shape[2]))
-    return (8, BC) if cuda else (max(8, min(256, next_power_of_2(x.shape[1]))), BC)
+def _sizes(
+    tensors: Sequence[Buffer | None], cuda: bool, pieces: int, silu: bool
+) -> tuple[Buffer, ConvSizes, int, tuple[int, int]]:
+    """(x, the kernels' constants, tokens of a piece, (blocks of channels, pieces of all rows)). tensors: x, weight,
+    bias, the tokens before first and before second pieces. The interpreter's time grows with the number of blocks."""
+    x, weight = tensors[:2]
+    assert x is not None and weight is not None
+    (B, T, C), n = x.shape, weight.shape[1] - 1
+    BT = 8 if cuda else max(8, min(256, next_power_of_2(T)))
+    BC = min(128 if cuda else 512, next_power_of_2(C))
+    return x, ConvSizes(n, C, pieces, silu, BT, BC), T // pieces, (cdiv(C, BC), B * pieces)
 
 
 _CONVOLUTION = LocalFunction(

@@ -396,7 +396,9 @@ def fields_read(function) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("module", [delta_state, gdn, kda_fwd, kda_bwd, gla_fwd, gla_bwd, gla_strong, ssd_fwd, ssd_bwd])
+@pytest.mark.parametrize(
+    "module", [delta_state, gdn, kda_fwd, kda_bwd, gla_fwd, gla_bwd, gla_strong, ssd_fwd, ssd_bwd, short_convolution]
+)
 def test_kernels_name_the_constants_that_they_read(module):
     kernels = {x for name, x in vars(module).items() if name.endswith("_kernel") and "d" in x.arg_names}
     for kernel in kernels:
@@ -441,12 +443,19 @@ def test_sums_of_gates():
 def test_convolutions(kernel, kind):
     arguments = pointers("p_first p_second p_dfirst p_dsecond p_parts", "*fp32")
     arguments |= pointers("p_x p_weight p_bias p_y p_dy p_dx", kind) | {"L": "i32", "blocks": "i32"}
-    constants = dict(N=3, C=12288, PIECES=2, SILU=True, BT=8, BC=128)
-    arguments, constants = ({n: x for n, x in y.items() if n in kernel.arg_names} for y in (arguments, constants))
+    arguments = {n: x for n, x in arguments.items() if n in kernel.arg_names}
+    constants = dict(d=short_convolution.ConvSizes(N=3, C=12288, PIECES=2, SILU=True, BT=8, BC=128))
     compiled = Compiled(kernel, arguments, constants, num_warps=8)
     assert compiled.spilled_bytes == 0 and compiled.registers <= 128
     assert compiled.count(r"ld\.global\.v[24]\.b32") and not compiled.count(r"st\.global\.b16")
     assert not compiled.count(r"\b(atom|red)\.")
+
+
+def test_sums_of_convolutions():
+    arguments = pointers("p_parts", "*fp32") | pointers("p_dweight p_dbias", "*bf16") | {"parts": "i32"}
+    sizes = short_convolution.ConvSizes(N=3, C=12288, PIECES=2, SILU=True, BT=8, BC=128)
+    compiled = Compiled(short_convolution.conv_sums_kernel, arguments, dict(BN=32, d=sizes))
+    assert compiled.spilled_bytes == 0 and not compiled.count(r"\b(atom|red)\.")
 
 
 @pytest.mark.parametrize("kernel, names", [(reverse_kernel, "p_x p_out"), (fold_kernel, "p_x p_reversed p_out")])
