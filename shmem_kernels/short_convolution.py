@@ -1,6 +1,7 @@
 """Causal depthwise convolutions of 2 to TAPS tokens over the pieces of a rank's row, whose first tokens read the
 tokens before the piece, which other ranks have sent; and their gradients.
 
+conv_edges_kernel    the last tokens of each piece, in float32; or adds their gradients to those of x
 conv_kernel          y[t] = f(bias + sum_j w[j] x[t - j]), f: silu or nothing; w[j] = weight[:, N - j], N tokens before
 conv_back_kernel     dx, the gradient of the tokens before each piece, parts of the gradients of weight and bias
 conv_sums_kernel     the gradients of weight and bias, from conv_back_kernel's parts
@@ -77,6 +78,35 @@ def biases_at(p_bias, c, d: tl.constexpr):
     if p_bias is not None:
         b_bias += load(p_bias, c, c < d.C).to(tl.float32)[None, :]
     return b_bias
+
+
+@triton.jit(do_not_specialize=["L"])
+def conv_edges_kernel(
+    p_x,  # [B * PIECES, L, C]
+    p_first,  # float32 [B, N, C], of first pieces
+    p_second,  # the same of second pieces, or None
+    L,  # int: tokens of a piece
+    BACK: tl.constexpr,
+    d: tl.constexpr,  # N C PIECES BT BC
+):
+    """Grid: (blocks of BC channels, B * PIECES). The last N tokens of the pieces; with BACK they are added to x."""
+    row, c = tl.program_id(1), tl.program_id(0) * d.BC + tl.arange(0, d.BC)
+    t = tl.arange(0, d.BT)[:, None]
+    b_inside, at = (t < d.N) & (c < d.C)[None, :], t * d.C + c[None, :]
+    p = p_x + (row.to(tl.int64) * L + (L - d.N)) * d.C
+    of_edges = (row // d.PIECES * d.N).to(tl.int64) * d.C + at
+    b_first = b_inside & (row % d.PIECES == 0)
+    b_second = b_inside & (row % d.PIECES == 1)
+    b_x = load(p, at, b_inside).to(tl.float32)
+    if BACK:
+        b_x += load(p_first, of_edges, b_first)
+        if d.PIECES == 2:
+            b_x += load(p_second, of_edges, b_second)
+        tl.store(p + at, cast(b_x, p_x.dtype.element_ty), mask=b_inside)
+    else:
+        tl.store(p_first + of_edges, b_x, mask=b_first)
+        if d.PIECES == 2:
+            tl.store(p_second + of_edges, b_x, mask=b_second)
 
 
 @triton.jit

@@ -70,6 +70,12 @@ class PendingBackward:
             backwards.dropped[self._reverse] = True
 
 
+def pending_backward(scan: Any, reverse: bool) -> PendingBackward | None:
+    """The PendingBackward of a differentiable call that has run scans of ``scan``, the first in this direction; None in
+    a recomputation."""
+    return None if recomputing() else PendingBackward(scan.launcher.backwards, reverse)
+
+
 GONE = "the communicator of this call was closed, or its AllScan deleted"
 
 

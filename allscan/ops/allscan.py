@@ -226,10 +226,8 @@ def scan_zigzag(
     async_op: bool = False,
     part: str = HALF,
     fwd_epochs: Sequence[Tensor | None] = (None, None),
-    joined: bool = False,
 ) -> Any:
-    """Run ``allscan`` on pairs in the zigzag layout. fwd_epochs: of a custom operator, for each of the two scans.
-    joined: one node of autograd has made both states, and another one uses both results, on every rank."""
+    """Run ``allscan`` on pairs in the zigzag layout. fwd_epochs: of a custom operator, for each of the two scans."""
     state, decay, transition, initial_state, out = inputs
     ascending: Any
     descending: Any
@@ -263,7 +261,7 @@ def scan_zigzag(
     if deferred is not None:
         get_or_create_scan(comm, None, deferred=deferred)
     comm.order.stamp = comm.order.stamp or ZIGZAG  # the calling operator's stamp, if any
-    wanted = bool(key[-1]) and not joined
+    wanted = bool(key[-1])
     if wanted:
         # both scans then have a backward on every rank, even if only one input requires a gradient
         taken = [x if i < 2 or (isinstance(x, Tensor) and x.requires_grad) else None for i, x in enumerate(operands)]

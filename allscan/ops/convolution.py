@@ -4,22 +4,39 @@ that read them in place of tokens of the row."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
+import torch
 from torch import Tensor
 
-from ..base.autograd import inference_tensors, wants_gradient
-from ..base.checks import has_tangents
+from ..base.autograd import Function, inference_tensors, second_derivative_error, wants_gradient
+from ..base.checks import described, has_tangents, plain_or_traced, restored
 from ..base.tiling import cdiv, next_power_of_2
-from ..comm.communicator import Communicator
+from ..comm.backwards import FWD_EPOCHS, new_fwd_epochs, pending_backward, saved_tensors
+from ..comm.communicator import Communicator, communicator_of
+from ..launch.compiled_kernel import dynamo_disabled
 from ..launch.plan import Buffer, Plan
-from ..shmem_kernels.short_convolution import TAPS, ConvSizes, conv_back_kernel, conv_kernel, conv_sums_kernel
-from .halo import pieces_with_halo
-from .local import LocalFunction, by_kernels
+from ..scan.agreement import get_or_create_scan
+from ..scan.collective import AllScan
+from ..scan.launcher import ChannelUse, ScanBuffers
+from ..scan.zigzag_scan import record_two_way
+from ..shmem_kernels.short_convolution import (
+    TAPS,
+    ConvSizes,
+    conv_back_kernel,
+    conv_edges_kernel,
+    conv_kernel,
+    conv_sums_kernel,
+)
+from .halo import Options as HaloOptions
+from .halo import check_halo
+from .local import by_kernels, run_recorded
 
 SILU = "silu", "swish"
 WARPS = 8  # a thread has 4 channels of a token: with 8, conv_back_kernel takes more than 200 registers
 MOST = 8  # blocks of tokens of a program of conv_kernel
 PROGRAMS = 4096  # about the number from which on a program has several blocks: each loads the weights
+NAMES = tuple("x weight bias tokens_before tokens_before_second_piece".split())
 INTERPRETED = 1 << 16  # numbers of x on CPUs: Triton's interpreter takes seconds for more
 MOST_ROWS = 65535  # of a CUDA grid
 
@@ -50,51 +67,123 @@ def convolution(
         return None
     if comm.device.type == "cpu" and x.numel() > INTERPRETED or wants_gradient(own) and inference_tensors(own):
         return None
-    x, before = pieces_with_halo(x, n, comm=comm, layout=layout)
-    first, second = before if pieces == 2 else (*before, None)
-    first = first if state is None else state.detach().float()
-    options = dict(pieces=pieces, silu=activation is not None)
-    found: Tensor = _CONVOLUTION(comm, x, weight, bias, first, second, **options)[0]
-    return found
+    with comm.call(False, "halo()", x):
+        check_halo((x,), comm, HaloOptions(n, layout=layout))
+        options = dict(scan=get_or_create_scan(comm, (B, n, C)), pieces=pieces, silu=activation is not None)
+        if wants_gradient(own):
+            found: Tensor = _Convolution.apply((comm, options), *own, state)
+            return found
+        tensors = plain_or_traced(*own, None if state is None else state.float(), None)
+        return run_recorded(comm, _convolve, tensors, options)[0]
 
 
-def _convolve(plan: Plan, cuda: bool, *tensors: Buffer | None, pieces: int, silu: bool) -> list[Buffer]:
-    x, d, L, (columns, rows) = _sizes(tensors, cuda, pieces, silu)
-    blocks = cdiv(L, d.BT)
-    each, y = min(MOST, max(1, blocks * columns * rows // PROGRAMS)), plan.output_like(x)
-    grid = cdiv(blocks, each), columns, rows
-    plan.launch(conv_kernel, grid, *tensors, y, L=L, blocks=each, d=d, num_warps=WARPS)
-    return [y]
+class _Convolution(Function):
+    """how: (the communicator, options of ``_convolve``)."""
+
+    @staticmethod
+    def forward(ctx: Any, how: tuple[Communicator, dict], *tensors: Tensor | None) -> Tensor:
+        comm, options = how
+        *own, state = plain_or_traced(*tensors)
+        state, fwd_epoch = None if state is None else state.float(), new_fwd_epochs(comm, FWD_EPOCHS)
+        y, first, second = run_recorded(comm, _convolve, (*own, state, fwd_epoch), options)
+        kept = *own, first if state is None else state, second
+        ctx.save_for_backward(*[x for x in kept if x is not None])
+        ctx.specs = [x if x is None else described(x) for x in kept]
+        exchanges = ctx.needs_input_grad[1]  # the gradient of x has that of the tokens that other ranks have got
+        ctx.pending = pending_backward(options["scan"], False) if exchanges else None
+        ctx.how = comm.handle, comm.order.stamp, fwd_epoch if exchanges else None, options["pieces"], options["silu"]
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.compiler.is_compiling():  # autograd's graph: torch must not trace this backward
+            return _backward_not_traced(ctx, dy)
+        handle, stamp_of_call, fwd_epoch, pieces, silu = ctx.how
+        comm, specs = communicator_of(handle), [spec for spec in ctx.specs if spec is not None]
+        if ctx.pending is not None:
+            ctx.pending.run()
+        saved = saved_tensors(ctx, lambda: comm, True)
+        with comm.call(True, "the backward of halo()", dy):
+            if torch.is_grad_enabled():
+                raise second_derivative_error("a convolution")
+            comm.order.stamp = stamp_of_call
+            names = [name for name, spec in zip(NAMES, ctx.specs, strict=True) if spec is not None]
+            found = iter(restored("a convolution", names, saved, specs))
+            given = [*[spec if spec is None else next(found) for spec in ctx.specs], *plain_or_traced(dy), fwd_epoch]
+            scan = get_or_create_scan(comm, ctx.specs[3][1])
+            return None, *run_recorded(comm, _convolve_back, given, dict(scan=scan, pieces=pieces, silu=silu)), None
 
 
-def _convolve_back(plan: Plan, cuda: bool, *tensors: Buffer | None, pieces: int, silu: bool) -> list[Buffer | None]:
-    x, d, L, (columns, rows) = _sizes(tensors, cuda, pieces, silu)
-    outputs = [y if y is None else plan.output_like(y) for y in tensors[:-1]]  # the last is the output's gradient
-    dx, dweight, dbias, *before = outputs
+_backward_not_traced = dynamo_disabled(_Convolution.backward)
+
+
+def _convolve(
+    plan: Plan, cuda: bool, *tensors: Buffer | None, scan: AllScan, pieces: int, silu: bool
+) -> list[Buffer | None]:
+    """tensors: x, weight, bias, state, the forward epochs. Returns y, the tokens before first and second pieces."""
+    *own, state, fwd_epoch = tensors
+    x, d, L, (columns, rows) = _sizes(own, cuda, pieces, silu)
+    edges = [plan.scratch(*scan.shape) for _ in range(pieces)]
+    before = [plan.output(*scan.shape) for _ in range(pieces)]
+    plan.launch(conv_edges_kernel, (columns, rows), x, *_two(edges), L=L, BACK=False, d=d)
+    _record_scans(plan, scan, edges, before, fwd_epoch)
+    first, second = _two(before)
+    blocks, y = cdiv(L, d.BT), plan.output_like(x)
+    each = min(MOST, max(1, blocks * columns * rows // PROGRAMS))
+    grid, given = (cdiv(blocks, each), columns, rows), (*own, state or first, second, y)
+    plan.launch(conv_kernel, grid, *given, L=L, blocks=each, d=d, num_warps=WARPS)
+    return [y, first, second]
+
+
+def _convolve_back(
+    plan: Plan, cuda: bool, *tensors: Buffer | None, scan: AllScan, pieces: int, silu: bool
+) -> list[Buffer | None]:
+    """tensors: x, weight, bias, the tokens before pieces, the gradient of y, the forward epochs, or None if x needs no
+    gradient. Returns the gradients of x, weight and bias."""
+    *inputs, fwd_epoch = tensors
+    x, d, L, (columns, rows) = _sizes(inputs, cuda, pieces, silu)
+    dx, dweight, dbias = (y if y is None else plan.output_like(y) for y in inputs[:3])
+    dbefore, dedges = ([plan.scratch(*scan.shape) for _ in range(pieces)] for _ in range(2))
     blocks = cdiv(L + d.N, d.BT) - 1  # without the first of a piece
     each = max(1, blocks * columns * rows // PROGRAMS)
     programs = 1 + cdiv(blocks, each)
     parts = plan.scratch(rows, programs, d.N + 2, d.C)
-    grid, arguments = (programs, columns, rows), (*tensors, dx, *before, parts)
+    grid, arguments = (programs, columns, rows), (*inputs, dx, *_two(dbefore), parts)
     plan.launch(conv_back_kernel, grid, *arguments, L=L, blocks=each, d=d, num_warps=WARPS)
+    if fwd_epoch is not None:
+        _record_scans(plan, scan, dbefore, dedges, fwd_epoch, True)
+        plan.launch(conv_edges_kernel, (columns, rows), dx, *_two(dedges), L=L, BACK=True, d=d)
     BN = 32 if cuda else min(256, next_power_of_2(rows * programs))
     plan.launch(conv_sums_kernel, (columns, d.N + 2), parts, dweight, dbias, parts=rows * programs, BN=BN, d=d)
-    return outputs
+    return [dx, dweight, dbias]
+
+
+def _record_scans(
+    plan: Plan, scan: AllScan, sent: list[Buffer], got: list[Buffer], fwd_epoch: Buffer | None, adjoint: bool = False
+) -> None:
+    """Record ``halo``'s exchange of [B, n, C] beside each piece; adjoint: of their gradients."""
+    words = fwd_epoch or plan.scratch(FWD_EPOCHS, dtype=torch.int64)
+    first, *second = (ScanBuffers(*pair, plan.view(words, 2 * i, 1)) for i, pair in enumerate(zip(sent, got)))
+    if second:
+        ascending, descending = (second[0], first) if adjoint else (first, second[0])
+        record_two_way(plan, scan, ascending, descending, adjoint, None)
+    else:
+        scan.launcher.record_scan(plan, first, ChannelUse(adjoint, adjoint, None))
+
+
+def _two(buffers: list[Buffer]) -> Sequence[Buffer | None]:
+    """Those of first and of second pieces, or None."""
+    return *buffers, *[None] * (2 - len(buffers))
 
 
 def _sizes(
     tensors: Sequence[Buffer | None], cuda: bool, pieces: int, silu: bool
 ) -> tuple[Buffer, ConvSizes, int, tuple[int, int]]:
     """(x, the kernels' constants, tokens of a piece, (blocks of channels, pieces of all rows)). tensors: x, weight,
-    bias, the tokens before first and before second pieces. The interpreter's time grows with the number of blocks."""
+    bias, and more. The interpreter's time grows with the number of blocks."""
     x, weight = tensors[:2]
     assert x is not None and weight is not None
     (B, T, C), n = x.shape, weight.shape[1] - 1
     BT = 8 if cuda else max(8, min(256, next_power_of_2(T)))
     BC = min(128 if cuda else 512, next_power_of_2(C))
     return x, ConvSizes(n, C, pieces, silu, BT, BC), T // pieces, (cdiv(C, BC), B * pieces)
-
-
-_CONVOLUTION = LocalFunction(
-    _convolve, _convolve_back, what="a convolution", names="x weight bias tokens_before tokens_before_second_piece"
-)

@@ -12,9 +12,16 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd import Function
 
-from ..base.autograd import CustomOperator, Passes, check_saveable, inference_tensors, wants_gradient
+from ..base.autograd import (
+    CustomOperator,
+    Function,
+    Passes,
+    check_saveable,
+    inference_tensors,
+    second_derivative_error,
+    wants_gradient,
+)
 from ..base.checks import (
     PER_DOCUMENT,
     ScanInputs,
@@ -29,7 +36,7 @@ from ..base.checks import (
 )
 from ..base.errors import DeferredError
 from ..bindings.torch_compat import num_dispatch_modes, recorded
-from ..comm.backwards import FWD_EPOCHS, new_fwd_epochs
+from ..comm.backwards import FWD_EPOCHS, new_fwd_epochs, pending_backward
 from ..comm.communicator import Communicator, check_communicator, communicator_of
 from ..comm.tags import stamp
 from ..launch.compiled_kernel import dynamo_disabled
@@ -174,36 +181,7 @@ def halo_from_boundary_tokens(x: Xs, T: int, n: int, *, comm: Communicator, layo
     return found
 
 
-def pieces_with_halo(x: Tensor, n: int, *, comm: Communicator, layout: str) -> tuple[Tensor, Sequence[Tensor]]:
-    """(x, the n tokens before each of this rank's pieces of x [B, T, C], float32 [B, n, C]), as ``halo``, with one node
-    of autograd and the scans'. One node must use all results, and no other may hold the gradient of x: it is changed in
-    place. Pieces: one, in the zigzag layout two; none has fewer than n tokens."""
-    with comm.call(False, "halo()", x):
-        _checked((x,), comm, Options(n, layout=layout))
-        x, *edges = _Edges.apply(x, n, 1 + (layout == "zigzag"))
-        if len(edges) == 2:
-            return x, scan_zigzag(comm, ScanInputs(tuple(edges), (0.0, 0.0)), part=OF_HALO, joined=True)
-        return x, (scan_once(comm, ScanInputs(edges[0], 0.0), False, part=OF_HALO),)
-
-
-class _Edges(Function):
-    """x [B, T, C] -> x, and the last n tokens of each piece, float32 [B, n, C]."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, n: int, pieces: int) -> tuple[torch.Tensor, ...]:
-        ctx.n, ctx.pieces = n, pieces
-        edges = x.unflatten(1, (pieces, -1))[:, :, -n:].transpose(0, 1)
-        return x.detach(), *edges.to(torch.float32, copy=True, memory_format=torch.contiguous_format).unbind()
-
-    @staticmethod
-    def backward(ctx: Any, dx: Tensor, *dedges: Tensor) -> tuple[torch.Tensor, None, None]:
-        dx = dx.clone() if torch.is_grad_enabled() else dx
-        for i, dedge in enumerate(dedges):
-            dx.unflatten(1, (ctx.pieces, -1))[:, i, -ctx.n :] += dedge
-        return dx, None, None
-
-
-def _checked(xs: tuple[Tensor, ...], comm: Communicator, options: Options) -> Options:
+def check_halo(xs: tuple[Tensor, ...], comm: Communicator, options: Options) -> Options:
     """Check a call, unless an equal one was; return its options with converted values. Sets the call's stamp."""
     n, reverse, cu_seqlens, first_token, layout, per_document, T = options
     cached = cu_seqlens is None and type(n) is int and type(layout) is str
@@ -220,28 +198,79 @@ def _checked(xs: tuple[Tensor, ...], comm: Communicator, options: Options) -> Op
 
 
 def _halo(xs: tuple[Tensor, ...], comm: Communicator, options: Options) -> tuple[Tensor, ...]:
-    n, reverse, cu_seqlens, first_token, layout, per_document, T = _checked(xs, comm, options)
+    n, reverse, cu_seqlens, first_token, layout, per_document, T = check_halo(xs, comm, options)
     if per_document:
         return _of_documents(xs, n, comm, reverse, boundaries_on_host(cu_seqlens), first_token, T)
     zigzag, tokens = layout == "zigzag", xs[0].shape[1]
     halves = 1 + zigzag
     edges, decay = _edges(xs, n, halves, reverse), _decay(tokens // halves, n, reverse)
     inside = _inside(comm, tokens if T is None else T, n, reverse, cu_seqlens, first_token, zigzag)
-    if not zigzag:
-        found = scan_once(comm, ScanInputs(edges[0], decay), reverse, part=OF_HALO)
+    if wants_gradient(edges):
+        found = _Exchange.apply((comm, decay, reverse), *edges)
     else:
-        found = _two_ways(comm, edges, decay, reverse)
+        found = _exchange(comm, edges, decay, reverse)
     if inside is not None:
         found = torch.where(inside, found, 0.0)
     return _from_edges(found, xs, halves * n)
 
 
-def _two_ways(comm: Communicator, edges: Sequence[Tensor], decay: Any, reverse: bool, **epochs: Any) -> Tensor:
-    """The exchange in the zigzag layout: [B, 2n, words]. reverse: the ascending scan sends the first tokens of second
-    halves."""
+def _exchange(
+    comm: Communicator, edges: Sequence[Tensor], decay: Any, reverse: bool, fwd_epoch: Tensor | None = None
+) -> Tensor:
+    """The scans of a call: [B, n, words], in the zigzag layout [B, 2n, words]. edges: one, or those of both halves.
+    With ``reverse`` the ascending scan sends the first tokens of second halves. fwd_epoch: int64 [FWD_EPOCHS], for a
+    backward."""
+    of_scans = [None if fwd_epoch is None else _epoch_of(fwd_epoch, descending) for descending in (False, True)]
+    if len(edges) == 1:
+        return scan_once(comm, ScanInputs(edges[0], decay), reverse, part=OF_HALO, fwd_epoch=of_scans[reverse])
     pair = tuple(edges[::-1] if reverse else edges)
-    found = scan_zigzag(comm, ScanInputs(pair, (decay, decay)), part=OF_HALO, **epochs)
+    found = scan_zigzag(comm, ScanInputs(pair, (decay, decay)), part=OF_HALO, fwd_epochs=of_scans)
     return torch.cat(found[::-1] if reverse else found, 1)
+
+
+def _exchange_back(
+    comm: Communicator, dfound: Tensor, decay: Any, reverse: bool, fwd_epoch: Tensor, zigzag: bool
+) -> list[Tensor]:
+    """The gradients of ``edges``, inside of a call of the other direction."""
+    found, outgoing_state = [dfound] * (1 + zigzag), None
+    for descending in (True, False) if zigzag else (reverse,):  # the scan in forward
+        half = int(zigzag and descending != reverse)
+        part = dfound.chunk(1 + zigzag, 1)[half].contiguous()
+        inputs, epoch = ScanInputs(part, decay, None, outgoing_state), _epoch_of(fwd_epoch, descending)
+        found[half] = scan_once(comm, inputs, not descending, part=OF_HALO, fwd_epoch=epoch, adjoint=True)
+        if zigzag and comm.rank == comm.size - 1:  # where the ascending scan has ended, and the other one began
+            outgoing_state = outgoing(inputs, found[half], adjoint=True)
+    return found
+
+
+class _Exchange(Function):
+    """``_exchange`` with a gradient. how: (comm, decay, reverse)."""
+
+    @staticmethod
+    def forward(ctx: Any, how: tuple[Communicator, Any, bool], *edges: Tensor) -> Tensor:
+        comm, decay, reverse = how
+        zigzag, fwd_epoch = len(edges) == 2, new_fwd_epochs(comm, FWD_EPOCHS)
+        found = _exchange(comm, edges, decay, reverse, fwd_epoch)
+        ctx.pending = pending_backward(get_or_create_scan(comm, edges[0].shape), reverse and not zigzag)
+        ctx.call, ctx.how = (comm.handle, comm.order.stamp), (decay, reverse, fwd_epoch, zigzag)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, dfound: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.compiler.is_compiling():  # autograd's graph: torch must not trace this backward
+            return _backward_not_traced(ctx, dfound)
+        (handle, stamp_of_call), reverse = ctx.call, ctx.how[1]
+        comm = communicator_of(handle)
+        if ctx.pending is not None:
+            ctx.pending.run()
+        with comm.call(not reverse, "the backward of halo()", dfound):
+            if torch.is_grad_enabled():
+                raise second_derivative_error("halo()")
+            comm.order.stamp = stamp_of_call
+            return None, *_exchange_back(comm, dfound, *ctx.how)
+
+
+_backward_not_traced = dynamo_disabled(_Exchange.backward)
 
 
 def _check_halo(xs: Sequence[Tensor], comm: Communicator, options: Options) -> tuple[int, Any, int | None, int]:
@@ -454,12 +483,7 @@ def _forward(
         comm.order.stamp = _stamp_of(cu_seqlens, agree)
         inside, decay = _inside(comm, T, n, reverse, cu_seqlens, first_token, zigzag), _decay(T >> zigzag, n, reverse)
         fwd_epoch = new_fwd_epochs(comm, FWD_EPOCHS)
-        if zigzag:
-            epochs = [_epoch_of(fwd_epoch, descending) for descending in (False, True)]
-            found = _two_ways(comm, [*edge.unbind()], decay, reverse, fwd_epochs=epochs)
-        else:
-            epoch = _epoch_of(fwd_epoch, reverse)
-            found = scan_once(comm, ScanInputs(edge, decay), reverse, part=OF_HALO, fwd_epoch=epoch)
+        found = _exchange(comm, [*edge.unbind()] if zigzag else [edge], decay, reverse, fwd_epoch)
         return found if inside is None else torch.where(inside, found, 0.0), fwd_epoch
 
 
@@ -490,21 +514,13 @@ def _backward(
 ) -> tuple[Tensor]:
     comm, n = communicator_of(handle), dfound.shape[1] >> zigzag
     agree = Options(n, reverse, cu_seqlens, first_token, _LAYOUTS[zigzag]).alike(dtypes, widths)
-    found, outgoing_state = [dfound] * (1 + zigzag), None
-    for descending in (True, False) if zigzag else (reverse,):  # the scan in forward; calls as in eager mode
-        with comm.call(not descending, "the backward of halo()", dfound):
-            comm.order.stamp = _stamp_of(cu_seqlens, agree)
-            inside = _inside(comm, T, n, reverse, cu_seqlens, first_token, zigzag)
-            half = int(zigzag and descending != reverse)
-            part = dfound if inside is None else torch.where(inside, dfound, 0.0)
-            part = part.chunk(1 + zigzag, 1)[half].contiguous()
-            inputs = ScanInputs(part, _decay(T >> zigzag, n, reverse), None, outgoing_state)
-            kind = torch.int64, torch.Size([FWD_EPOCHS]), comm.device
-            (epochs,) = restored("halo()", ("fwd_epoch",), [fwd_epoch], [kind])
-            epoch = _epoch_of(epochs, descending)
-            found[half] = scan_once(comm, inputs, not descending, part=OF_HALO, fwd_epoch=epoch, adjoint=True)
-            if zigzag and comm.rank == comm.size - 1:  # where the ascending scan has ended, and the other one began
-                outgoing_state = outgoing(inputs, found[half], adjoint=True)
+    with comm.call(not reverse, "the backward of halo()", dfound):
+        comm.order.stamp = _stamp_of(cu_seqlens, agree)
+        inside, decay = _inside(comm, T, n, reverse, cu_seqlens, first_token, zigzag), _decay(T >> zigzag, n, reverse)
+        dfound = dfound if inside is None else torch.where(inside, dfound, 0.0)
+        kind = torch.int64, torch.Size([FWD_EPOCHS]), comm.device
+        (fwd_epoch,) = restored("halo()", ("fwd_epoch",), [fwd_epoch], [kind])
+        found = _exchange_back(comm, dfound, decay, reverse, fwd_epoch, zigzag)
     return (torch.stack(found) if zigzag else found[0],)
 
 

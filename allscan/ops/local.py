@@ -57,7 +57,7 @@ class _Apply(Function):
     def forward(ctx: Any, how: tuple[Communicator, LocalFunction, dict], *tensors: Tensor | None) -> tuple[Tensor, ...]:
         comm, function, options = how
         tensors = tuple(plain_or_traced(*tensors))
-        outputs = _run(comm, function.forward, tensors, options)
+        outputs = run_recorded(comm, function.forward, tensors, options)
         saved = outputs if function.saves_outputs else tensors
         ctx.save_for_backward(*[x for x in saved if x is not None])
         ctx.specs = [x if x is None else described(x) for x in saved]
@@ -79,13 +79,15 @@ class _Apply(Function):
             with comm.call(True):  # the error also reaches the ranks that wait for this rank's next call
                 raise
         tensors = [spec if spec is None else next(found) for spec in ctx.specs]
-        return None, *_run(comm, function.backward, [*tensors, *plain_or_traced(*grads)], options)
+        return None, *run_recorded(comm, function.backward, [*tensors, *plain_or_traced(*grads)], options)
 
 
-def _run(comm: Communicator, record: Record, tensors: Sequence[Tensor | None], options: dict[str, Any]) -> list[Any]:
+def run_recorded(
+    comm: Communicator, record: Record, tensors: Sequence[Tensor | None], options: dict[str, Any]
+) -> list[Any]:
     """Run the plan of ``record``, recorded once for all calls that differ in their tensors only. Return the tensors of
     its output buffers, None for None."""
-    plans = comm.attributes.get(_run) or comm.attributes.setdefault(_run, Recent())
+    plans = comm.attributes.get(run_recorded) or comm.attributes.setdefault(run_recorded, Recent())
     key = record, *options.values(), *[x if x is None else (x.shape, x.dtype) for x in tensors]
     found = plans.get(key)
     if found is None:

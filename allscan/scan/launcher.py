@@ -48,7 +48,9 @@ class ChannelUse(NamedTuple):
 
     reverse: bool  # from the last rank to the first
     adjoint: bool  # the launch is the adjoint of the launch that wrote its forward epoch
-    stamp: Any  # of the call, see tags.stamp; or the Buffer of a step word (channel.py), int64 [1]
+    # of the call, see tags.stamp; the Buffer of a step word (channel.py), int64 [1]; or None for Order.stamp_in of the
+    # call that runs the plan, as launches outside of plans have it
+    stamp: Any
 
 
 class ScanBuffers(NamedTuple):
@@ -249,6 +251,7 @@ class Launcher:
         before, behind = self._addresses[adjoint][reverse]
         if isinstance(stamp, Buffer):
             return (*addresses[:-2], (*before, *addresses[-2:], *behind))
+        stamp = self.comm.order.stamp_in(reverse) if stamp is None else stamp
         return (*addresses[:-1], (*before, self._steps + 16 * stamp, addresses[-1], *behind))
 
     def record_scan(
@@ -278,7 +281,8 @@ class Launcher:
             if isinstance(stamp, Buffer):
                 channel = self.channel(reverse, fwd_epoch, adjoint, step=others.pop())
             else:
-                channel = self.channel(reverse, fwd_epoch, adjoint, stamp)
+                of_call = self.comm.order.stamp_in(reverse) if stamp is None else stamp
+                channel = self.channel(reverse, fwd_epoch, adjoint, of_call)
             self.after_launch(launch(*others, channel))
 
         check = partial(self.before_launch, launch.kernel, reverse)

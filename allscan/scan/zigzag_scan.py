@@ -48,12 +48,12 @@ def two_way_scan(
 
 
 def record_two_way(
-    plan: Plan, scan: AllScan, ascending: ScanBuffers, descending: ScanBuffers, adjoint: bool, stamp: int
+    plan: Plan, scan: AllScan, ascending: ScanBuffers, descending: ScanBuffers, adjoint: bool, stamp: int | None
 ) -> None:
     """Record ``two_way_scan`` in a plan, which runs inside a call of the communicator.
 
     adjoint: the scans are the adjoints of those that wrote the forward epochs; transitions are multiplied as given, so
-    they are transposed already. stamp: of the call, see tags.stamp. The last rank's ascending scan is one over a
+    they are transposed already. stamp: see ChannelUse. The last rank's ascending scan is one over a
     segment, because that kernel also writes the outgoing state, with which the descending scan begins.
     """
     upwards = ChannelUse(False, adjoint, stamp)
