@@ -28,35 +28,48 @@ class ConvSizes(NamedTuple):
     C: int  # channels
     PIECES: int  # of a row: 1 or 2
     SILU: bool
-    BT: int  # tokens of a block, at least 2N
+    RUNS: int  # of consecutive tokens that a program processes side by side
     BC: int  # channels of a block
 
 
 @triton.jit
-def rows_inside(start, c, L, d: tl.constexpr):
-    """Mask [BT, BC]: the tokens from ``start`` on that are 0 .. L - 1, the channels that are below C."""
-    t = start + tl.arange(0, d.BT)
-    return ((t >= 0) & (t < L))[:, None] & (c < d.C)[None, :]
+def token_at(p, start, s, b_t, b_at, c, L, d: tl.constexpr):
+    """Load float32 [RUNS, BC]: channels c of token s of each run; 0 outside of the piece. start: int64, the place of
+    the first run's first token in p. b_t: the runs' first tokens. b_at: offsets of the runs' channels."""
+    inside = (b_t + s >= 0) & (b_t + s < L) & (c < d.C)[None, :]
+    return load(p + (start + s) * d.C, b_at, inside).to(tl.float32)
 
 
 @triton.jit
-def before_at(row, start, c, d: tl.constexpr):
-    """(offsets, mask) [BT, BC] of the tokens from ``start`` on that are -N .. -1 of piece ``row``, in [B, N, C]."""
-    t = start + tl.arange(0, d.BT)
-    at = (row // d.PIECES * d.N + t + d.N).to(tl.int64)[:, None] * d.C + c[None, :]
-    return at, ((t < 0) & (t >= -d.N))[:, None] & (c < d.C)[None, :]
+def eight_tokens_at(p, start, s, b_t, b_at, c, L, d: tl.constexpr):
+    """``token_at`` of the tokens s .. s + 7."""
+    b_0 = token_at(p, start, s, b_t, b_at, c, L, d)
+    b_1 = token_at(p, start, s + 1, b_t, b_at, c, L, d)
+    b_2 = token_at(p, start, s + 2, b_t, b_at, c, L, d)
+    b_3 = token_at(p, start, s + 3, b_t, b_at, c, L, d)
+    b_4 = token_at(p, start, s + 4, b_t, b_at, c, L, d)
+    b_5 = token_at(p, start, s + 5, b_t, b_at, c, L, d)
+    b_6 = token_at(p, start, s + 6, b_t, b_at, c, L, d)
+    b_7 = token_at(p, start, s + 7, b_t, b_at, c, L, d)
+    return b_0, b_1, b_2, b_3, b_4, b_5, b_6, b_7
 
 
 @triton.jit
-def tokens_at(p_x, p_first, p_second, row, start, c, L, d: tl.constexpr, EDGE: tl.constexpr):
-    """Load float32 [BT, BC]: channels c of the tokens from ``start`` on. Without EDGE, 0 before the piece."""
-    at = tl.arange(0, d.BT)[:, None] * d.C + c[None, :]
-    b_x = load(p_x + (row.to(tl.int64) * L + start) * d.C, at, rows_inside(start, c, L, d)).to(tl.float32)
-    if EDGE:
-        at, before = before_at(row, start, c, d)
-        b_x += load(p_first, at, before & (row % d.PIECES == 0))
-        if d.PIECES == 2:
-            b_x += load(p_second, at, before & (row % d.PIECES == 1))
+def before_at(first, row, s, b_t, c, d: tl.constexpr):
+    """(int64 place in [B, N, C] of the first run's token s, mask [RUNS, BC] of the tokens -N .. -1 of piece ``row``).
+    first: the first run's first token."""
+    inside = (b_t + s < 0) & (b_t + s >= -d.N) & (c < d.C)[None, :]
+    return (row // d.PIECES * d.N + d.N + first + s).to(tl.int64) * d.C, inside
+
+
+@triton.jit
+def earlier_token_at(p_x, p_first, p_second, start, first, row, s, b_t, b_at, c, L, d: tl.constexpr):
+    """``token_at``, also of the tokens -N .. -1 before the piece."""
+    of_before, before = before_at(first, row, s, b_t, c, d)
+    b_x = token_at(p_x, start, s, b_t, b_at, c, L, d)
+    b_x += load(p_first + of_before, b_at, before & (row % d.PIECES == 0))
+    if d.PIECES == 2:
+        b_x += load(p_second + of_before, b_at, before & (row % d.PIECES == 1))
     return b_x
 
 
@@ -87,26 +100,22 @@ def conv_edges_kernel(
     p_second,  # the same of second pieces, or None
     L,  # int: tokens of a piece
     BACK: tl.constexpr,
-    d: tl.constexpr,  # N C PIECES BT BC
+    d: tl.constexpr,  # N C PIECES BC
 ):
     """Grid: (blocks of BC channels, B * PIECES). The last N tokens of the pieces; with BACK they are added to x."""
     row, c = tl.program_id(1), tl.program_id(0) * d.BC + tl.arange(0, d.BC)
-    t = tl.arange(0, d.BT)[:, None]
-    b_inside, at = (t < d.N) & (c < d.C)[None, :], t * d.C + c[None, :]
-    p = p_x + (row.to(tl.int64) * L + (L - d.N)) * d.C
-    of_edges = (row // d.PIECES * d.N).to(tl.int64) * d.C + at
-    b_first = b_inside & (row % d.PIECES == 0)
-    b_second = b_inside & (row % d.PIECES == 1)
-    b_x = load(p, at, b_inside).to(tl.float32)
-    if BACK:
-        b_x += load(p_first, of_edges, b_first)
+    for n in tl.static_range(1, d.N + 1):  # from the end
+        b_inside, of_edge = c < d.C, p_first + (row // d.PIECES * d.N + (d.N - n)).to(tl.int64) * d.C
         if d.PIECES == 2:
-            b_x += load(p_second, of_edges, b_second)
-        tl.store(p + at, cast(b_x, p_x.dtype.element_ty), mask=b_inside)
-    else:
-        tl.store(p_first + of_edges, b_x, mask=b_first)
-        if d.PIECES == 2:
-            tl.store(p_second + of_edges, b_x, mask=b_second)
+            if row % 2 == 1:
+                of_edge = p_second + (row // d.PIECES * d.N + (d.N - n)).to(tl.int64) * d.C
+        p = p_x + (row.to(tl.int64) * L + (L - n)) * d.C
+        b_x = load(p, c, b_inside).to(tl.float32)
+        if BACK:
+            b_x += load(of_edge, c, b_inside)
+            tl.store(p + c, cast(b_x, p_x.dtype.element_ty), mask=b_inside)
+        else:
+            tl.store(of_edge + c, b_x, mask=b_inside)
 
 
 @triton.jit
@@ -116,11 +125,13 @@ def sigmoid(b_x):
 
 
 @triton.jit
-def convolve(p_x, b_taps, b_bias, p_first, p_second, row, start, c, L, d: tl.constexpr, EDGE: tl.constexpr):
-    """bias + sum_j w[j] x[t - j], float32 [BT, BC], of the tokens from ``start`` on."""
-    b_z = tl.full([d.BT, d.BC], 0.0, tl.float32) + b_bias
-    for j in tl.static_range(d.N + 1):
-        b_z += b_taps[j] * tokens_at(p_x, p_first, p_second, row, start + -j, c, L, d, EDGE)
+def convolved(b_taps, b_bias, b_x, b_x1, b_x2, b_x3, d: tl.constexpr):
+    """bias + w[0] x + w[1] x1 + ...: x of the token, and of those before it."""
+    b_z = b_bias + b_taps[0] * b_x + b_taps[1] * b_x1
+    if d.N >= 2:
+        b_z += b_taps[2] * b_x2
+    if d.N >= 3:
+        b_z += b_taps[3] * b_x3
     return b_z
 
 
@@ -133,51 +144,36 @@ def conv_kernel(
     p_second,  # the same before second pieces, or None
     p_y,  # like p_x; out
     L,  # int: tokens of a piece
-    blocks,  # int: of BT tokens a program
-    d: tl.constexpr,  # N C PIECES SILU BT BC
+    blocks,  # int: of 8 tokens a run
+    d: tl.constexpr,  # N C PIECES SILU RUNS BC
 ):
-    """Grid: (programs for blocks * BT tokens, blocks of BC channels, B * PIECES)."""
+    """Grid: (programs of RUNS runs of 8 * blocks tokens, blocks of BC channels, B * PIECES)."""
     row, c = tl.program_id(2), tl.program_id(1) * d.BC + tl.arange(0, d.BC)
-    at = tl.arange(0, d.BT)[:, None] * d.C + c[None, :]
+    first, b_run = tl.program_id(0) * d.RUNS * blocks * 8, tl.arange(0, d.RUNS)[:, None] * blocks * 8
+    start, b_t, b_at = row.to(tl.int64) * L + first, first + b_run, b_run * d.C + c[None, :]
     b_taps, b_bias = taps(p_weight, c, d), biases_at(p_bias, c, d)
+    b_x1 = earlier_token_at(p_x, p_first, p_second, start, first, row, -1, b_t, b_at, c, L, d)
+    b_x2 = earlier_token_at(p_x, p_first, p_second, start, first, row, -2, b_t, b_at, c, L, d)
+    b_x3 = earlier_token_at(p_x, p_first, p_second, start, first, row, -3, b_t, b_at, c, L, d)
     for i in range(loop_bound(blocks)):
-        start = (tl.program_id(0) * blocks + i) * d.BT
-        if start < d.N:
-            b_y = convolve(p_x, b_taps, b_bias, p_first, p_second, row, start, c, L, d, True)
-        else:
-            b_y = convolve(p_x, b_taps, b_bias, p_first, p_second, row, start, c, L, d, False)
-        if d.SILU:
-            b_y *= sigmoid(b_y)
-        p = p_y + (row.to(tl.int64) * L + start) * d.C
-        tl.store(p + at, cast(b_y, p_y.dtype.element_ty), mask=rows_inside(start, c, L, d))
+        b_xs = eight_tokens_at(p_x, start, i * 8, b_t, b_at, c, L, d)
+        for u in tl.static_range(8):
+            b_y = convolved(b_taps, b_bias, b_xs[u], b_x1, b_x2, b_x3, d)
+            if d.SILU:
+                b_y *= sigmoid(b_y)
+            s = i * 8 + u
+            b_y, inside = cast(b_y, p_y.dtype.element_ty), (b_t + s < L) & (c < d.C)[None, :]
+            tl.store(p_y + (start + s) * d.C + b_at, b_y, mask=inside)
+            b_x3, b_x2, b_x1 = b_x2, b_x1, b_xs[u]
 
 
 @triton.jit
-def convolve_back(
-    p_x, b_taps, b_bias, p_first, p_second, p_dy, row, start, c, L, b_sums, d: tl.constexpr, EDGE: tl.constexpr
-):
-    """(dx float32 [BT, BC] of the tokens from ``start`` on, b_sums + (their parts of dbias, dw[0], .. dw[3]))."""
-    b_dbias, b_dw0, b_dw1, b_dw2, b_dw3 = b_sums
-    b_dx, at = tl.full([d.BT, d.BC], 0.0, tl.float32), tl.arange(0, d.BT)[:, None] * d.C + c[None, :]
-    for j in tl.static_range(d.N + 1):  # from y[t + j]
-        p_d = p_dy + (row.to(tl.int64) * L + (start + j)) * d.C
-        b_d = load(p_d, at, rows_inside(start + j, c, L, d)).to(tl.float32)
-        if d.SILU:
-            b_z = tl.full([d.BT, d.BC], 0.0, tl.float32) + b_bias
-            for e in tl.static_range(d.N + 1):  # not convolve: loads of equal places become one
-                b_z += b_taps[e] * tokens_at(p_x, p_first, p_second, row, start + (j - e), c, L, d, EDGE)
-            b_s = sigmoid(b_z)
-            b_d *= b_s * (1.0 + b_z * (1.0 - b_s))
-        b_dx += b_taps[j] * b_d
-        if j == 0:
-            b_dbias += b_d
-            b_dw0 += b_d * tokens_at(p_x, p_first, p_second, row, start, c, L, d, EDGE)
-            b_dw1 += b_d * tokens_at(p_x, p_first, p_second, row, start + -1, c, L, d, EDGE)
-            if d.N >= 2:
-                b_dw2 += b_d * tokens_at(p_x, p_first, p_second, row, start + -2, c, L, d, EDGE)
-            if d.N >= 3:
-                b_dw3 += b_d * tokens_at(p_x, p_first, p_second, row, start + -3, c, L, d, EDGE)
-    return b_dx, (b_dbias, b_dw0, b_dw1, b_dw2, b_dw3)
+def silu_back(b_dy, b_z, d: tl.constexpr):
+    """dz of y = f(z)."""
+    if d.SILU:
+        b_s = sigmoid(b_z)
+        b_dy *= b_s * (1.0 + b_z * (1.0 - b_s))
+    return b_dy
 
 
 @triton.jit(do_not_specialize=["L", "blocks"])
@@ -193,31 +189,54 @@ def conv_back_kernel(
     p_dsecond,  # like p_second; out
     p_parts,  # float32 [B * PIECES, programs along the tokens, N + 2, C]; out
     L,  # int: tokens of a piece
-    blocks,  # int: of BT tokens a program
-    d: tl.constexpr,  # N C PIECES SILU BT BC
+    blocks,  # int: of 8 tokens a run
+    d: tl.constexpr,  # N C PIECES SILU RUNS BC
 ):
-    """Grid: (programs, blocks of BC channels, B * PIECES). The first program of a piece has the BT tokens from -N on,
-    the others blocks * BT each. Parts: a program's sums for dw[0 .. N] and dbias. The convolution is computed again."""
+    """Grid: (programs of RUNS runs of 8 * blocks tokens t, blocks of BC channels, B * PIECES), for L + N tokens. Dz[t]
+    completes dx[t - N]; a run computes those of the N tokens before it again. Parts: a program's sums for dw[0 .. N]
+    and dbias. The convolution is computed again."""
     row, c = tl.program_id(2), tl.program_id(1) * d.BC + tl.arange(0, d.BC)
-    at, b_none = tl.arange(0, d.BT)[:, None] * d.C + c[None, :], tl.full([d.BT, d.BC], 0.0, tl.float32)
-    b_sums = b_none, b_none, b_none, b_none, b_none
-    b_w, b_bias = taps(p_weight, c, d), biases_at(p_bias, c, d)
-    p_dx += row.to(tl.int64) * L * d.C
-    if tl.program_id(0) == 0:
-        b_dx, b_sums = convolve_back(p_x, b_w, b_bias, p_first, p_second, p_dy, row, -d.N, c, L, b_sums, d, True)
-        tl.store(p_dx - d.N * d.C + at, cast(b_dx, p_dx.dtype.element_ty), mask=rows_inside(-d.N, c, L, d))
-        of_before, before = before_at(row, -d.N, c, d)
-        tl.store(p_dfirst + of_before, b_dx, mask=before & (row % d.PIECES == 0))
-        if d.PIECES == 2:
-            tl.store(p_dsecond + of_before, b_dx, mask=before & (row % d.PIECES == 1))
-    else:
-        for i in range(loop_bound(blocks)):
-            start = ((tl.program_id(0) - 1) * blocks + i + 1) * d.BT - d.N
-            b_dx, b_sums = convolve_back(p_x, b_w, b_bias, p_first, p_second, p_dy, row, start, c, L, b_sums, d, False)
-            p_d = p_dx + start.to(tl.int64) * d.C
-            tl.store(p_d + at, cast(b_dx, p_dx.dtype.element_ty), mask=rows_inside(start, c, L, d))
+    first, b_run = tl.program_id(0) * d.RUNS * blocks * 8, tl.arange(0, d.RUNS)[:, None] * blocks * 8
+    start, b_t, b_at = row.to(tl.int64) * L + first, first + b_run, b_run * d.C + c[None, :]
+    b_taps, b_bias = taps(p_weight, c, d), biases_at(p_bias, c, d)
+    b_none = tl.full([d.RUNS, d.BC], 0.0, tl.float32)
+    b_dbias, b_dw0, b_dw1, b_dw2, b_dw3 = b_none, b_none, b_none, b_none, b_none
+    b_dz1, b_dz2, b_dz3 = b_none, b_none, b_none
+    b_x1 = earlier_token_at(p_x, p_first, p_second, start, first, row, -d.N - 1, b_t, b_at, c, L, d)
+    b_x2 = earlier_token_at(p_x, p_first, p_second, start, first, row, -d.N - 2, b_t, b_at, c, L, d)
+    b_x3 = earlier_token_at(p_x, p_first, p_second, start, first, row, -d.N - 3, b_t, b_at, c, L, d)
+    for n in tl.static_range(1, d.N + 1):
+        b_x = earlier_token_at(p_x, p_first, p_second, start, first, row, n - d.N - 1, b_t, b_at, c, L, d)
+        b_d = token_at(p_dy, start, n - d.N - 1, b_t, b_at, c, L, d)
+        b_dz3, b_dz2, b_dz1 = b_dz2, b_dz1, silu_back(b_d, convolved(b_taps, b_bias, b_x, b_x1, b_x2, b_x3, d), d)
+        b_x3, b_x2, b_x1 = b_x2, b_x1, b_x
+    for i in range(loop_bound(blocks)):
+        b_xs = eight_tokens_at(p_x, start, i * 8, b_t, b_at, c, L, d)
+        b_ds = eight_tokens_at(p_dy, start, i * 8, b_t, b_at, c, L, d)
+        for u in tl.static_range(8):
+            b_x, s = b_xs[u], i * 8 + u
+            b_dz = silu_back(b_ds[u], convolved(b_taps, b_bias, b_x, b_x1, b_x2, b_x3, d), d)
+            b_dbias += b_dz
+            b_dw0 += b_dz * b_x
+            b_dw1 += b_dz * b_x1
+            b_dx = b_taps[d.N] * b_dz + b_taps[d.N - 1] * b_dz1
+            if d.N >= 2:
+                b_dw2 += b_dz * b_x2
+                b_dx += b_taps[d.N - 2] * b_dz2
+            if d.N >= 3:
+                b_dw3 += b_dz * b_x3
+                b_dx += b_taps[d.N - 3] * b_dz3
+            inside = (b_t + s >= d.N) & (b_t + s < L + d.N) & (c < d.C)[None, :]
+            p_d = p_dx + (start + s - d.N) * d.C
+            tl.store(p_d + b_at, cast(b_dx, p_dx.dtype.element_ty), mask=inside)
+            if u < d.N:
+                of_before, before = before_at(first, row, s - d.N, b_t, c, d)
+                tl.store(p_dfirst + of_before + b_at, b_dx, mask=before & (row % d.PIECES == 0))
+                if d.PIECES == 2:
+                    tl.store(p_dsecond + of_before + b_at, b_dx, mask=before & (row % d.PIECES == 1))
+            b_x3, b_x2, b_x1 = b_x2, b_x1, b_x
+            b_dz3, b_dz2, b_dz1 = b_dz2, b_dz1, b_dz
     p_part = p_parts + (row * tl.num_programs(0) + tl.program_id(0)).to(tl.int64) * (d.N + 2) * d.C + c
-    b_dbias, b_dw0, b_dw1, b_dw2, b_dw3 = b_sums
     tl.store(p_part, tl.sum(b_dw0, 0), mask=c < d.C)
     tl.store(p_part + d.C, tl.sum(b_dw1, 0), mask=c < d.C)
     if d.N >= 2:

@@ -33,6 +33,9 @@ class PendingBackward:
     cases: no rank runs a backward (validation with gradients enabled), or this rank alone has ignored the call's
     results and its gradients lack a part. ``AllScan`` finds out which before its next launch in that direction.
 
+    reverse: direction of the call's scan. None: do not look, since another record of the same call does. Of the two
+        scans of the zigzag layout in a chain only the first is looked for: before its second scan the other rank waits
+        for this rank's first.
     fwd_epoch, fwd_epochs: the node's buffer of ``borrow_fwd_epoch``, and the free list to which it is
         returned.
     """
@@ -42,7 +45,7 @@ class PendingBackward:
     def __init__(
         self,
         backwards: Backwards,
-        reverse: bool,
+        reverse: bool | None,
         fwd_epoch: Any = None,
         fwd_epochs: list[torch.Tensor] | None = None,
     ) -> None:
@@ -66,7 +69,7 @@ class PendingBackward:
         backwards = self._of()
         if backwards is None or backwards.order.generation != self.generation:
             return
-        if backwards.adjoint_launches == self._adjoint_launches:
+        if self._reverse is not None and backwards.adjoint_launches == self._adjoint_launches:
             backwards.dropped[self._reverse] = True
 
 

@@ -172,7 +172,8 @@ def scan_once(
     works: list[Work] = []
     state, decay, transition, initial_state, _ = inputs
     decay, number = (decay, None) if isinstance(decay, Tensor) else (None, decay)
-    prev = _AllScan.apply((prepared, number, async_op, works), state, decay, transition, initial_state)
+    looks = None if part == HALF and reverse and prepared.launcher.rails is None else reverse  # see PendingBackward
+    prev = _AllScan.apply((prepared, number, async_op, works, looks), state, decay, transition, initial_state)
     if async_op:
         works[0].result = prev  # with autograd's node
     return works[0] if async_op else prev
@@ -301,7 +302,7 @@ class _AllScan(Function):
     def forward(
         ctx: Any, how: Any, state: Tensor, decay: Tensor | None, transition: Tensor | None, initial_state: Tensor | None
     ) -> Tensor:
-        prepared, number, async_op, works = how
+        prepared, number, async_op, works, looks = how
         comm, again = prepared.comm, recomputing()
         fwd_epoch, fwd_epochs = (new_fwd_epochs(comm, 1), None) if again else borrow_fwd_epoch(comm)
         inputs = ScanInputs(state, number if decay is None else decay, transition, initial_state)
@@ -319,9 +320,7 @@ class _AllScan(Function):
         # and unpacked tensors what it recomputes, and when
         nothing, factor = comm.placeholder, decay if transition is None else transition
         ctx.save_for_backward(nothing if factor is None else factor, prev if of_decay or of_transition else nothing)
-        pending = (
-            None if again else PendingBackward(prepared.launcher.backwards, prepared.reverse, fwd_epoch, fwd_epochs)
-        )
+        pending = None if again else PendingBackward(prepared.launcher.backwards, looks, fwd_epoch, fwd_epochs)
         shape = None if factor is None else factor.shape
         of_call = comm.handle, comm.order.stamp
         ctx.saved = weakref.ref(prepared), of_call, fwd_epoch, number, pending, decay is not None, shape

@@ -191,7 +191,9 @@ class _AllScanSegments(Function):
         # save two tensors on every rank, whichever inputs it has: see ops/allscan.py
         ctx.save_for_backward(comm.placeholder if factor is None else factor, incoming if uses else comm.placeholder)
         ctx.set_materialize_grads(False)
-        pending = None if again else PendingBackward(scans.launcher.backwards, direction.reverse, fwd_epoch, free)
+        second = direction.reverse and not direction.descending  # of the zigzag layout: see PendingBackward
+        looks = None if second else direction.reverse
+        pending = None if again else PendingBackward(scans.launcher.backwards, looks, fwd_epoch, free)
         shapes = states.shape, None if factor is None else factor.shape
         of_call = comm.handle, comm.order.stamp
         ctx.saved = weakref.ref(scans), of_call, number, direction, fwd_epoch, pending, decays is not None, shapes

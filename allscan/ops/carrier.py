@@ -204,8 +204,7 @@ class AllScanCarrier:
         return hops * HOP_US + words * WORD_US if hops else 0.0
 
     def pending(self, scan: Any, zigzag: bool) -> list[Callable[[], PendingBackward]]:
-        # of a chain's first scan only: a plan looks for backwards before its first launch, where the other rank cannot
-        # have begun its second scan, which waits for this rank's first
+        # of a chain's first scan only: see PendingBackward
         directions = [False, True] if zigzag and scan.algorithm != "chain" else [False]
         return [partial(PendingBackward, scan.launcher.backwards, reverse) for reverse in directions]
 
@@ -242,7 +241,7 @@ class InOrderCarrier(AllScanCarrier):
             unused = {name: None for name, x in zip(kernel.arg_names, pointers) if x is None}
             launch = Launch(kernel, (launcher.segment_programs,), HALF=half, **fixed, **unused)
             present = [x for x in pointers if x is not None]
-            launcher.record_launch(plan, launch, present, ChannelUse(against, reverse, stamp))
+            launcher.record_launch(plan, launch, present, ChannelUse(against, reverse, stamp, i == 1))
             outgoing_state = outgoing[half] if last else None
 
 

@@ -33,9 +33,10 @@ from .halo import check_halo
 from .local import by_kernels, run_recorded
 
 SILU = "silu", "swish"
-WARPS = 8  # a thread has 4 channels of a token: with 8, conv_back_kernel takes more than 200 registers
-MOST = 8  # blocks of tokens of a program of conv_kernel
-PROGRAMS = 4096  # about the number from which on a program has several blocks: each loads the weights
+CHANNELS = 256  # of a program
+OF_THREAD = 4, 2  # channels of a thread of conv_kernel, of conv_back_kernel: with 4 that takes 238 registers
+MOST = 8  # blocks of 8 tokens of a program
+PROGRAMS = 2048  # about the number from which on a program has several blocks: each reads the 3 or 6 tokens before it
 NAMES = tuple("x weight bias tokens_before tokens_before_second_piece".split())
 INTERPRETED = 1 << 16  # numbers of x on CPUs: Triton's interpreter takes seconds for more
 MOST_ROWS = 65535  # of a CUDA grid
@@ -128,10 +129,9 @@ def _convolve(
     plan.launch(conv_edges_kernel, (columns, rows), x, *_two(edges), L=L, BACK=False, d=d)
     _record_scans(plan, scan, edges, before, fwd_epoch)
     first, second = _two(before)
-    blocks, y = cdiv(L, d.BT), plan.output_like(x)
-    each = min(MOST, max(1, blocks * columns * rows // PROGRAMS))
-    grid, given = (cdiv(blocks, each), columns, rows), (*own, state or first, second, y)
-    plan.launch(conv_kernel, grid, *given, L=L, blocks=each, d=d, num_warps=WARPS)
+    y, (programs, each) = plan.output_like(x), _cut(L, d, columns * rows)
+    given = *own, state or first, second, y
+    plan.launch(conv_kernel, (programs, columns, rows), *given, L=L, blocks=each, d=d, num_warps=_warps(d, 0))
     return [y, first, second]
 
 
@@ -144,12 +144,10 @@ def _convolve_back(
     x, d, L, (columns, rows) = _sizes(inputs, cuda, pieces, silu)
     dx, dweight, dbias = (y if y is None else plan.output_like(y) for y in inputs[:3])
     dbefore, dedges = ([plan.scratch(*scan.shape) for _ in range(pieces)] for _ in range(2))
-    blocks = cdiv(L + d.N, d.BT) - 1  # without the first of a piece
-    each = max(1, blocks * columns * rows // PROGRAMS)
-    programs = 1 + cdiv(blocks, each)
+    programs, each = _cut(L + d.N, d, columns * rows)
     parts = plan.scratch(rows, programs, d.N + 2, d.C)
     grid, arguments = (programs, columns, rows), (*inputs, dx, *_two(dbefore), parts)
-    plan.launch(conv_back_kernel, grid, *arguments, L=L, blocks=each, d=d, num_warps=WARPS)
+    plan.launch(conv_back_kernel, grid, *arguments, L=L, blocks=each, d=d, num_warps=_warps(d, 1))
     if fwd_epoch is not None:
         _record_scans(plan, scan, dbefore, dedges, fwd_epoch, True)
         plan.launch(conv_edges_kernel, (columns, rows), dx, *_two(dedges), L=L, BACK=True, d=d)
@@ -184,6 +182,17 @@ def _sizes(
     x, weight = tensors[:2]
     assert x is not None and weight is not None
     (B, T, C), n = x.shape, weight.shape[1] - 1
-    BT = 8 if cuda else max(8, min(256, next_power_of_2(T)))
-    BC = min(128 if cuda else 512, next_power_of_2(C))
-    return x, ConvSizes(n, C, pieces, silu, BT, BC), T // pieces, (cdiv(C, BC), B * pieces)
+    RUNS = 1 if cuda else min(32, next_power_of_2(cdiv(T // pieces + n, 8)))
+    BC = min(CHANNELS, next_power_of_2(C))
+    return x, ConvSizes(n, C, pieces, silu, RUNS, BC), T // pieces, (cdiv(C, BC), B * pieces)
+
+
+def _cut(tokens: int, d: ConvSizes, others: int) -> tuple[int, int]:
+    """(programs along the tokens, blocks of 8 tokens in a run); others: programs for each of the former."""
+    blocks = cdiv(tokens, 8 * d.RUNS)
+    each = min(MOST, max(1, blocks * others // PROGRAMS))
+    return cdiv(blocks, each), each
+
+
+def _warps(d: ConvSizes, back: int) -> int:
+    return max(1, d.BC // (32 * OF_THREAD[back]))

@@ -205,10 +205,7 @@ def _halo(xs: tuple[Tensor, ...], comm: Communicator, options: Options) -> tuple
     halves = 1 + zigzag
     edges, decay = _edges(xs, n, halves, reverse), _decay(tokens // halves, n, reverse)
     inside = _inside(comm, tokens if T is None else T, n, reverse, cu_seqlens, first_token, zigzag)
-    if wants_gradient(edges):
-        found = _Exchange.apply((comm, decay, reverse), *edges)
-    else:
-        found = _exchange(comm, edges, decay, reverse)
+    found = _exchange_with_gradient(comm, edges, decay, reverse)
     if inside is not None:
         found = torch.where(inside, found, 0.0)
     return _from_edges(found, xs, halves * n)
@@ -240,6 +237,13 @@ def _exchange_back(
         found[half] = scan_once(comm, inputs, not descending, part=OF_HALO, fwd_epoch=epoch, adjoint=True)
         if zigzag and comm.rank == comm.size - 1:  # where the ascending scan has ended, and the other one began
             outgoing_state = outgoing(inputs, found[half], adjoint=True)
+    return found
+
+
+def _exchange_with_gradient(comm: Communicator, edges: Sequence[Tensor], decay: Any, reverse: bool) -> Tensor:
+    if not wants_gradient(edges):
+        return _exchange(comm, edges, decay, reverse)
+    found: Tensor = _Exchange.apply((comm, decay, reverse), *edges)
     return found
 
 
@@ -392,9 +396,9 @@ def _of_documents(
     edges = edges.view(2, -1, n, widths)
     for size, _, states in groups:
         decay = _decay(size, n, reverse)
-        ascending, descending = edges[:, at : at + states].contiguous().unbind()
-        pair = scan_zigzag(comm, ScanInputs((ascending, descending), (decay, decay)), part=OF_HALO)
-        found.append(torch.stack(pair))
+        pair = edges[:, at : at + states].contiguous().unbind()
+        both = _exchange_with_gradient(comm, pair, decay, False)
+        found.append(both.unflatten(1, (2, n)).transpose(0, 1))
         at += states
     together = found[0] if len(found) == 1 else torch.cat(found, 1)
     return _from_edges(together.flatten(0, 1).index_select(0, places).view(1, -1, widths), xs, 2 * N * n)

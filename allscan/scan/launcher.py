@@ -51,6 +51,7 @@ class ChannelUse(NamedTuple):
     # of the call, see tags.stamp; the Buffer of a step word (channel.py), int64 [1]; or None for Order.stamp_in of the
     # call that runs the plan, as launches outside of plans have it
     stamp: Any
+    second: bool = False  # of a plan's two scans: no look for backwards, see PendingBackward
 
 
 class ScanBuffers(NamedTuple):
@@ -123,9 +124,9 @@ class Launcher:
         tiles = self.spec.num_tiles
         return tiles if self.comm.size == 1 else min(tiles, self._max_ctas)
 
-    def before_launch(self, kernel: Any, reverse: bool) -> None:
+    def before_launch(self, kernel: Any, reverse: bool, look: bool = True) -> None:
         """Raise if the AllScan or its communicator is closed or broken. In debug mode compare the launch with the other
-        ranks'. Order it after launches on other streams. Check for dropped backward passes."""
+        ranks'. Order it after launches on other streams. look: check for dropped backward passes."""
         comm, streams = self.comm, self.comm.streams
         if self.closed:
             raise RuntimeError("this AllScan is closed")
@@ -135,7 +136,7 @@ class Launcher:
             comm.order.compare_launch(self._description(kernel, reverse))
         if streams.cuda and (current_stream_of(streams.index) != streams.last_number or streams.later):
             streams.follow()
-        if self.backwards.dropped[reverse]:
+        if look and self.backwards.dropped[reverse]:
             self._look_for_backwards(reverse)
 
     def _look_for_backwards(self, reverse: bool) -> None:
@@ -247,7 +248,7 @@ class Launcher:
     def _with_channel(self, use: ChannelUse, addresses: list[int]) -> tuple[Any, ...]:
         """The arguments of ``Launch.at``: ``addresses``, with a channel in place of the last, the forward epoch's, or
         of the last two."""
-        reverse, adjoint, stamp = use
+        reverse, adjoint, stamp, _ = use
         before, behind = self._addresses[adjoint][reverse]
         if isinstance(stamp, Buffer):
             return (*addresses[:-2], (*before, *addresses[-2:], *behind))
@@ -272,7 +273,7 @@ class Launcher:
     def record_launch(self, plan: Plan, launch: Launch, buffers: Sequence[Buffer], use: ChannelUse) -> None:
         """Record a kernel's launch with ``buffers``. The last is a forward-epoch word, for which the kernel gets a
         channel with its address."""
-        reverse, adjoint, stamp = use
+        reverse, adjoint, stamp, second = use
         if isinstance(stamp, Buffer):
             buffers = *buffers[:-1], stamp, buffers[-1]
 
@@ -285,7 +286,7 @@ class Launcher:
                 channel = self.channel(reverse, fwd_epoch, adjoint, of_call)
             self.after_launch(launch(*others, channel))
 
-        check = partial(self.before_launch, launch.kernel, reverse)
+        check = partial(self.before_launch, launch.kernel, reverse, not second)
         plan.launch_with(launch, buffers, call, partial(self._with_channel, use), check)
 
     def _make_launch(

@@ -64,7 +64,7 @@ def record_two_way(
         SegmentScans.of(scan).record(plan, ascending, outgoing_state, upwards)
     else:
         scan.launcher.record_scan(plan, ascending, upwards)
-    scan.launcher.record_scan(plan, descending, ChannelUse(True, adjoint, stamp), outgoing_state)
+    scan.launcher.record_scan(plan, descending, ChannelUse(True, adjoint, stamp, True), outgoing_state)
 
 
 def two_way_channels(scan: AllScan, fwd_epoch: Tensor, adjoint: bool) -> tuple[Channel, Channel]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 import torch.nn.functional as F
 
+import allscan
 from allscan.ops.convolution import convolution
 from support.gla import BF16, F32
 from support.values import added_up, check_errors, place, raised, relative
@@ -141,3 +144,28 @@ def rejected_case(comm):
 def test_no_second_derivative(run, size=2):
     answers = run(size, rejected_case)
     assert all(first[0] == "RuntimeError" and "second derivative" in first[1] for first, _ in answers), answers
+
+
+def ignored_case(comm):
+    """Return seconds of convolutions after calls of their scan, in either direction, that had no backward."""
+    x, weight = torch.randn(1, 16, 8, device=comm.device, requires_grad=True), torch.randn(8, 4, device=comm.device)
+    edges, seconds = torch.randn(2, 1, 3, 8, device=comm.device, requires_grad=True), []
+    for ignored in (
+        lambda: allscan.halo(x, 3, comm=comm, reverse=True),
+        lambda: allscan.halo(x, 3, comm=comm, layout="zigzag"),
+        lambda: allscan.allscan((edges[0], edges[1]), comm=comm, layout="zigzag"),
+        lambda: allscan.allscan_segments((edges[:1], edges[1:]), comm=comm, layout="zigzag"),
+        lambda: convolution(x, weight, None, "silu", comm=comm, layout="zigzag"),
+    ):
+        ignored()
+        begun = time.monotonic()
+        convolution(x, weight, None, "silu", comm=comm, layout="zigzag").sum().backward()
+        comm.check()
+        seconds.append(time.monotonic() - begun)
+    return seconds
+
+
+def test_convolutions_after_calls_without_a_backward(run, size=2):
+    """Neither rank waits for the other one's second scan before it launches the first: until the time limit."""
+    for seconds in run(size, ignored_case):
+        assert max(seconds) < 30.0, seconds

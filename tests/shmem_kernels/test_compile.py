@@ -444,16 +444,24 @@ def test_convolutions(kernel, kind):
     arguments = pointers("p_first p_second p_dfirst p_dsecond p_parts", "*fp32")
     arguments |= pointers("p_x p_weight p_bias p_y p_dy p_dx", kind) | {"L": "i32", "blocks": "i32"}
     arguments = {n: x for n, x in arguments.items() if n in kernel.arg_names}
-    constants = dict(d=short_convolution.ConvSizes(N=3, C=12288, PIECES=2, SILU=True, BT=8, BC=128))
-    compiled = Compiled(kernel, arguments, constants, num_warps=8)
-    assert compiled.spilled_bytes == 0 and compiled.registers <= 128
+    constants = dict(d=short_convolution.ConvSizes(N=3, C=12288, PIECES=2, SILU=True, RUNS=1, BC=256))
+    compiled = Compiled(kernel, arguments, constants, num_warps=2 if kernel is short_convolution.conv_kernel else 4)
+    assert compiled.spilled_bytes == 0 and compiled.registers <= 136
     assert compiled.count(r"ld\.global\.v[24]\.b32") and not compiled.count(r"st\.global\.b16")
     assert not compiled.count(r"\b(atom|red)\.")
 
 
+@pytest.mark.parametrize("back", [False, True])
+def test_edges_of_convolutions(back):
+    arguments = pointers("p_first p_second", "*fp32") | {"p_x": "*bf16", "L": "i32"}
+    sizes = short_convolution.ConvSizes(N=3, C=12288, PIECES=2, SILU=True, RUNS=1, BC=256)
+    compiled = Compiled(short_convolution.conv_edges_kernel, arguments, dict(BACK=back, d=sizes))
+    assert compiled.spilled_bytes == 0
+
+
 def test_sums_of_convolutions():
     arguments = pointers("p_parts", "*fp32") | pointers("p_dweight p_dbias", "*bf16") | {"parts": "i32"}
-    sizes = short_convolution.ConvSizes(N=3, C=12288, PIECES=2, SILU=True, BT=8, BC=128)
+    sizes = short_convolution.ConvSizes(N=3, C=12288, PIECES=2, SILU=True, RUNS=1, BC=256)
     compiled = Compiled(short_convolution.conv_sums_kernel, arguments, dict(BN=32, d=sizes))
     assert compiled.spilled_bytes == 0 and not compiled.count(r"\b(atom|red)\.")
 
