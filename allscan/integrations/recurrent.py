@@ -25,8 +25,6 @@ from ..tokens.packing import Tables, TokenRange, join_document_states, split_doc
 from ..tokens.partition import cached_table
 from .softmax import joined, reject
 
-CONCATENATED = 1 << 25  # numbers of x; 4,096 tokens of 8,192 channels: with more the GPU takes longer than Python
-
 
 def conv_with_halo(
     conv: Callable[[Tensor], Tensor],
@@ -46,24 +44,22 @@ def conv_with_halo(
     weights: (weight [C, n + 1], bias, activation), if conv is that causal convolution: eagerly, on a row of one
     sequence, our kernels compute it instead (``ops.convolution``).
 
-    Else a row of one sequence with at most ``CONCATENATED`` numbers, and every such row that torch.compile traces, is
-    concatenated with the tokens before each piece, and conv runs once.
+    Else a row of one sequence is concatenated with the tokens before each piece, and conv runs once.
 
-    Otherwise conv first runs over the whole row. The first n outputs of each piece lack the tokens before it: conv
-    computes them again from 2n tokens, and they overwrite those in conv's result, in place. The backward of the
-    overwritten outputs receives zeros. No other node may hold the result's gradient: it is changed in place, like that
-    of ``gather_rows``. tables: those of these pieces, by n; the first call with an n adds them.
+    With packed sequences conv first runs over the whole row. The first n outputs of each piece lack the tokens before
+    it: conv computes them again from 2n tokens, and they overwrite those in conv's result, in place. The backward of
+    the overwritten outputs receives zeros. No other node may hold the result's gradient: it is changed in place, like
+    that of ``gather_rows``. tables: those of these pieces, by n; the first call with an n adds them.
     """
     (B, T), count = x.shape[:2], len(pieces)
     if where.get("cu_seqlens") is None:
-        few, traced = x.numel() <= CONCATENATED, torch.compiler.is_compiling()
         differentiable = state is None or not x.requires_grad  # with a state the scan's result would be unused
         if weights and differentiable:
             first = None if state is None or not pieces[0].begins else state
             y = convolution(x, *weights, comm=comm, layout=where.get("layout", "contiguous"), state=first)
             if y is not None:
                 return y
-        if T and (few or traced):
+        if T:
             before = after_state(halo(x, n, comm=comm, **where).unflatten(1, (count, n)), state, pieces)
             y = conv(torch.cat([before, x.unflatten(1, (count, -1))], 2).flatten(0, 1))[:, n:]
             return y.unflatten(0, (-1, count)).flatten(1, 2)
@@ -80,7 +76,6 @@ def conv_with_halo(
     ends, after = tokens.split([cuts.ends, count * n], 1)
     after = after.unflatten(1, (-1, n))
     before = halo_from_boundary_tokens(ends, T, n, comm=comm, **where).unflatten(1, (-1, n))
-    before = after_state(before, state, pieces)
     if before.shape[1] < count:
         before = torch.zeros_like(after).index_copy(1, cuts.first, before)
     replacements = conv(torch.cat([before, after], 2).flatten(0, 1))[:, n:].unflatten(0, (B, -1)).flatten(1, 2)

@@ -493,7 +493,7 @@ def test_cpu_ranks_call_no_kernels_of_fla(run, family):
     check_errors(run(2, flas_on_cpus_case, family), 1e-4)
 
 
-def copies_case(group, family, layout, packed):
+def copies_case(group, family, layout):
     """Return [ordinary model, split model]: elements copied by a forward and backward pass, for each number of tokens.
     One product replaces the recurrences, and there are no softmax layers."""
     from allscan.integrations.transformers_layers import OPERATORS
@@ -507,13 +507,10 @@ def copies_case(group, family, layout, packed):
     table = []
     with allscan.Communicator(group) as comm, pytest.MonkeyPatch.context() as patch:
         patch.delitem(OPERATORS, name)
-        patch.setattr(recurrent, "CONCATENATED", 0)  # as for long rows; short ones are copied once
         for T in (64, 128):
             model = made(family, **COPIED[family])
             patch.setattr(modeling, name, rule)
-            how, table = {}, [*table, []]
-            if packed:
-                how = dict(cu_seq_lens_q=torch.tensor([0, 1, 20, T * comm.size], dtype=torch.int32))
+            how, table = dict(cu_seq_lens_q=torch.tensor([0, 1, 20, T * comm.size], dtype=torch.int32)), [*table, []]
             ids = torch.randint(1, VOCABULARY, (1, T))
             for split in (False, True):
                 if split:
@@ -531,38 +528,31 @@ COPIED = {
 }
 
 
-@pytest.mark.slow(but=("kimi_linear-contiguous-True", "nemotron_h"))
+@pytest.mark.slow(but=("kimi_linear-contiguous", "nemotron_h"))
 @pytest.mark.parametrize(
-    "family, layout, packed",
-    [
-        ("kimi_linear", "contiguous", False),
-        ("kimi_linear", "contiguous", True),
-        ("kimi_linear", "zigzag", False),
-        ("nemotron_h", "zigzag", False),
-    ],
+    "family, layout", [("kimi_linear", "contiguous"), ("kimi_linear", "zigzag"), ("nemotron_h", "zigzag")]
 )
-def test_what_a_split_copies(run, family, layout, packed, size=2):
-    """The split copies a few tokens at the ranks' boundaries, whatever the sequence's length, labels and positions, and
-    no whole row."""
-    for (one, split), (one_of_more, split_of_more) in run(size, copies_case, family, layout, packed):
+def test_what_a_split_copies(run, family, layout, size=2):
+    """With packed sequences the split copies a few tokens at the ranks' boundaries, whatever the sequence's length,
+    labels and positions, and no whole row."""
+    for (one, split), (one_of_more, split_of_more) in run(size, copies_case, family, layout):
         added, added_of_more = split - one, split_of_more - one_of_more
         assert added_of_more - added <= 64 * 8, (added, added_of_more)  # a row has at least 48 numbers a token
 
 
-def convolutions_case(group, activation, layout, concatenated):
+def convolutions_case(group, activation, layout, packed):
     """Return errors of a convolution's outputs and gradients, for activations that save their result for backward or
     not, and for a slice x of a wider tensor."""
     from allscan.tokens.packing import TokenRange, flags_of
 
-    with allscan.Communicator(group) as comm, pytest.MonkeyPatch.context() as patch:
-        if not concatenated:
-            patch.setattr(recurrent, "CONCATENATED", 0)
+    with allscan.Communicator(group) as comm:
         torch.manual_seed(0)
-        zigzag, n, T, C = layout == "zigzag", 3, 10, 4
+        zigzag, n, T, C, B = layout == "zigzag", 3, 10, 4, 2 - packed
+        where = dict(cu_seqlens=torch.tensor([0, T * comm.size])) if packed else {}
         tokens = [T] * comm.size
         mine, own = place(comm, tokens, zigzag), [x.requires_grad_() for x in (torch.randn(C, n + 1), torch.randn(C))]
-        wide = torch.randn(2, T * comm.size, 2 * C, requires_grad=True)
-        dy = torch.randn(2, T * comm.size, C)
+        wide = torch.randn(B, T * comm.size, 2 * C, requires_grad=True)
+        dy = torch.randn(B, T * comm.size, C)
 
         def conv(x):
             y = torch.nn.functional.conv1d(x.mT, own[0][:, None], own[1], padding=n, groups=C)
@@ -576,19 +566,20 @@ def convolutions_case(group, activation, layout, concatenated):
         if zigzag:
             pieces = [TokenRange(0, T // 2, flags=flags_of(comm.rank == 0)), TokenRange(T // 2, T, 1)]
         part = wide[:, mine].detach().requires_grad_()
-        here = recurrent.conv_with_halo(conv, n, part[:, :, C:], pieces, {}, comm=comm, layout=layout)
+        here = recurrent.conv_with_halo(conv, n, part[:, :, C:], pieces, {}, comm=comm, layout=layout, **where)
         got, dx, *sums = answers(here, dy[:, mine], part)
         sums = [added_up(x, comm.group) for x in sums]
         wanted = y[:, mine], grads[0][:, mine], *grads[1:]
         return [relative(*pair) for pair in zip((got, dx, *sums), wanted, strict=True)]
 
 
-@pytest.mark.parametrize("concatenated", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("activation", [torch.nn.functional.silu, torch.relu, torch.tanh, torch.nn.Identity()])
-def test_convolutions(run, activation, layout, concatenated, size=3):
-    """The first outputs are replaced in place, also where the activation saves its result for backward."""
-    check_errors(run(size, convolutions_case, activation, layout, concatenated), 2e-6)
+def test_convolutions(run, activation, layout, packed, size=3):
+    """Of packed sequences the first outputs are replaced in place, also where the activation saves its result for
+    backward."""
+    check_errors(run(size, convolutions_case, activation, layout, packed), 2e-6)
 
 
 DRAWS = 4  # of the loss

@@ -445,8 +445,9 @@ def test_convolutions(kernel, kind):
     arguments |= pointers("p_x p_weight p_bias p_y p_dy p_dx", kind) | {"L": "i32", "blocks": "i32"}
     arguments = {n: x for n, x in arguments.items() if n in kernel.arg_names}
     constants = dict(d=short_convolution.ConvSizes(N=3, C=12288, PIECES=2, SILU=True, RUNS=1, BC=256))
-    compiled = Compiled(kernel, arguments, constants, num_warps=2 if kernel is short_convolution.conv_kernel else 4)
-    assert compiled.spilled_bytes == 0 and compiled.registers <= 136
+    compiled = Compiled(kernel, arguments, constants, num_warps=2)
+    most = 136 if kernel is short_convolution.conv_kernel else 248
+    assert compiled.spilled_bytes == 0 and compiled.registers <= most
     assert compiled.count(r"ld\.global\.v[24]\.b32") and not compiled.count(r"st\.global\.b16")
     assert not compiled.count(r"\b(atom|red)\.")
 
