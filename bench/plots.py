@@ -1,8 +1,9 @@
 """Draws plots of the committed results; needs no GPU.
 
-    python -m bench.plots               # draws scan, operator, delta, long, training and hybrid_*.png
+    python -m bench.plots               # draws scan, operator, delta, long, prefill, training and hybrid_*.png
 
-Each plot shows the file of the same name in bench/results, if it exists; training.png shows model, long and hybrid.
+Each plot shows the file of the same name in bench/results, if it exists; training.png shows model, long, hybrid and
+hybrid_short.
 """
 
 from __future__ import annotations
@@ -172,20 +173,22 @@ MODELS = {  # labels of models in long.csv and hybrid.csv
     "gla": "GLA",
     "kimi_linear": "Kimi-Linear",
     "kimi_linear, MLA 128": "Kimi-Linear, heads of 128",
+    "kimi_linear, MLA 128, fla's convolutions": "the same beside fla's convolutions",
     "kimi_linear, MLA 192": "Kimi-Linear, its own heads",
     "qwen3_next": "Qwen3-Next",
     "nemotron_h": "Nemotron-H",
 }
 
 
-def training(model, long, hybrid, path):
+def training(model, long, hybrid, short, path):
     """Draw the tokens/s of split training, in percent of data parallel's: models of GLA, then hybrids."""
     from matplotlib.figure import Figure
 
     split = {"zeco": 0, "split": 0, "allscan, zigzag": 0, "all_to_all": 1, "heads": 1}
     table = [row | dict(model="GLA") for row in model if row["T"] == "16384"]
     table += [row for row in long if row["percent_of_data_parallel"]]
-    table += sorted(hybrid, key=lambda row: int(row["ranks"]))
+    beside_fla = [row for row in short if "fla" in row["model"] and row["T"] == "16384"]
+    table += sorted([*hybrid, *beside_fla], key=lambda row: (int(row["ranks"]), [*MODELS].index(row["model"])))
     lines = {}
     for row in table:
         if row["method"] in split:
@@ -201,12 +204,39 @@ def training(model, long, hybrid, path):
         axes.bar_label(bars, [f"{x:.1f} %" for x in values], padding=3, fontsize="small")
     axes.set_yticks([n + 0.19 * (len(values) - 1) for n, values in enumerate(lines.values())], list(lines))
     axes.axvline(100, color="black", linewidth=0.8, zorder=0)
-    axes.set(xlim=(0, 112), xlabel="tokens/s of a training step, % of data parallel with as many tokens a rank")
+    axes.set(xlim=(0, 116), xlabel="tokens/s of a training step, % of data parallel with as many tokens a rank")
     axes.invert_yaxis()
     axes.grid(alpha=0.3, axis="x")
     figure.legend(loc="outside lower center", ncols=2, fontsize="small")
     gpus = ", ".join(sorted({row["gpu"].removeprefix("NVIDIA ") for row in table}))
-    figure.suptitle(f"one sequence over all ranks, {gpus}; more is better", fontsize="medium")
+    torchs = "hybrids above 100 %: short convolutions by kernels of the package, in other bars in torch"
+    figure.suptitle(f"one sequence over all ranks, {gpus}; more is better\n{torchs}", fontsize="medium")
+    figure.savefig(path, dpi=120)
+
+
+def prefill(table, path):
+    """Draw the time to the first token over the length of the prompt, read whole, a panel per model."""
+    from matplotlib.figure import Figure
+
+    models = [*dict.fromkeys(row["model"] for row in table)]
+    figure = Figure(figsize=(5 * len(models), 4.2), layout="constrained")
+    for axes, model in zip(figure.subplots(1, len(models), squeeze=False)[0], models):
+        for column, told, style in (("first_token_ms", "", "-"), ("graph_ms", ", as a CUDA graph", "--")):
+            for i, ranks in enumerate(dict.fromkeys(row["ranks"] for row in table)):
+                of = [x for x in table if (x["model"], x["ranks"], x["pieces"]) == (model, ranks, "1") and x[column]]
+                places = sorted((int(x["T"]), float(x[column])) for x in of)
+                label = f"{ranks} GPU{'s' * (ranks != '1')}{told}"
+                axes.plot(*zip(*places), color=f"C{i}", marker="o", markersize=4, linestyle=style, label=label)
+        axes.set(
+            xlabel="tokens of the prompt",
+            ylabel="ms to the first token",
+            title={"qwen3_next": "Qwen3.5-9B's shape"}.get(model, MODELS[model]),
+        )
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.grid(alpha=0.3)
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize="small")
+    figure.suptitle(conditions(table, "prefill in the zigzag layout"), fontsize="medium")
     figure.savefig(path, dpi=120)
 
 
@@ -244,12 +274,14 @@ def long(table, path):
 
 def main() -> int:
     argparse.ArgumentParser(description=__doc__.split("\n")[0]).parse_args()
-    for name, draw in (("scan", scan), ("operator", operator), ("delta", delta), ("long", long)):
+    for name, draw in (("scan", scan), ("operator", operator), ("delta", delta), ("long", long), ("prefill", prefill)):
         if not os.path.exists(results(f"{name}.csv")):
             continue
         draw(rows(results(f"{name}.csv")), results(f"{name}.png"))
         print(f"wrote {results(name)}.png")
-    training(*(rows(results(f"{name}.csv")) for name in ("model", "long", "hybrid")), results("training.png"))
+    training(
+        *(rows(results(f"{name}.csv")) for name in ("model", "long", "hybrid", "hybrid_short")), results("training.png")
+    )
     print(f"wrote {results('training')}.png")
     for path in glob.glob(results("hybrid_*.json")):
         with open(path) as file:

@@ -25,6 +25,7 @@ with needing(__name__, "transformers"):
     from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
 RULES = {"torch_chunk_gated_delta_rule": "gated_delta_rule", "chunk_kimi_delta_attention": "kda"}
+CONVOLUTION = "causal_conv1d_fn"
 SCAN, FUSED = "mamba2_chunk_scan", "mamba2_split_conv1d_scan_combined"  # Mamba2's functions
 ATTENTION = "allscan_estimate"  # name of the attention function
 ALIGNED = 512  # bytes; torch's allocator rounds sizes up to a multiple
@@ -112,6 +113,21 @@ class _Operator(torch.autograd.Function):
         return None, None, *grads
 
 
+class _Convolved(torch.autograd.Function):
+    """A short convolution with its activation, see ops/convolution.py."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        tensors = x.mT.contiguous(), weight, bias
+        ctx.save_for_backward(*tensors)
+        return torch.empty_like(tensors[0]).mT
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        dx, *others = (x if x is None else torch.empty_like(x) for x in ctx.saved_tensors)
+        return dx.mT, *others
+
+
 class _SlicedLoss(torch.autograd.Function):
     """linear_cross_entropy: the gradients of x and of the head's weight, computed with the loss, slice by slice."""
 
@@ -193,6 +209,12 @@ def _delta_rule(
     return o, None
 
 
+def _convolution(x: Tensor, weight: Tensor, bias: Tensor | None = None, **_: Any) -> Tensor:
+    """Replaces the convolution in a model's file, where the sequence is split."""
+    y: Tensor = _Convolved.apply(x, weight, bias)
+    return y
+
+
 def _state_space(
     cut: Cut,
     seen: Seen,
@@ -240,9 +262,11 @@ def _counted(model: Any, cut: Cut) -> Iterator[Seen]:
     home, seen = sys.modules[type(model).__module__], Seen([], [])
     ours: dict[str, Any] = {name: functools.partial(_delta_rule, rule, cut, seen) for name, rule in RULES.items()}
     ours |= {SCAN: functools.partial(_state_space, cut, seen), FUSED: lambda *_, **__: None}
-    found = {name: vars(home)[name] for name in ours if name in vars(home)}
-    if not found:
+    if not any(name in vars(home) for name in ours):
         raise ValueError(f"--step and --gpu do not support the recurrence of {type(model).__name__}")
+    if cut.ranks > 1:
+        ours[CONVOLUTION] = _convolution
+    found = {name: vars(home)[name] for name in ours if name in vars(home)}
     AttentionInterface.register(ATTENTION, functools.partial(_attention, cut, seen))
     for name in found:
         setattr(home, name, ours[name])

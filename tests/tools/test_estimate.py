@@ -155,10 +155,12 @@ def measured_hybrids():
     data parallelism each rank has a sequence of its own."""
     rows = [x for x in measured("hybrid") if x["chunk"] == "allscan" and x["peak_gib"] and "heads" not in x["method"]]
     rows = [x for x in rows if x["model"] != "nemotron_h"]
+    # measured with torch's convolutions, which save more than ours
+    rows = [x for x in rows if x["method"] == "data parallel" or x["sources"] in ("03fd9c956838", "cedc25747836")]
     return [pytest.param(x, id=f"{x['model']}, {x['method']}") for x in rows if x["method"] != "gathered"]
 
 
-@pytest.mark.slow(but=("kimi_linear, MLA 192, allscan", "qwen3_next, allscan"))
+@pytest.mark.slow(but=("kimi_linear, MLA 128, allscan, zigzag", "qwen3_next, allscan"))
 @pytest.mark.skipif(
     installed("transformers") < (5, 23), reason="measured with transformers 5.23, whose layers save less than 5.20's"
 )
