@@ -130,8 +130,8 @@ class StoreExchange:
     Values are those of JSON: numbers, strings, booleans, None, and tuples of these (a list arrives as a tuple). Each
     exchange has one decision for all ranks. Rank 0, which gathers the values, and any rank that gives up try to set one
     key by the store's compare_set; the first one decides. So an exchange succeeds on all of its ranks or fails on all,
-    and the next one has the same number on all ranks: a rank that comes to an exchange that has failed without it goes
-    on to the next.
+    and the next one has the same number on all ranks: a rank that finds at its first look that the exchange has failed
+    goes on to the next.
     """
 
     def __init__(self, ranks: Iterable[int], name: str = "") -> None:
@@ -158,22 +158,22 @@ class StoreExchange:
         before, since a store may outlive its process group."""
         return StoreExchange(self.ranks, f"{self.name}/{token}")
 
-    def _next(self, store: dist.Store, last: bool) -> tuple[str, int, str]:
-        """(namespace, number, decision or "") of the next exchange. Skips exchanges that have failed without this rank.
+    def _last(self, store: dist.Store) -> tuple[str, int, str]:
+        """(namespace, number, decision or "") of the last exchange, without those that have failed without this rank.
         A rank that is interrupted here has not begun the exchange, and comes to the same one next."""
-        name = f"{self.name}/last" if last else self.name
+        name = f"{self.name}/last"
         while True:
             number = self._counts.get(name, 0) + 1
             key = f"allscan/{name}/{number}/decision"
             decision = store.get(key).decode() if store.check([key]) else ""
-            if not decision or decision.startswith(_DONE) or (last and not decision.startswith(FAILED)):
+            if not decision.startswith(FAILED):
                 return name, number, decision
             self._end(store, name, number)
 
     @_if_there
     def rank_in_close(self) -> str | None:
         """A text that names another rank if one waits in the last exchange; else None. Does not wait."""
-        name, number, decision = self._next(self.store, last=True)
+        name, number, decision = self._last(self.store)
         rank = None if decision else _find(self.store, f"allscan/{name}/{number}/came")
         return rank and f"rank {rank} waits in {CLOSE}"
 
@@ -200,9 +200,9 @@ class StoreExchange:
         store = self.store
         word = json.dumps((what, value))
         decision = self._last_decision if last else ""
-        if not decision:
+        while not decision:
             try:
-                name, number, _ = self._next(store, last)
+                name, number, _ = self._last(store) if last else (self.name, self._counts.get(self.name, 0) + 1, "")
                 base = f"allscan/{name}/{number}/"
                 try:
                     if not last:
@@ -211,7 +211,7 @@ class StoreExchange:
                         store.set(f"{base}came", str(self.rank))
                     store.set(f"{base}{self.rank}", word)
                     limit = self.timeout + GRACE_S if limit is None else limit
-                    decision = self._decision(store, base, what, abort_check, limit)
+                    decision, at_once = self._decision(store, base, what, abort_check, limit)
                 except BaseException as error:
                     kind = FAILED if isinstance(error, RuntimeError) else if_interrupted
                     own = f"{kind}rank {self.ranks[self.rank]} (global) was interrupted by {type(error).__name__}"
@@ -224,6 +224,8 @@ class StoreExchange:
             # rank 0 of the job usually hosts the store, and its process may end next
             keeps_store = decision.startswith(_DONE) and (last or self.ranks[self.rank] == 0)
             self._end(store, name, number, decision, last, until_all=keeps_store)
+            if at_once and not last and not decision.startswith(_DONE):
+                decision = ""  # that one has failed without this rank
         for prefix, error_of in ((ABANDONED, Abandoned), (REJECTED, AllScanRejected), (LOST, AllScanOutOfStep)):
             if decision.startswith(prefix):
                 raise error_of(f"{what}: {decision.removeprefix(prefix)}")
@@ -245,18 +247,20 @@ class StoreExchange:
     def abandon(self, why: str) -> None:
         """End the last exchange on all ranks, without a wait. Called in place of ``exchange``."""
         if not self._last_decision:
-            name, number, _ = self._next(self.store, last=True)
+            name, number, _ = self._last(self.store)
             why = f"{ABANDONED}rank {self.ranks[self.rank]} (global) {why}"
             decision = self._decide(self.store, f"allscan/{name}/{number}/", why)
             self._end(self.store, name, number, decision, last=True)
 
-    def _decision(self, store: dist.Store, base: str, what: str, abort_check: AbortCheck, limit: float) -> str:
-        """Wait for the decision and return it. O(1) requests to the store per rank and poll; O(size) to find a missing
-        rank."""
+    def _decision(
+        self, store: dist.Store, base: str, what: str, abort_check: AbortCheck, limit: float
+    ) -> tuple[str, bool]:
+        """Wait for the decision and return (decision, whether it was there without a wait). O(1) requests to the store
+        per rank and poll, each of which takes the host some 100 us; O(size) to find a missing rank."""
         keys = [f"{base}{rank}" for rank in range(self.size)]
         if _wait_keys:
             _forget_waits(store)
-        begun, told = time.monotonic(), False
+        begun, told, at_once = time.monotonic(), False, True
         looked, many = begun, max(1, self.size // 16)
         own: str | None = None  # this rank's decision, which holds if no rank has set one before
         while True:
@@ -281,9 +285,10 @@ class StoreExchange:
                 _wait_keys.append(f"{_WAITS}{self.ranks[self.rank]}")
                 store.set(f"{_WAITS}{self.ranks[self.rank]}", json.dumps((self.name, what)))
             time.sleep(min(max(SHORTEST_S * many, waited / 8), LONGEST_S * many))
+            at_once = False
         if decision.startswith(_DONE) and _wait_keys:
             _forget_waits(store)
-        return decision
+        return decision, at_once
 
     def _elsewhere(self, store: dist.Store, rank: int) -> str:
         """Where the absent ``rank`` (global) has waited itself, as the end of a message."""
@@ -313,7 +318,8 @@ class StoreExchange:
             self._counts[name] = number
         with contextlib.suppress(dist.DistError, StoreGone):
             if store.add(f"{base}read", 1) == self.size:
-                names = [*map(str, range(self.size)), "read", "came", "decision"]
+                came = ["came"] * name.endswith("/last")
+                names = ["decision", *map(str, range(self.size)), "read", *came]  # until_all waits for the first
                 keys = [f"{base}{key}" for key in names]
                 if ended:
                     count = self._counts.get(self.name, 0)

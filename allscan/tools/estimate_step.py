@@ -124,8 +124,8 @@ class _Convolved(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        dx, *others = (x if x is None else torch.empty_like(x) for x in ctx.saved_tensors)
-        return dx.mT, *others
+        x, *parameters = ctx.saved_tensors
+        return torch.empty_like(x).mT, *[y if y is None else torch.empty_like(y) for y in parameters]
 
 
 class _SlicedLoss(torch.autograd.Function):

@@ -29,6 +29,7 @@ from allscan.comm.call_order import Order
 from allscan.comm.tags import stamp
 from allscan.launch.compiled_kernel import channel_addresses
 from allscan.scan import launcher
+from allscan.scan.launcher import ChannelUse
 from allscan.shmem_kernels.channel import STAMPS
 from allscan.tools import ranks
 from support.call_order import (
@@ -1032,7 +1033,7 @@ def stamps_case(group):
         launcher, fwd_epoch = scan.launcher, scan.fwd_epoch()
         alike = []
         for reverse, adjoint, number in product((False, True), (False, True), (0, 1, STAMPS.value - 1)):
-            *rest, taken = launcher._with_channel((reverse, adjoint, number), [16, 32, fwd_epoch.data_ptr()])
+            *rest, taken = launcher._with_channel(ChannelUse(reverse, adjoint, number), [16, 32, fwd_epoch.data_ptr()])
             wanted = launcher.channel(reverse, fwd_epoch, adjoint, number)
             alike.append(rest == [16, 32] and taken == channel_addresses(wanted))
         words = [comm.memory.step_of(number)[0].item() for number in (0, 1, 7)]
