@@ -247,11 +247,12 @@ class _Keys:
     """Replaces a softmax layer's cache: the layer appends its keys and values, or latents.
 
     ``update`` returns those of all ranks. If ``attend`` may run in merged blocks, ``update`` only starts the gather and
-    returns this rank's own.
+    returns this rank's own. expands: whether the layer appends latents.
     """
 
-    def __init__(self, sequence: SplitSequence, cache: Any) -> None:
+    def __init__(self, sequence: SplitSequence, cache: Any, expands: bool) -> None:
         self.sequence, self.cache = sequence, cache
+        self.gathers_keys = expands and sequence.few  # in ``blocks``, once the layer has them
         self.gather: Gather | None = None
 
     def update(
@@ -259,23 +260,28 @@ class _Keys:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         sequence, self.appended = self.sequence, (key, value)
         if sequence.comm.size > 1:
-            tensors: Any = key.transpose(1, 2), value.transpose(1, 2)
-            tensors = tensors if sequence.own else _own(sequence, *tensors)
-            gather = sequence.gather(*tensors)
             whole = self.cache is not None or sequence.lengths is not None or sequence.inner != "sdpa"
             if sequence.merged and not whole:
-                self.gather = gather
+                if not self.gathers_keys:
+                    self.gather = self._start(key, value)
                 return key, value
-            key, value = (x.transpose(1, 2) for x in sequence.in_order(gather))
+            self.gathers_keys = False
+            key, value = (x.transpose(1, 2) for x in sequence.in_order(self._start(key, value)))
         if self.cache is not None:
             kept = self.cache.update(key, value, layer_idx, *arguments, **options)
             if sequence.past:  # a static cache returns all of its memory
                 key, value = (x[:, :, : sequence.past + key.shape[2]] for x in kept)
         return key, value
 
+    def _start(self, key: Tensor, value: Tensor) -> Gather:
+        tensors: Any = key.transpose(1, 2), value.transpose(1, 2)
+        return self.sequence.gather(*(tensors if self.sequence.own else _own(self.sequence, *tensors)))
+
     def blocks(self, module: Any, key: Tensor, value: Tensor, scale: float | None, dropout: float) -> Blocks | None:
         """The first back end's arguments for ``attend``, or None if ``update`` has returned the keys of all ranks."""
         name, project = type(module).__name__, None
+        if self.gathers_keys:
+            return Blocks(self._start(key, value), scale, None, dropout)
         if self.gather is None:
             total = sum(self.sequence.tokens) + (self.sequence.past or 0)
             if key.shape[2] != total:
@@ -301,7 +307,7 @@ def softmax_forward(
     if sequence is None:
         raise _called_alone(layer)
     cache = past_key_values if cache is None else cache
-    options[KEYS] = keys = _Keys(sequence, cache)
+    options[KEYS] = keys = _Keys(sequence, cache, hasattr(layer, "expand_kv"))
     return type(layer).forward(layer, *arguments, **{taken: keys}, **options)
 
 

@@ -18,6 +18,10 @@ from .batches import DOCUMENTS, misfit
 from .recurrent import Cuts
 from .softmax import Row, chunks
 
+# With at most so many tokens a rank, and ranks that map each other's memory, softmax layers gather keys and values in
+# place of latents: these arrive during the own blocks, and a second projection would cost more Python
+FEW_TOKENS, FEW_RANKS = 4096, 4
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SplitSequence(Row):
@@ -29,6 +33,7 @@ class SplitSequence(Row):
     pieces: list[TokenRange] = dataclasses.field(default_factory=list)
     where: dict[str, Any] = dataclasses.field(default_factory=dict)
     cuts: dict[int, Cuts] = dataclasses.field(default_factory=dict)
+    few: bool = False  # see FEW_TOKENS
 
     @property
     def first(self) -> int:
@@ -51,7 +56,9 @@ class SplitSequence(Row):
             layout="zigzag" if self.zigzag else "contiguous",
             per_document=self.per_document,
         )
-        self.__dict__.update(pieces=pieces, where=where)  # the dataclass is frozen
+        comm, most = self.comm, max(self.tokens)
+        few = most <= FEW_TOKENS and 1 < comm.size <= FEW_RANKS and comm.topology.maps(0, comm.size - 1)
+        self.__dict__.update(pieces=pieces, where=where, few=few)  # the dataclass is frozen
 
 
 # End of messages about packed sequences that may be unintended

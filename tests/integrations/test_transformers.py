@@ -1026,26 +1026,31 @@ def test_an_error_tells_in_which_pass_of_the_model_each_rank_is(fresh, how):
         assert entry in one and one.count("Rank 1 is in a later step and has made fewer reverse calls") == 1, one
 
 
-def sharded_projection_case(comm):
+def sharded_projection_case(comm, layout, tokens, gathered):
     """Return relative errors of gradients. FSDP2 shards the projection of latents, in which all ranks then call
     collectives."""
-    tokens = [20, 12]
+    from allscan.integrations import transformers_sequence
+
     whole = torch.randint(1, VOCABULARY, (2, 32), generator=torch.Generator().manual_seed(1))
-    part, model = whole[:, place(comm, tokens)], made("kimi_linear")
+    part, model = whole[:, place(comm, tokens, layout == "zigzag")], made("kimi_linear")
     model(input_ids=whole, labels=whole, use_cache=False).loss.backward()
     expected = gradients(model)
-    model = sequence_parallel(made("kimi_linear"), comm=comm)
+    model = sequence_parallel(made("kimi_linear"), comm=comm, layout=layout)
     mesh = DeviceMesh.from_group(comm.group, "cpu")
     for module in (model.model.layers[1].self_attn.kv_b_proj, *model.model.layers, model):
         fully_shard(module, mesh=mesh)
-    (model(input_ids=part, labels=part).loss * comm.size).backward()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transformers_sequence, "FEW_TOKENS", 0 if gathered == "latents" else 32)
+        (model(input_ids=part, labels=part).loss * comm.size).backward()
     found = {name: getattr(x, "full_tensor", lambda x=x: x)() for name, x in gradients(model).items()}
     return {name: relative(found[name], x) for name, x in expected.items() if x.any()}
 
 
-def test_a_sharded_projection(run, size=2):
-    """Also the first rank, which attends to no other rank's keys, projects them."""
-    for errors in run(size, sharded_projection_case):
+@pytest.mark.parametrize("gathered", ["keys", "latents"])
+@pytest.mark.parametrize("layout, tokens", [("contiguous", [20, 12]), ("contiguous", [32, 0]), ("zigzag", [16, 16])])
+def test_a_sharded_projection(run, layout, tokens, gathered, size=2):
+    """Also a rank that attends to no other rank's keys projects their latents."""
+    for errors in run(size, sharded_projection_case, layout, tokens, gathered):
         assert max(errors.values()) < 2e-5, errors
 
 
