@@ -53,6 +53,16 @@ def in_backward() -> bool:
     return graph_task() != -1
 
 
+def runs_next(node: Any, number: int) -> bool:
+    """Check, in the backward of a Function's node, whether this backward pass also runs the node of the tensor input
+    ``number``: torch.autograd.grad leaves out those that lead to none of its inputs."""
+    following = node.next_functions[number][0]
+    try:
+        return following is not None and bool(torch._C._will_engine_execute_node(following))
+    except RuntimeError:  # of a leaf whose gradient torch.autograd.grad returns; or torch compiles the backward pass
+        return True
+
+
 def stops_recomputation(error: BaseException) -> bool:
     """Check whether an exception is torch.utils.checkpoint's early stop of a recomputation. Compares the name, since
     the class is private."""

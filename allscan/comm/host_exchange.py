@@ -255,8 +255,9 @@ class StoreExchange:
     def _decision(
         self, store: dist.Store, base: str, what: str, abort_check: AbortCheck, limit: float
     ) -> tuple[str, bool]:
-        """Wait for the decision and return (decision, whether it was there without a wait). O(1) requests to the store
-        per rank and poll, each of which takes the host some 100 us; O(size) to find a missing rank."""
+        """Wait for the decision; return (decision, whether it was another rank's and there at the first look). O(1)
+        requests to the store per rank and poll, each of which takes the host some 100 us; O(size) to find a missing
+        rank."""
         keys = [f"{base}{rank}" for rank in range(self.size)]
         if _wait_keys:
             _forget_waits(store)
@@ -288,7 +289,7 @@ class StoreExchange:
             at_once = False
         if decision.startswith(_DONE) and _wait_keys:
             _forget_waits(store)
-        return decision, at_once
+        return decision, at_once and decision != own
 
     def _elsewhere(self, store: dist.Store, rank: int) -> str:
         """Where the absent ``rank`` (global) has waited itself, as the end of a message."""

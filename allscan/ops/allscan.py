@@ -161,7 +161,7 @@ def scan_once(
 ) -> Any:
     """Run ``allscan`` on tensors in the contiguous layout, inside a call of ``comm``.
 
-    fwd_epoch: of a custom operator, whose backward torch registers: see ``PreparedScan.run``. adjoint: of a backward.
+    fwd_epoch: of a node with a backward of its own: see ``PreparedScan.run``. adjoint: of a backward.
     """
     key = call_key(inputs)
     prepared = None if comm.debug else comm.calls.get((key, reverse, part, adjoint))
@@ -225,10 +225,8 @@ def scan_zigzag(
     reverse: bool = False,
     layout: str = "zigzag",
     async_op: bool = False,
-    part: str = HALF,
-    fwd_epochs: Sequence[Tensor | None] = (None, None),
 ) -> Any:
-    """Run ``allscan`` on pairs in the zigzag layout. fwd_epochs: of a custom operator, for each of the two scans."""
+    """Run ``allscan`` on pairs in the zigzag layout."""
     state, decay, transition, initial_state, out = inputs
     ascending: Any
     descending: Any
@@ -243,7 +241,7 @@ def scan_zigzag(
         (ascending, descending), decays, transitions = pairs
         operands = ascending, descending, *decays, *transitions, initial_state
         key = call_key(operands)
-        known = "zigzag", part, key
+        known = "zigzag", key
         if comm.debug or known not in comm.checked:
             if (
                 not isinstance(ascending, Tensor)
@@ -270,12 +268,12 @@ def scan_zigzag(
         ascending, descending, *rest = (x if t is None else t for x, t in zip(operands, found, strict=True))
         decays, transitions, initial_state = rest[:2], rest[2:4], rest[4]
     inputs = ScanInputs(ascending, decays[0], transitions[0], initial_state)
-    prev = scan_once(comm, inputs, False, part=part, fwd_epoch=fwd_epochs[0])
+    prev = scan_once(comm, inputs, False, part=HALF)
     outgoing_state = None
     if comm.rank == comm.size - 1:  # where the ascending scan ends, and the descending one begins
         outgoing_state = outgoing(ScanInputs(ascending, decays[0], transitions[0]), prev)
     inputs = ScanInputs(descending, decays[1], transitions[1], outgoing_state)
-    found = prev, scan_once(comm, inputs, True, part=part, fwd_epoch=fwd_epochs[1])
+    found = prev, scan_once(comm, inputs, True, part=HALF)
     # the last rank then runs the same backward scans as the others, also if only one result is used
     return JoinBackward.apply(None, *found) if wanted else found
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from ..base.autograd import Function, inference_tensors, second_derivative_error, wants_gradient
 from ..base.checks import described, has_tangents, plain_or_traced, restored
 from ..base.tiling import cdiv, next_power_of_2
+from ..bindings.torch_compat import runs_next
 from ..comm.backwards import FWD_EPOCHS, new_fwd_epochs, pending_backward, saved_tensors
 from ..comm.communicator import Communicator, communicator_of
 from ..launch.compiled_kernel import dynamo_disabled
@@ -70,6 +72,8 @@ def convolution(
         return None
     if comm.device.type == "cpu" and x.numel() > INTERPRETED or wants_gradient(own) and inference_tensors(own):
         return None
+    if comm.debug or (x.dtype == torch.float32 and torch.is_autocast_enabled(x.device.type)):
+        return None  # the layer's function casts x; in debug mode ``halo`` compares its launches and looks for NaN
     with comm.call(False, "a convolution", x):
         check_halo((x,), comm, HaloOptions(n, layout=layout))
         options = dict(scan=get_or_create_scan(comm, (B, n, C)), pieces=pieces, silu=activation is not None)
@@ -103,18 +107,25 @@ class _Convolution(Function):
             return _backward_not_traced(ctx, dy)
         handle, stamp_of_call, fwd_epoch, pieces, silu = ctx.how
         comm, specs = communicator_of(handle), [spec for spec in ctx.specs if spec is not None]
-        if ctx.pending is not None:
-            ctx.pending.run()
-        saved = saved_tensors(ctx, lambda: comm, True)
-        # without an exchange ranks that leave the convolution to the layer's function make no call, either
-        with contextlib.nullcontext() if fwd_epoch is None else comm.call(True, "the backward of a convolution", dy):
+        call: AbstractContextManager[None] = contextlib.nullcontext()
+        # without an exchange no call: ranks that leave the convolution to the layer's function make none, either
+        if fwd_epoch is not None and runs_next(ctx, 0):
+            if ctx.pending is not None:
+                ctx.pending.run()
+            saved = saved_tensors(ctx, lambda: comm, pieces == 1)
+            call = comm.call(pieces == 1, "the backward of a convolution", dy)  # the direction of its first scan
+        else:
+            saved, fwd_epoch = ctx.saved_tensors, None
+        with call:
             if torch.is_grad_enabled():
                 raise second_derivative_error("a convolution")
-            comm.order.stamp = stamp_of_call
+            if fwd_epoch is not None:
+                comm.order.stamp = stamp_of_call
             names = [name for name, spec in zip(NAMES, ctx.specs, strict=True) if spec is not None]
             found = iter(restored("a convolution", names, saved, specs))
             given = [*[spec if spec is None else next(found) for spec in ctx.specs], *plain_or_traced(dy), fwd_epoch]
-            scan = get_or_create_scan(comm, ctx.specs[3][1])
+            *_, (_, of_tokens_before, _), _ = ctx.specs
+            scan = get_or_create_scan(comm, of_tokens_before)
             return None, *run_recorded(comm, _convolve_back, given, dict(scan=scan, pieces=pieces, silu=silu)), None
 
 

@@ -44,7 +44,7 @@ from ..scan.agreement import get_or_create_scan
 from ..scan.zigzag_scan import outgoing
 from ..tokens.packing import Tables, boundaries_on_host, carried_states, own_boundaries, tokens_of_pieces
 from ..tokens.partition import cached_table, check_packed, compare_values, partition_start
-from .allscan import OF_HALO, scan_once, scan_zigzag
+from .allscan import OF_HALO, scan_once
 
 Xs = TypeVar("Xs", Tensor, tuple[Tensor, ...])
 
@@ -205,56 +205,51 @@ def _halo(xs: tuple[Tensor, ...], comm: Communicator, options: Options) -> tuple
     halves = 1 + zigzag
     edges, decay = _edges(xs, n, halves, reverse), _decay(tokens // halves, n, reverse)
     inside = _inside(comm, tokens if T is None else T, n, reverse, cu_seqlens, first_token, zigzag)
-    found = _exchange_with_gradient(comm, edges, decay, reverse)
+    found = _exchange(comm, edges, decay, reverse)
     if inside is not None:
         found = torch.where(inside, found, 0.0)
     return _from_edges(found, xs, halves * n)
 
 
-def _exchange(
-    comm: Communicator, edges: Sequence[Tensor], decay: Any, reverse: bool, fwd_epoch: Tensor | None = None
-) -> Tensor:
-    """The scans of a call: [B, n, words], in the zigzag layout [B, 2n, words]. edges: one, or those of both halves.
-    With ``reverse`` the ascending scan sends the first tokens of second halves. fwd_epoch: int64 [FWD_EPOCHS], for a
-    backward."""
-    of_scans = [None if fwd_epoch is None else _epoch_of(fwd_epoch, descending) for descending in (False, True)]
-    if len(edges) == 1:
-        return scan_once(comm, ScanInputs(edges[0], decay), reverse, part=OF_HALO, fwd_epoch=of_scans[reverse])
-    pair = tuple(edges[::-1] if reverse else edges)
-    found = scan_zigzag(comm, ScanInputs(pair, (decay, decay)), part=OF_HALO, fwd_epochs=of_scans)
-    return torch.cat(found[::-1] if reverse else found, 1)
-
-
-def _exchange_back(
-    comm: Communicator, dfound: Tensor, decay: Any, reverse: bool, fwd_epoch: Tensor, zigzag: bool
+def _scans(
+    comm: Communicator,
+    parts: Sequence[Tensor],
+    decay: Any,
+    reverse: bool,
+    fwd_epoch: Tensor | None = None,
+    adjoint: bool = False,
 ) -> list[Tensor]:
-    """The gradients of ``edges``, inside of a call of the other direction."""
-    found, outgoing_state = [dfound] * (1 + zigzag), None
-    for descending in (True, False) if zigzag else (reverse,):  # the scan in forward
+    """The scans of a call: of its edges, one or those of both halves; with ``adjoint`` of the results' gradients. With
+    ``reverse`` the ascending scan is that of the second halves. fwd_epoch: int64 [FWD_EPOCHS]."""
+    zigzag, found, outgoing_state = len(parts) == 2, [*parts], None
+    for descending in (adjoint, not adjoint) if zigzag else (reverse,):  # the scans in forward, in backward's order
         half = int(zigzag and descending != reverse)
-        part = dfound.chunk(1 + zigzag, 1)[half].contiguous()
-        inputs, epoch = ScanInputs(part, decay, None, outgoing_state), _epoch_of(fwd_epoch, descending)
-        found[half] = scan_once(comm, inputs, not descending, part=OF_HALO, fwd_epoch=epoch, adjoint=True)
-        if zigzag and comm.rank == comm.size - 1:  # where the ascending scan has ended, and the other one began
-            outgoing_state = outgoing(inputs, found[half], adjoint=True)
+        inputs = ScanInputs(parts[half], decay, None, outgoing_state)
+        epoch = None if fwd_epoch is None else _epoch_of(fwd_epoch, descending)
+        back = descending != adjoint
+        found[half] = scan_once(comm, inputs, back, part=OF_HALO, fwd_epoch=epoch, adjoint=adjoint)
+        if zigzag and comm.rank == comm.size - 1:  # where the first scan has ended, and the second one begins
+            outgoing_state = outgoing(inputs, found[half], adjoint)
     return found
 
 
-def _exchange_with_gradient(comm: Communicator, edges: Sequence[Tensor], decay: Any, reverse: bool) -> Tensor:
+def _exchange(comm: Communicator, edges: Sequence[Tensor], decay: Any, reverse: bool) -> Tensor:
+    """The n tokens for each of ``edges``, [B, n, words], or in the zigzag layout [B, 2n, words]."""
     if not wants_gradient(edges):
-        return _exchange(comm, edges, decay, reverse)
+        return _joined(_scans(comm, edges, decay, reverse))
     found: Tensor = _Exchange.apply((comm, decay, reverse), *edges)
     return found
 
 
 class _Exchange(Function):
-    """``_exchange`` with a gradient. how: (comm, decay, reverse)."""
+    """``_exchange`` with a gradient. how: (comm, decay, reverse). It saves no tensor on any rank, so that activation
+    checkpointing decides alike on all ranks."""
 
     @staticmethod
     def forward(ctx: Any, how: tuple[Communicator, Any, bool], *edges: Tensor) -> Tensor:
         comm, decay, reverse = how
         zigzag, fwd_epoch = len(edges) == 2, new_fwd_epochs(comm, FWD_EPOCHS)
-        found = _exchange(comm, edges, decay, reverse, fwd_epoch)
+        found = _joined(_scans(comm, edges, decay, reverse, fwd_epoch))
         ctx.pending = pending_backward(get_or_create_scan(comm, edges[0].shape), reverse and not zigzag)
         ctx.call, ctx.how = (comm.handle, comm.order.stamp), (decay, reverse, fwd_epoch, zigzag)
         return found
@@ -263,18 +258,26 @@ class _Exchange(Function):
     def backward(ctx: Any, dfound: Tensor) -> tuple[Tensor | None, ...]:
         if torch.compiler.is_compiling():  # autograd's graph: torch must not trace this backward
             return _backward_not_traced(ctx, dfound)
-        (handle, stamp_of_call), reverse = ctx.call, ctx.how[1]
+        (handle, stamp_of_call), (decay, reverse, fwd_epoch, zigzag) = ctx.call, ctx.how
         comm = communicator_of(handle)
         if ctx.pending is not None:
             ctx.pending.run()
-        with comm.call(not reverse, "the backward of halo()", dfound):
+        with comm.call(not (reverse or zigzag), "the backward of halo()", dfound):  # the direction of its first scan
             if torch.is_grad_enabled():
                 raise second_derivative_error("halo()")
             comm.order.stamp = stamp_of_call
-            return None, *_exchange_back(comm, dfound, *ctx.how)
+            return None, *_scans(comm, _halves(dfound, zigzag), decay, reverse, fwd_epoch, adjoint=True)
 
 
 _backward_not_traced = dynamo_disabled(_Exchange.backward)
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat([*parts], 1)
+
+
+def _halves(dfound: Tensor, zigzag: bool) -> list[Tensor]:
+    return [x.contiguous() for x in dfound.chunk(1 + zigzag, 1)]
 
 
 def _check_halo(xs: Sequence[Tensor], comm: Communicator, options: Options) -> tuple[int, Any, int | None, int]:
@@ -397,7 +400,7 @@ def _of_documents(
     for size, _, states in groups:
         decay = _decay(size, n, reverse)
         pair = edges[:, at : at + states].contiguous().unbind()
-        both = _exchange_with_gradient(comm, pair, decay, False)
+        both = _exchange(comm, pair, decay, False)
         found.append(both.unflatten(1, (2, n)).transpose(0, 1))
         at += states
     together = found[0] if len(found) == 1 else torch.cat(found, 1)
@@ -487,7 +490,7 @@ def _forward(
         comm.order.stamp = _stamp_of(cu_seqlens, agree)
         inside, decay = _inside(comm, T, n, reverse, cu_seqlens, first_token, zigzag), _decay(T >> zigzag, n, reverse)
         fwd_epoch = new_fwd_epochs(comm, FWD_EPOCHS)
-        found = _exchange(comm, [*edge.unbind()] if zigzag else [edge], decay, reverse, fwd_epoch)
+        found = _joined(_scans(comm, [*edge.unbind()] if zigzag else [edge], decay, reverse, fwd_epoch))
         return found if inside is None else torch.where(inside, found, 0.0), fwd_epoch
 
 
@@ -518,13 +521,13 @@ def _backward(
 ) -> tuple[Tensor]:
     comm, n = communicator_of(handle), dfound.shape[1] >> zigzag
     agree = Options(n, reverse, cu_seqlens, first_token, _LAYOUTS[zigzag]).alike(dtypes, widths)
-    with comm.call(not reverse, "the backward of halo()", dfound):
+    with comm.call(not (reverse or zigzag), "the backward of halo()", dfound):
         comm.order.stamp = _stamp_of(cu_seqlens, agree)
         inside, decay = _inside(comm, T, n, reverse, cu_seqlens, first_token, zigzag), _decay(T >> zigzag, n, reverse)
         dfound = dfound if inside is None else torch.where(inside, dfound, 0.0)
         kind = torch.int64, torch.Size([FWD_EPOCHS]), comm.device
         (fwd_epoch,) = restored("halo()", ("fwd_epoch",), [fwd_epoch], [kind])
-        found = _exchange_back(comm, dfound, decay, reverse, fwd_epoch, zigzag)
+        found = _scans(comm, _halves(dfound, zigzag), decay, reverse, fwd_epoch, adjoint=True)
     return (torch.stack(found) if zigzag else found[0],)
 
 

@@ -370,6 +370,23 @@ def test_interrupted_at_one_of_the_requests(request_, other_comes):
     assert answers[1] is None and [rank._counts["name"] for rank in ranks] == [3 - begun] * 2 and not store.words
 
 
+@pytest.mark.quick
+def test_a_slow_store():
+    """The time limit holds, and a rank's own decision counts, if its first look takes longer than that."""
+
+    class Slow(Store):
+        def check(self, keys):
+            time.sleep(0.15)
+            return super().check(keys)
+
+    for told, kind in (("lost a fault", allscan.AllScanOutOfStep), (None, allscan.AllScanHostTimeout)):
+        store = Slow()
+        rank = ThreadRank(0, 2, store)
+        with pytest.raises(kind):
+            rank.exchange(1, "what", lambda late, told=told: told or host_exchange.if_late(late), limit=0.2)
+        assert rank._counts["name"] == 1
+
+
 def interrupted_case():
     """Rank 1 gets Ctrl-C while it waits: the others do not continue without it, and the next exchange is right."""
     everybody = StoreExchange(range(3))

@@ -169,3 +169,40 @@ def test_convolutions_after_calls_without_a_backward(run, size=2):
     """Neither rank waits for the other one's second scan before it launches the first: until the time limit."""
     for seconds in run(size, ignored_case):
         assert max(seconds) < 30.0, seconds
+
+
+def around_halo(x, weight, comm, layout):
+    """The convolution by torch's function, as a rank with too few tokens for the kernels computes it."""
+    halves = 1 + (layout == "zigzag")
+    before = allscan.halo(x, 3, comm=comm, layout=layout).unflatten(1, (halves, 3))
+    rows = torch.cat([before, x.unflatten(1, (halves, -1))], 2).flatten(0, 1)
+    y = F.silu(F.conv1d(rows.mT, weight[:, None], groups=len(weight))).mT
+    return y.unflatten(0, (-1, halves)).flatten(1, 2)
+
+
+def beside_halo_case(comm, layout, debug):
+    """Return errors where rank 0 does not use the kernels, in debug mode no rank: of the output, of all gradients, and
+    of the weight's gradient alone, for which no rank exchanges anything."""
+    tokens, zigzag, errors = [16] * comm.size, layout == "zigzag", []
+    x, weight, _, dy, _ = whole(comm, F32, 1, sum(tokens), 8, 3, False)
+    mine = place(comm, tokens, zigzag)
+    exact = [y.double().requires_grad_() for y in (x, weight)]
+    y = in_float64(*exact, None, "silu", torch.zeros(1, 3, 8))
+    dx, dw = torch.autograd.grad(y, exact, dy.double())
+    with allscan.Communicator(comm.group, timeout=20.0, debug=debug) as own:
+        for both in (True, False, True):
+            part, w = x[:, mine].clone().requires_grad_(), weight.clone().requires_grad_()
+            found = None if own.rank == 0 else convolution(part, w, None, "silu", comm=own, layout=layout)
+            assert own.rank == 0 or (found is None) == debug
+            found = around_halo(part, w, own, layout) if found is None else found
+            errors.append(relative(found, y.detach()[:, mine]))
+            grads = torch.autograd.grad(found, (w, part) if both else (w,), dy[:, mine])
+            errors.append(relative(added_up(grads[0], comm.group), dw))
+            errors += [relative(grads[1], dx[:, mine])] if both else []
+    return errors
+
+
+@pytest.mark.parametrize("debug", [False, True])
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_beside_ranks_without_the_kernels(run, layout, debug, size=2):
+    check_errors(run(size, beside_halo_case, layout, debug), 2e-6)
