@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import importlib.util
 import statistics
 import sys
 
@@ -40,16 +41,26 @@ def liger(x, weight, labels):
     return liger_fused_linear_cross_entropy(x, weight, labels, accum_dtype=torch.float32)
 
 
+def cut(x, weight, labels):
+    """Without its filter, which leaves out gradients below 2^-12: with random words nearly all."""
+    from cut_cross_entropy import linear_cross_entropy
+
+    return linear_cross_entropy(x, weight.to(x.dtype), labels, filter_eps=None)
+
+
 METHODS = {"torch, whole": whole, "linear_cross_entropy": linear_cross_entropy, "Liger": liger}
+METHODS |= {"cut-cross-entropy, no filter": cut}
+PACKAGES = {liger: "liger_kernel", cut: "cut_cross_entropy"}
 
 
-def available() -> dict:
-    """Return the methods that can run here."""
-    try:
-        import liger_kernel.transformers.functional  # noqa: F401
-    except ImportError:
-        return {name: method for name, method in METHODS.items() if method is not liger}
-    return METHODS
+def available(device) -> dict:
+    """Return the methods that can run here; cut-cross-entropy needs a GPU."""
+    return {
+        name: method
+        for name, method in METHODS.items()
+        if method not in PACKAGES
+        or (importlib.util.find_spec(PACKAGES[method]) and (method is not cut or device == "cuda"))
+    }
 
 
 def drawn(tokens, words, width, weight, device):
@@ -73,7 +84,9 @@ def check(tokens, words, width, device, gradient=0.3) -> dict:
     """Return {(method, dtype of the weight): largest relative error of loss and gradients}; raise if one is wrong.
     gradient: the loss's."""
     found, gradient = {}, torch.tensor(gradient, device=device)
-    methods = available() | {"linear_cross_entropy": functools.partial(linear_cross_entropy, slice_tokens=tokens // 3)}
+    methods = available(device) | {
+        "linear_cross_entropy": functools.partial(linear_cross_entropy, slice_tokens=tokens // 3)
+    }
     for dtype in (torch.bfloat16, torch.float32):
         x, weight, labels = drawn(tokens, words, width, dtype, device)
         leaves = [y.detach().double().requires_grad_() for y in (x, weight)]
@@ -87,7 +100,7 @@ def check(tokens, words, width, device, gradient=0.3) -> dict:
 def measure(tokens, whole_tokens, words, width, dtype):
     """Yield table rows for a weight of ``dtype``."""
     calls, extra = {}, {}
-    for name, method in available().items():
+    for name, method in available("cuda").items():
         for count in (whole_tokens,) if method is whole else (whole_tokens, tokens):
             x, weight, labels = drawn(count, words, width, dtype, "cuda")
             call = calls[name, count] = functools.partial(both_passes, method, x, weight, labels)
