@@ -32,7 +32,7 @@ from ..shmem_kernels.short_convolution import (
     conv_sums_kernel,
 )
 from .halo import Options as HaloOptions
-from .halo import check_halo
+from .halo import checked_options
 from .local import by_kernels, run_recorded
 
 SILU = "silu", "swish"
@@ -75,7 +75,7 @@ def convolution(
     if comm.debug or (x.dtype == torch.float32 and torch.is_autocast_enabled(x.device.type)):
         return None  # the layer's function casts x; in debug mode ``halo`` compares its launches and looks for NaN
     with comm.call(False, "a convolution", x):
-        check_halo((x,), comm, HaloOptions(n, layout=layout))
+        checked_options((x,), comm, HaloOptions(n, layout=layout))
         options = dict(scan=get_or_create_scan(comm, (B, n, C)), pieces=pieces, silu=activation is not None)
         if wants_gradient(own):
             found: Tensor = _Convolution.apply((comm, options), *own, state)

@@ -181,7 +181,7 @@ def halo_from_boundary_tokens(x: Xs, T: int, n: int, *, comm: Communicator, layo
     return found
 
 
-def check_halo(xs: tuple[Tensor, ...], comm: Communicator, options: Options) -> Options:
+def checked_options(xs: tuple[Tensor, ...], comm: Communicator, options: Options) -> Options:
     """Check a call, unless an equal one was; return its options with converted values. Sets the call's stamp."""
     n, reverse, cu_seqlens, first_token, layout, per_document, T = options
     cached = cu_seqlens is None and type(n) is int and type(layout) is str
@@ -198,7 +198,7 @@ def check_halo(xs: tuple[Tensor, ...], comm: Communicator, options: Options) -> 
 
 
 def _halo(xs: tuple[Tensor, ...], comm: Communicator, options: Options) -> tuple[Tensor, ...]:
-    n, reverse, cu_seqlens, first_token, layout, per_document, T = check_halo(xs, comm, options)
+    n, reverse, cu_seqlens, first_token, layout, per_document, T = checked_options(xs, comm, options)
     if per_document:
         return _of_documents(xs, n, comm, reverse, boundaries_on_host(cu_seqlens), first_token, T)
     zigzag, tokens = layout == "zigzag", xs[0].shape[1]
