@@ -33,9 +33,8 @@ class PendingBackward:
     cases: no rank runs a backward (validation with gradients enabled), or this rank alone has ignored the call's
     results and its gradients lack a part. ``AllScan`` finds out which before its next launch in that direction.
 
-    reverse: direction of the call's scan. None: do not look, since another record of the same call does. Of the two
-        scans of the zigzag layout in a chain only the first is looked for: before its second scan the other rank waits
-        for this rank's first.
+    reverse: direction of the call's scan. None: do not look, in the zigzag layout of a chain. Its backward begins with
+        a scan that stops at the rank that has ignored the results, and that rank's next call finds another tag.
     fwd_epoch, fwd_epochs: the node's buffer of ``borrow_fwd_epoch``, and the free list to which it is
         returned.
     """
@@ -73,9 +72,8 @@ class PendingBackward:
             backwards.dropped[self._reverse] = True
 
 
-def pending_backward(scan: Any, reverse: bool) -> PendingBackward | None:
-    """The PendingBackward of a differentiable call that has run scans of ``scan``, the first in this direction; None in
-    a recomputation."""
+def pending_backward(scan: Any, reverse: bool | None) -> PendingBackward | None:
+    """The PendingBackward of a differentiable call that has run scans of ``scan``; None in a recomputation."""
     return None if recomputing() else PendingBackward(scan.launcher.backwards, reverse)
 
 

@@ -172,7 +172,7 @@ def scan_once(
     works: list[Work] = []
     state, decay, transition, initial_state, _ = inputs
     decay, number = (decay, None) if isinstance(decay, Tensor) else (None, decay)
-    looks = None if part == HALF and reverse and prepared.launcher.rails is None else reverse  # see PendingBackward
+    looks = None if part == HALF and prepared.launcher.rails is None else reverse  # see PendingBackward
     prev = _AllScan.apply((prepared, number, async_op, works, looks), state, decay, transition, initial_state)
     if async_op:
         works[0].result = prev  # with autograd's node

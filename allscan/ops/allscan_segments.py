@@ -142,14 +142,16 @@ def _check(comm: Communicator, parts: list[Segments], initial_state: Any, both: 
     check_saveable(inputs, inputs)
 
 
-def _scan(scans: SegmentScans, part: Segments, initial_state: Any, direction: Direction) -> tuple[Tensor, Tensor]:
+def _scan(
+    scans: SegmentScans, part: Segments, initial_state: Any, direction: Direction, zigzag: bool = False
+) -> tuple[Tensor, Tensor]:
     states, decays, transitions = part
     if not wants_gradient((states, decays, transitions, initial_state)):
         return scans.run(part, direction, None, initial_state)
     number = None if isinstance(decays, Tensor) else decays
     decays = decays if number is None else None
     found: tuple[Tensor, Tensor] = _AllScanSegments.apply(
-        (scans, number, direction), states, decays, transitions, initial_state
+        (scans, number, direction, zigzag), states, decays, transitions, initial_state
     )
     return found
 
@@ -165,9 +167,9 @@ def _scan_zigzag(scans: SegmentScans, parts: list[Segments], initial_state: Any)
         found = JoinBackward.apply(None, *taken)
         *inputs, initial_state = [x if t is None else t for x, t in zip(inputs, found, strict=True)]
         parts = [Segments(*inputs[:3]), Segments(*inputs[3:])]
-    ascending, passed = _scan(scans, parts[0], initial_state, Direction())
+    ascending, passed = _scan(scans, parts[0], initial_state, Direction(), True)
     outgoing_state = passed if scans.is_first(True) else None
-    descending, left = _scan(scans, parts[1], outgoing_state, Direction(reverse=True))
+    descending, left = _scan(scans, parts[1], outgoing_state, Direction(reverse=True), True)
     results = (ascending, descending, passed, left)
     if wanted:
         results = JoinBackward.apply(None, *results)
@@ -177,7 +179,7 @@ def _scan_zigzag(scans: SegmentScans, parts: list[Segments], initial_state: Any)
 class _AllScanSegments(Function):
     @staticmethod
     def forward(ctx: Any, how: Any, states: Any, decays: Any, transitions: Any, initial_state: Any) -> Any:
-        scans, number, direction = how
+        scans, number, direction, zigzag = how
         comm, again = scans.comm, recomputing()
         fwd_epoch, free = (new_fwd_epochs(comm, 1), None) if again else borrow_fwd_epoch(comm)
         part = Segments(states, number if decays is None else decays, transitions)
@@ -191,8 +193,7 @@ class _AllScanSegments(Function):
         # save two tensors on every rank, whichever inputs it has: see ops/allscan.py
         ctx.save_for_backward(comm.placeholder if factor is None else factor, incoming if uses else comm.placeholder)
         ctx.set_materialize_grads(False)
-        second = direction.reverse and not direction.descending  # of the zigzag layout: see PendingBackward
-        looks = None if second else direction.reverse
+        looks = None if zigzag else direction.reverse  # see PendingBackward
         pending = None if again else PendingBackward(scans.launcher.backwards, looks, fwd_epoch, free)
         shapes = states.shape, None if factor is None else factor.shape
         of_call = comm.handle, comm.order.stamp

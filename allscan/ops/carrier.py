@@ -204,8 +204,9 @@ class AllScanCarrier:
         return hops * HOP_US + words * WORD_US if hops else 0.0
 
     def pending(self, scan: Any, zigzag: bool) -> list[Callable[[], PendingBackward]]:
-        # of a chain's first scan only: see PendingBackward
-        directions = [False, True] if zigzag and scan.algorithm != "chain" else [False]
+        directions: list[bool | None] = [False]
+        if zigzag:
+            directions = [None] if scan.algorithm == "chain" else [False, True]  # see PendingBackward
         return [partial(PendingBackward, scan.launcher.backwards, reverse) for reverse in directions]
 
 

@@ -97,7 +97,8 @@ class _Convolution(Function):
         ctx.save_for_backward(*[x for x in kept if x is not None])
         ctx.specs = [x if x is None else described(x) for x in kept]
         exchanges = ctx.needs_input_grad[1]  # the gradient of x has that of the tokens that other ranks have got
-        ctx.pending = pending_backward(options["scan"], False) if exchanges else None
+        looks = None if second is not None else False  # see PendingBackward
+        ctx.pending = pending_backward(options["scan"], looks) if exchanges else None
         ctx.how = comm.handle, comm.order.stamp, fwd_epoch if exchanges else None, options["pieces"], options["silu"]
         return y
 

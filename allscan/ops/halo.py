@@ -250,7 +250,7 @@ class _Exchange(Function):
         comm, decay, reverse = how
         zigzag, fwd_epoch = len(edges) == 2, new_fwd_epochs(comm, FWD_EPOCHS)
         found = _joined(_scans(comm, edges, decay, reverse, fwd_epoch))
-        ctx.pending = pending_backward(get_or_create_scan(comm, edges[0].shape), reverse and not zigzag)
+        ctx.pending = pending_backward(get_or_create_scan(comm, edges[0].shape), None if zigzag else reverse)
         ctx.call, ctx.how = (comm.handle, comm.order.stamp), (decay, reverse, fwd_epoch, zigzag)
         return found
 

@@ -51,7 +51,7 @@ class ChannelUse(NamedTuple):
     # of the call, see tags.stamp; the Buffer of a step word (channel.py), int64 [1]; or None for Order.stamp_in of the
     # call that runs the plan, as launches outside of plans have it
     stamp: Any
-    second: bool = False  # of a plan's two scans: no look for backwards, see PendingBackward
+    second: bool = False  # of a plan's two scans, for which other ranks wait: no look for backwards before the first
 
 
 class ScanBuffers(NamedTuple):
