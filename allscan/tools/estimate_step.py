@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ..bindings.torch_compat import TorchDispatchMode, tree_leaves
 from ..integrations import needing
+from ..ops.convolution import SILU, TAPS
 from .estimate import Cut, Peak, Recurrent, check_cut, line_of, peak, ssd_peak, text_model
 
 with needing(__name__, "transformers"):
@@ -209,9 +210,14 @@ def _delta_rule(
     return o, None
 
 
-def _convolution(x: Tensor, weight: Tensor, bias: Tensor | None = None, **_: Any) -> Tensor:
-    """Replaces the convolution in a model's file, where the sequence is split."""
-    y: Tensor = _Convolved.apply(x, weight, bias)
+def _convolution(
+    original: Any, x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: Any = None, **options: Any
+) -> Tensor:
+    """Replaces the convolution in a model's file, where the sequence is split and the package's kernels support it."""
+    if not 1 < weight.shape[-1] <= TAPS or activation not in (None, *SILU):
+        y: Tensor = original(x, weight, bias, activation=activation, **options)
+    else:
+        y = _Convolved.apply(x, weight, bias)
     return y
 
 
@@ -265,7 +271,7 @@ def _counted(model: Any, cut: Cut) -> Iterator[Seen]:
     if not any(name in vars(home) for name in ours):
         raise ValueError(f"--step and --gpu do not support the recurrence of {type(model).__name__}")
     if cut.ranks > 1:
-        ours[CONVOLUTION] = _convolution
+        ours[CONVOLUTION] = functools.partial(_convolution, vars(home).get(CONVOLUTION))
     found = {name: vars(home)[name] for name in ours if name in vars(home)}
     AttentionInterface.register(ATTENTION, functools.partial(_attention, cut, seen))
     for name in found:
