@@ -283,10 +283,11 @@ def test_transitions_are_checked_on_cpu_ranks(capsys):
 
 
 def test_the_committed_results_can_be_drawn(tmp_path):
-    for name, draw in (("scan", plots.scan), ("operator", plots.operator)):
+    for name, draw in (("scan", plots.scan), ("operator", plots.operator), ("prefill", plots.prefill)):
         draw(plots.rows(results(f"{name}.csv")), tmp_path / f"{name}.png")
         assert (tmp_path / f"{name}.png").stat().st_size > 10_000
-    plots.training(*(plots.rows(results(f"{name}.csv")) for name in ("model", "long", "hybrid")), tmp_path / "all.png")
+    tables = [plots.rows(results(f"{name}.csv")) for name in ("model", "long", "hybrid", "hybrid_short")]
+    plots.training(*tables, tmp_path / "all.png")
     assert (tmp_path / "all.png").stat().st_size > 10_000
 
 

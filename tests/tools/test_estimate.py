@@ -392,9 +392,10 @@ def test_a_step_from_the_command_line(tools, estimated):
     def kept(text):
         return [float(line.split()[-1]) for line in text.splitlines() if "kept between" in line]
 
-    (status, one), (_, two), (_, half) = told(config, 1), told(config, 2), told(config, 1, "--batch 2")
+    (status, one), (_, two), (_, four), (_, rows) = (told(config, *x) for x in ((1,), (2,), (4,), (1, "--batch 2")))
     assert status == 0 and one.out.count("a training step of the whole model") == 1
-    assert kept(one.out) < kept(two.out) < kept(half.out)  # saved: another rank's keys; another row's everything
+    assert kept(two.out) < kept(four.out) < kept(rows.out)  # saved: other ranks' keys; another row's everything
+    assert kept(two.out) < kept(one.out)  # whose convolutions are torch's
     status, more = told(config, 1, "--no-recompute")
     assert status == 0 and kept(one.out) < kept(more.out)
     experts = config | dict(mlp_only_layers=[], num_experts=4, moe_intermediate_size=64)
