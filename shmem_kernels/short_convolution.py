@@ -119,12 +119,6 @@ def conv_edges_kernel(
 
 
 @triton.jit
-def sigmoid(b_x):
-    """1 / (1 + e^-x)."""
-    return 1.0 / (1.0 + tl.exp(-b_x))
-
-
-@triton.jit
 def convolved(b_taps, b_bias, b_x, b_x1, b_x2, b_x3, d: tl.constexpr):
     """bias + w[0] x + w[1] x1 + ...: x of the token, and of those before it."""
     b_z = b_bias + b_taps[0] * b_x + b_taps[1] * b_x1
@@ -160,7 +154,7 @@ def conv_kernel(
         for u in tl.static_range(8):
             b_y = convolved(b_taps, b_bias, b_xs[u], b_x1, b_x2, b_x3, d)
             if d.SILU:
-                b_y *= sigmoid(b_y)
+                b_y *= tl.sigmoid(b_y)
             s = i * 8 + u
             b_y, inside = cast(b_y, p_y.dtype.element_ty), (b_t + s < L) & (c < d.C)[None, :]
             tl.store(p_y + (start + s) * d.C + b_at, b_y, mask=inside)
@@ -171,7 +165,7 @@ def conv_kernel(
 def silu_back(b_dy, b_z, d: tl.constexpr):
     """dz of y = f(z)."""
     if d.SILU:
-        b_s = sigmoid(b_z)
+        b_s = tl.sigmoid(b_z)
         b_dy *= b_s * (1.0 + b_z * (1.0 - b_s))
     return b_dy
 

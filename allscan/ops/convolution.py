@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..base.autograd import Function, inference_tensors, second_derivative_error, wants_gradient
-from ..base.checks import described, has_tangents, plain_or_traced, restored
+from ..base.checks import has_tangents, plain_or_traced
 from ..base.tiling import cdiv, next_power_of_2
 from ..bindings.torch_compat import runs_next
 from ..comm.backwards import FWD_EPOCHS, new_fwd_epochs, pending_backward, saved_tensors
@@ -33,7 +33,7 @@ from ..shmem_kernels.short_convolution import (
 )
 from .halo import Options as HaloOptions
 from .halo import checked_options
-from .local import by_kernels, run_recorded
+from .local import by_kernels, restored_some, run_recorded, save_some
 
 SILU = "silu", "swish"
 # On an H200, of 14 variants, for 16,384 tokens of 6,144 channels: 130 and 249 us, a copy of x takes 100
@@ -41,9 +41,14 @@ CHANNELS = 256  # of a program
 OF_THREAD = 4  # channels
 MOST = 16  # blocks of 8 tokens of a program
 PROGRAMS = 2048  # about the number from which on a program has several blocks: each reads the 3 or 6 tokens before it
-NAMES = tuple("x weight bias tokens_before tokens_before_second_piece".split())
+NAMES = "x weight bias tokens_before tokens_before_second_piece"
 INTERPRETED = 1 << 16  # numbers of x on CPUs: Triton's interpreter takes seconds for more
 MOST_ROWS = 65535  # of a CUDA grid
+
+
+def supports(n: int, activation: str | None) -> bool:
+    """Whether the kernels compute a convolution of n earlier tokens and its own, with this activation."""
+    return 0 < n < TAPS and (activation is None or activation in SILU)
 
 
 def convolution(
@@ -65,7 +70,7 @@ def convolution(
     """
     n, pieces = weight.shape[-1] - 1, 1 + (layout == "zigzag")
     (B, T, C), own = x.shape, (x, weight, bias)
-    known = 0 < n < TAPS and T >= pieces * n and (activation is None or activation in SILU)
+    known = supports(n, activation) and T >= pieces * n
     shapes = weight.shape == (C, n + 1) and (bias is None or bias.shape == (C,))
     shapes = shapes and (state is None or state.shape == (B, n, C)) and B * pieces <= MOST_ROWS
     if not (known and shapes and by_kernels(comm, *own, state)) or has_tangents(own):
@@ -93,11 +98,9 @@ class _Convolution(Function):
         *own, state = plain_or_traced(*tensors)
         state, fwd_epoch = None if state is None else state.float(), new_fwd_epochs(comm, FWD_EPOCHS)
         y, first, second = run_recorded(comm, _convolve, (*own, state, fwd_epoch), options)
-        kept = *own, first if state is None else state, second
-        ctx.save_for_backward(*[x for x in kept if x is not None])
-        ctx.specs = [x if x is None else described(x) for x in kept]
+        save_some(ctx, (*own, first if state is None else state, second))
         exchanges = ctx.needs_input_grad[1]  # the gradient of x has that of the tokens that other ranks have got
-        looks = None if second is not None else False  # see PendingBackward
+        looks = None if options["pieces"] == 2 else False  # see PendingBackward
         ctx.pending = pending_backward(options["scan"], looks) if exchanges else None
         ctx.how = comm.handle, comm.order.stamp, fwd_epoch if exchanges else None, options["pieces"], options["silu"]
         return y
@@ -107,7 +110,7 @@ class _Convolution(Function):
         if torch.compiler.is_compiling():  # autograd's graph: torch must not trace this backward
             return _backward_not_traced(ctx, dy)
         handle, stamp_of_call, fwd_epoch, pieces, silu = ctx.how
-        comm, specs = communicator_of(handle), [spec for spec in ctx.specs if spec is not None]
+        comm = communicator_of(handle)
         call: AbstractContextManager[None] = contextlib.nullcontext()
         # without an exchange no call: ranks that leave the convolution to the layer's function make none, either
         if fwd_epoch is not None and runs_next(ctx, 0):
@@ -122,11 +125,8 @@ class _Convolution(Function):
                 raise second_derivative_error("a convolution")
             if fwd_epoch is not None:
                 comm.order.stamp = stamp_of_call
-            names = [name for name, spec in zip(NAMES, ctx.specs, strict=True) if spec is not None]
-            found = iter(restored("a convolution", names, saved, specs))
-            given = [*[spec if spec is None else next(found) for spec in ctx.specs], *plain_or_traced(dy), fwd_epoch]
-            *_, (_, of_tokens_before, _), _ = ctx.specs
-            scan = get_or_create_scan(comm, of_tokens_before)
+            tensors = restored_some(ctx, "a convolution", NAMES, saved)
+            scan, given = get_or_create_scan(comm, tensors[3].shape), (*tensors, *plain_or_traced(dy), fwd_epoch)
             return None, *run_recorded(comm, _convolve_back, given, dict(scan=scan, pieces=pieces, silu=silu)), None
 
 

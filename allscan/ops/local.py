@@ -59,8 +59,7 @@ class _Apply(Function):
         tensors = tuple(plain_or_traced(*tensors))
         outputs = run_recorded(comm, function.forward, tensors, options)
         saved = outputs if function.saves_outputs else tensors
-        ctx.save_for_backward(*[x for x in saved if x is not None])
-        ctx.specs = [x if x is None else described(x) for x in saved]
+        save_some(ctx, saved)
         ctx.how = comm.handle, function, options  # not the communicator, which the graph would keep alive
         return tuple(outputs[: function.outputs])
 
@@ -71,15 +70,27 @@ class _Apply(Function):
         if torch.is_grad_enabled():
             with comm.call(True):
                 raise second_derivative_error(function.what)
-        saved, specs = saved_tensors(ctx, lambda: comm, True), [spec for spec in ctx.specs if spec is not None]
-        names = [name for name, spec in zip(function.names.split(), ctx.specs, strict=True) if spec is not None]
+        saved = saved_tensors(ctx, lambda: comm, True)
         try:
-            found = iter(restored(function.what, names, saved, specs))
+            tensors = restored_some(ctx, function.what, function.names, saved)
         except RuntimeError:
             with comm.call(True):  # the error also reaches the ranks that wait for this rank's next call
                 raise
-        tensors = [spec if spec is None else next(found) for spec in ctx.specs]
         return None, *run_recorded(comm, function.backward, [*tensors, *plain_or_traced(*grads)], options)
+
+
+def save_some(ctx: Any, tensors: Sequence[Tensor | None]) -> None:
+    """Save tensors for backward, of which some may be None."""
+    ctx.save_for_backward(*[x for x in tensors if x is not None])
+    ctx.specs = [x if x is None else described(x) for x in tensors]
+
+
+def restored_some(ctx: Any, what: str, names: str, saved: Sequence[Tensor]) -> list[Any]:
+    """``restored`` of what ``save_some`` has saved: a tensor or None for each of ``names``."""
+    specs = [spec for spec in ctx.specs if spec is not None]
+    named = [name for name, spec in zip(names.split(), ctx.specs, strict=True) if spec is not None]
+    found = iter(restored(what, named, saved, specs))
+    return [spec if spec is None else next(found) for spec in ctx.specs]
 
 
 def run_recorded(

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..bindings.torch_compat import TorchDispatchMode, tree_leaves
 from ..integrations import needing
-from ..ops.convolution import SILU, TAPS
+from ..ops.convolution import supports
 from .estimate import Cut, Peak, Recurrent, check_cut, line_of, peak, ssd_peak, text_model
 
 with needing(__name__, "transformers"):
@@ -212,13 +212,11 @@ def _delta_rule(
 
 def _convolution(
     original: Any, x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: Any = None, **options: Any
-) -> Tensor:
+) -> Any:
     """Replaces the convolution in a model's file, where the sequence is split and the package's kernels support it."""
-    if not 1 < weight.shape[-1] <= TAPS or activation not in (None, *SILU):
-        y: Tensor = original(x, weight, bias, activation=activation, **options)
-    else:
-        y = _Convolved.apply(x, weight, bias)
-    return y
+    if not supports(weight.shape[-1] - 1, activation):
+        return original(x, weight, bias, activation=activation, **options)
+    return _Convolved.apply(x, weight, bias)
 
 
 def _state_space(
