@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..bindings.torch_compat import in_backward, num_dispatch_modes, without_dispatch_modes
+from ..bindings.torch_compat import graph_task, in_backward, num_dispatch_modes, without_dispatch_modes
 from .call_order import Order
 from .communicator import Communicator, communicator_of
 
@@ -74,7 +74,7 @@ class PendingBackward:
 
 def pending_backward(scan: Any, reverse: bool | None) -> PendingBackward | None:
     """The PendingBackward of a differentiable call that has run scans of ``scan``; None in a recomputation."""
-    return None if recomputing() else PendingBackward(scan.launcher.backwards, reverse)
+    return None if graph_task() != -1 else PendingBackward(scan.launcher.backwards, reverse)  # as ``recomputing``
 
 
 GONE = "the communicator of this call was closed, or its AllScan deleted"

@@ -146,6 +146,8 @@ def _state_space(
     known["initial_states"] = None if initial_states is None else initial_states.float()
     final = "all" if return_final_states else False
     found: Any = zeco_ssd(x, dt, A, B, C, chunk_size, z=z, return_final_states=final, **known)
+    if sequence.own:
+        return found
     return (_padded(found[0], sequence), found[1]) if return_final_states else _padded(found, sequence)
 
 

@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..base.autograd import Function, inference_tensors, second_derivative_error, wants_gradient
+from ..base.autograd import Function, second_derivative_error
 from ..base.checks import has_tangents, plain_or_traced
 from ..base.tiling import cdiv, next_power_of_2
-from ..bindings.torch_compat import runs_next
+from ..bindings.torch_compat import num_dispatch_modes, runs_next
 from ..comm.backwards import FWD_EPOCHS, new_fwd_epochs, pending_backward, saved_tensors
+from ..comm.calls import call_key
 from ..comm.communicator import Communicator, communicator_of
 from ..launch.compiled_kernel import dynamo_disabled
 from ..launch.plan import Buffer, Plan
@@ -33,7 +34,7 @@ from ..shmem_kernels.short_convolution import (
 )
 from .halo import Options as HaloOptions
 from .halo import checked_options
-from .local import by_kernels, restored_some, run_recorded, save_some
+from .local import for_kernels, restored_some, run_recorded, save_some
 
 SILU = "silu", "swish"
 # On an H200, of 14 variants, for 16,384 tokens of 6,144 channels: 130 and 249 us, a copy of x takes 100
@@ -68,25 +69,46 @@ def convolution(
     x: [B, T, C]; each of the rank's pieces has at least n tokens. weight: [C, n + 1]. bias: [C]. activation: "silu",
     "swish" or None, for f. state: [B, n, C], the n tokens before the sequence, on the rank of its first token.
     """
-    n, pieces = weight.shape[-1] - 1, 1 + (layout == "zigzag")
-    (B, T, C), own = x.shape, (x, weight, bias)
-    known = supports(n, activation) and T >= pieces * n
-    shapes = weight.shape == (C, n + 1) and (bias is None or bias.shape == (C,))
-    shapes = shapes and (state is None or state.shape == (B, n, C)) and B * pieces <= MOST_ROWS
-    if not (known and shapes and by_kernels(comm, *own, state)) or has_tangents(own):
-        return None
-    if comm.device.type == "cpu" and x.numel() > INTERPRETED or wants_gradient(own) and inference_tensors(own):
+    own = x, weight, bias
+    if torch.compiler.is_compiling() or num_dispatch_modes() or has_tangents(own):
         return None
     if comm.debug or (x.dtype == torch.float32 and torch.is_autocast_enabled(x.device.type)):
         return None  # the layer's function casts x; in debug mode ``halo`` compares its launches and looks for NaN
+    *of_tensors, wanted = call_key((*own, state))
+    key = "a convolution", activation, layout, *of_tensors, wanted
+    prepared = comm.calls.get(key)
+    if prepared is None and (wanted == 2 or not _fits(own, state, activation, 1 + (layout == "zigzag"), comm)):
+        return None
     with comm.call(False, "a convolution", x):
-        checked_options((x,), comm, HaloOptions(n, layout=layout))
-        options = dict(scan=get_or_create_scan(comm, (B, n, C)), pieces=pieces, silu=activation is not None)
-        if wants_gradient(own):
+        if prepared is None:
+            n = weight.shape[1] - 1
+            checked_options((x,), comm, HaloOptions(n, layout=layout))
+            scan = get_or_create_scan(comm, (x.shape[0], n, x.shape[2]))
+            options = dict(scan=scan, pieces=1 + (layout == "zigzag"), silu=activation is not None)
+            prepared = comm.calls.remember(key, (comm.order.stamp, options))
+        comm.order.stamp, options = prepared
+        if wanted:
             found: Tensor = _Convolution.apply((comm, options), *own, state)
             return found
         tensors = plain_or_traced(*own, None if state is None else state.float(), None)
         return run_recorded(comm, _convolve, tensors, options)[0]
+
+
+def _fits(
+    own: tuple[Tensor, Tensor, Tensor | None],
+    state: Tensor | None,
+    activation: str | None,
+    pieces: int,
+    comm: Communicator,
+) -> bool:
+    """Whether the kernels compute a call of ``convolution``, with x, weight and bias."""
+    (B, T, C), n, bias = own[0].shape, own[1].shape[-1] - 1, own[2]
+    if not supports(n, activation) or T < pieces * n or B * pieces > MOST_ROWS or own[1].shape != (C, n + 1):
+        return False
+    if (bias is not None and bias.shape != (C,)) or (state is not None and state.shape != (B, n, C)):
+        return False
+    small = comm.device.type != "cpu" or own[0].numel() <= INTERPRETED
+    return small and for_kernels(comm, *own, state) is not None
 
 
 class _Convolution(Function):
@@ -126,8 +148,8 @@ class _Convolution(Function):
             if fwd_epoch is not None:
                 comm.order.stamp = stamp_of_call
             tensors = restored_some(ctx, "a convolution", NAMES, saved)
-            scan, given = get_or_create_scan(comm, tensors[3].shape), (*tensors, *plain_or_traced(dy), fwd_epoch)
-            return None, *run_recorded(comm, _convolve_back, given, dict(scan=scan, pieces=pieces, silu=silu)), None
+            given, options = (*tensors, *plain_or_traced(dy), fwd_epoch), dict(handle=handle, pieces=pieces, silu=silu)
+            return None, *run_recorded(comm, _convolve_back, given, options), None
 
 
 _backward_not_traced = dynamo_disabled(_Convolution.backward)
@@ -151,19 +173,21 @@ def _convolve(
 
 
 def _convolve_back(
-    plan: Plan, cuda: bool, *tensors: Buffer | None, scan: AllScan, pieces: int, silu: bool
+    plan: Plan, cuda: bool, *tensors: Buffer | None, handle: int, pieces: int, silu: bool
 ) -> list[Buffer | None]:
     """tensors: x, weight, bias, the tokens before pieces, the gradient of y, the forward epochs, or None if x needs no
     gradient. Returns the gradients of x, weight and bias."""
     *inputs, fwd_epoch = tensors
     x, d, L, (columns, rows) = _sizes(inputs, cuda, pieces, silu)
     dx, dweight, dbias = (y if y is None else plan.output_like(y) for y in inputs[:3])
-    dbefore, dedges = ([plan.scratch(*scan.shape) for _ in range(pieces)] for _ in range(2))
+    shape = x.shape[0], d.N, d.C
+    dbefore, dedges = ([plan.scratch(*shape) for _ in range(pieces)] for _ in range(2))
     programs, each = _cut(L + d.N, d, columns * rows)
     parts = plan.scratch(rows, programs, d.N + 2, d.C)
     grid, arguments = (programs, columns, rows), (*inputs, dx, *_two(dbefore), parts)
     plan.launch(conv_back_kernel, grid, *arguments, L=L, blocks=each, d=d, num_warps=_warps(d))
     if fwd_epoch is not None:
+        scan = get_or_create_scan(communicator_of(handle), shape)
         _record_scans(plan, scan, dbefore, dedges, fwd_epoch, True)
         plan.launch(conv_edges_kernel, (columns, rows), dx, *_two(dedges), L=L, BACK=True, d=d)
     BN = 32 if cuda else min(256, next_power_of_2(rows * programs))

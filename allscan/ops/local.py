@@ -11,7 +11,6 @@ from torch import Tensor
 from ..base.autograd import Function, second_derivative_error, watched
 from ..base.caches import Recent
 from ..base.checks import described, plain_or_traced, restored
-from ..comm.backwards import saved_tensors
 from ..comm.communicator import Communicator, communicator_of
 from ..launch.plan import Buffer, Plan, with_places
 
@@ -31,32 +30,27 @@ class LocalFunction(NamedTuple):
     outputs: int = 1
     saves_outputs: bool = False
 
-    def __call__(self, comm: Communicator, *tensors: Tensor | None, **options: Any) -> Sequence[Tensor]:
-        """Run the function. Options must be hashable."""
-        found: Sequence[Tensor] = _Apply.apply((comm, self, options), *tensors)
-        return found
 
-
-def by_kernels(comm: Communicator | int, *tensors: Tensor | None) -> bool:
-    """Return whether our kernels can process these tensors: the call is eager and the tensors pass the checks that the
-    kernels need. Otherwise torch operators compute: under tracing, and for arguments that a later check rejects.
-    comm: the communicator, or its handle, which torch.compile can trace."""
+def for_kernels(comm: Communicator | int, *tensors: Tensor | None) -> Communicator | None:
+    """Return the communicator if our kernels can process these tensors: the call is eager and the tensors pass the
+    checks that the kernels need. Otherwise None, and torch operators compute: under tracing, and for arguments that a
+    later check rejects. comm: the communicator, or its handle, which torch.compile can trace."""
     if watched(tensors):
-        return False
-    device = (communicator_of(comm) if isinstance(comm, int) else comm).device
+        return None
+    comm = communicator_of(comm) if isinstance(comm, int) else comm
     for x in tensors:
-        if x is not None and not (x.device == device and x.dtype in FLOATS and x.numel()):
-            return False
-    return True
+        if x is not None and not (x.device == comm.device and x.dtype in FLOATS and x.numel()):
+            return None
+    return comm
 
 
-class _Apply(Function):
-    """how: (the communicator, the LocalFunction, its options)."""
+class LocalCall(Function):
+    """``apply(how, *tensors)`` runs a LocalFunction. how: (the communicator, the LocalFunction, its options, hashable).
+    tensors: see ``plain``."""
 
     @staticmethod
     def forward(ctx: Any, how: tuple[Communicator, LocalFunction, dict], *tensors: Tensor | None) -> tuple[Tensor, ...]:
         comm, function, options = how
-        tensors = tuple(plain_or_traced(*tensors))
         outputs = run_recorded(comm, function.forward, tensors, options)
         saved = outputs if function.saves_outputs else tensors
         save_some(ctx, saved)
@@ -70,10 +64,9 @@ class _Apply(Function):
         if torch.is_grad_enabled():
             with comm.call(True):
                 raise second_derivative_error(function.what)
-        saved = saved_tensors(ctx, lambda: comm, True)
         try:
-            tensors = restored_some(ctx, function.what, function.names, saved)
-        except RuntimeError:
+            tensors = restored_some(ctx, function.what, function.names, ctx.saved_tensors)
+        except Exception:
             with comm.call(True):  # the error also reaches the ranks that wait for this rank's next call
                 raise
         return None, *run_recorded(comm, function.backward, [*tensors, *plain_or_traced(*grads)], options)

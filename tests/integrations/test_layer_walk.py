@@ -35,15 +35,15 @@ FLA = {
 }
 # (package, layer): calls of forward and backward
 BOUNDS = {
-    ("transformers", "KDA"): 122,
+    ("transformers", "KDA"): 98,
     ("transformers", "MLA"): 69,
-    ("transformers", "Gated DeltaNet"): 121,
+    ("transformers", "Gated DeltaNet"): 98,
     ("transformers", "attention"): 69,
-    ("transformers", "Gated DeltaNet of Qwen3.5"): 121,
-    ("transformers", "Mamba2"): 112,
-    ("fla", "KDA"): 219,
-    ("fla", "Gated DeltaNet"): 219,
-    ("fla", "GLA"): 149,
+    ("transformers", "Gated DeltaNet of Qwen3.5"): 98,
+    ("transformers", "Mamba2"): 94,
+    ("fla", "KDA"): 211,
+    ("fla", "Gated DeltaNet"): 211,
+    ("fla", "GLA"): 146,
     ("fla", "attention"): 86,
 }
 

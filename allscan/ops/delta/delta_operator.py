@@ -108,7 +108,8 @@ def zeco_kda(
     raw = InputTransforms(*flags, lower_bound, state_v_first, chunk)
     asked = Asked(output_final_state, raw, scale, cu_seqlens, first_token, layout, per_document, invariant, recompute)
     rule = "own_kda" if chunk == "allscan" else "safe_kda" if safe_gate else "kda"
-    return _run(rule, (q, k, v, g, beta, initial_state, A_log, dt_bias), comm, asked)
+    o, final_state = DELTA.run(comm, rule, (q, k, v, g, beta, initial_state, A_log, dt_bias), asked)
+    return o, final_state.mT if state_v_first and final_state is not None else final_state
 
 
 def zeco_gated_delta_rule(
@@ -170,13 +171,8 @@ def zeco_gated_delta_rule(
     raw = InputTransforms(*flags, None, state_v_first, chunk)
     asked = Asked(output_final_state, raw, scale, cu_seqlens, first_token, layout, per_document, invariant, recompute)
     rule = "own_gated_delta_rule" if chunk == "allscan" else "gated_delta_rule"
-    return _run(rule, (q, k, v, g, beta, initial_state, A_log, dt_bias), comm, asked)
-
-
-def _run(rule: str, tensors: tuple[Any, ...], comm: Communicator, asked: Asked) -> tuple[Tensor, Any]:
-    o, final_state = DELTA.run(comm, rule, tensors, asked)
-    transposed = asked.more[-2] and final_state is not None
-    return o, final_state.mT if transposed else final_state
+    o, final_state = DELTA.run(comm, rule, (q, k, v, g, beta, initial_state, A_log, dt_bias), asked)
+    return o, final_state.mT if state_v_first and final_state is not None else final_state
 
 
 class _Delta(SequenceOperator):

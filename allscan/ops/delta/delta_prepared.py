@@ -102,7 +102,7 @@ class PreparedDelta(PreparedCall):
             if self.in_one:
                 x, d = Inputs(*_in_one(*x)), LocalGrads(*_in_one(*d))
             dq, dk, *others = self.passes.whole_backward(x, d, dfinal, dinitial, saved_states, self.call.scale)
-            grads = of_heads(dq, q.shape[2]), of_heads(dk, q.shape[2]), *others
+            grads = *of_heads(q.shape[2], dq, dk), *others
             grads = [dy.to(y.dtype).contiguous() for dy, y in zip(grads, like, strict=True)]
             if self.in_one:
                 grads = [dy.view(y.shape) for dy, y in zip(grads, like, strict=True)]

@@ -5,6 +5,7 @@ All imports from fla for delta rules are in this file.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -16,9 +17,9 @@ from ..carrier import IncomingStates
 from .delta_passes import ChunkOperands, DeltaShape, Inputs, LocalGrads, SavedStates, StatePass
 
 
-def of_heads(x: Tensor, HK: int) -> Tensor:
-    """Return the sum over the value heads of each key head."""
-    return x if x.shape[2] == HK else x.unflatten(2, (HK, -1)).sum(3)
+def of_heads(HK: int, *tensors: Tensor) -> Sequence[Tensor]:
+    """Return the sums over the value heads of each key head."""
+    return [x if x.shape[2] == HK else x.unflatten(2, (HK, -1)).sum(3) for x in tensors]
 
 
 class FlaPass(StatePass):
@@ -150,5 +151,5 @@ class GatedDeltaNet(FlaPass):
         # fla rejects its own kernel for this on Hopper before Triton 3.7.1
         dq, dk, dw, dg = self.gradients(between, v_new, LocalGrads(do, dv), (h, dh), scale)
         dk2, dv, dbeta, dg2 = prepare_wy_repr_bwd(k=k, v=v, beta=beta, g=sums, A=solved, dw=dw, du=dv, **self.packed)
-        dq, dk, dk2 = (of_heads(x, q.shape[2]) for x in (dq, dk, dk2))
+        dq, dk, dk2 = of_heads(q.shape[2], dq, dk, dk2)
         return Inputs(dq, dk + dk2, dv, self.suffix_sums(dg + dg2), dbeta)

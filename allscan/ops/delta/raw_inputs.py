@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...base.tiling import cdiv, next_power_of_2, power_of_2_below
-from ...comm.communicator import communicator_of
 from ...launch.plan import Buffer, Plan
 from ...shmem_kernels.gates import (
     gate_back_kernel,
@@ -19,7 +18,7 @@ from ...shmem_kernels.gates import (
     normalize_kernel,
     sums_kernel,
 )
-from ..local import LocalFunction, by_kernels
+from ..local import LocalCall, LocalFunction, for_kernels
 
 BLOCK = 2048  # elements that a program processes at a time
 PROGRAMS = 1024  # about the number of programs that are resident on a GPU
@@ -29,8 +28,8 @@ MOST_KEYS = 256  # channels of q and k
 def normalized(q: Tensor, k: Tensor, handle: int) -> Sequence[Tensor]:
     """Return q and k, each divided by sqrt(sum of squares + 1e-6) along the last dimension. ``handle``: the
     communicator's."""
-    if by_kernels(handle, q, k) and q.shape == k.shape and 0 < q.shape[-1] <= MOST_KEYS:
-        return NORMALIZE(communicator_of(handle), q, k)
+    if (comm := for_kernels(handle, q, k)) and q.shape == k.shape and 0 < q.shape[-1] <= MOST_KEYS:
+        return LocalCall.apply((comm, NORMALIZE, {}), q, k)
     return [(x * (x.float().square().sum(-1, keepdim=True) + 1e-6).rsqrt()).to(x.dtype) for x in (q, k)]
 
 
@@ -41,8 +40,8 @@ def gate(
     a bound: bound * sigmoid(exp(A_log) (x + dt_bias)). Raw beta is a gate with the bound 1 or 2.
 
     A_log: [HV]. dt_bias: [HV] or [HV, K], in whatever shape."""
-    if by_kernels(handle, x, A_log, dt_bias) and x.ndim in (3, 4):
-        return GATE(communicator_of(handle), x, A_log, dt_bias, bound=bound)[0]
+    if (comm := for_kernels(handle, x, A_log, dt_bias)) and x.ndim in (3, 4):
+        return LocalCall.apply((comm, GATE, dict(bound=bound)), x, A_log, dt_bias)[0]
     x = x.float()
     if dt_bias is not None:
         x = x + dt_bias.float().view(x.shape[2:])
