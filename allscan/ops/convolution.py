@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..base.autograd import Function, second_derivative_error
-from ..base.checks import has_tangents, plain_or_traced
+from ..base.checks import has_tangents, plain_or_traced, signature_of
 from ..base.tiling import cdiv, next_power_of_2
 from ..bindings.torch_compat import num_dispatch_modes, runs_next
 from ..comm.backwards import FWD_EPOCHS, new_fwd_epochs, pending_backward, saved_tensors
@@ -69,22 +69,25 @@ def convolution(
     x: [B, T, C]; each of the rank's pieces has at least n tokens. weight: [C, n + 1]. bias: [C]. activation: "silu",
     "swish" or None, for f. state: [B, n, C], the n tokens before the sequence, on the rank of its first token.
     """
-    own = x, weight, bias
+    own, pieces = (x, weight, bias), 1 + (layout == "zigzag")
     if torch.compiler.is_compiling() or num_dispatch_modes() or has_tangents(own):
         return None
-    if comm.debug or (x.dtype == torch.float32 and torch.is_autocast_enabled(x.device.type)):
+    if comm.debug or (x.dtype == torch.float32 and torch.is_autocast_enabled(comm.device.type)):
         return None  # the layer's function casts x; in debug mode ``halo`` compares its launches and looks for NaN
-    *of_tensors, wanted = call_key((*own, state))
-    key = "a convolution", activation, layout, *of_tensors, wanted
-    prepared = comm.calls.get(key)
-    if prepared is None and (wanted == 2 or not _fits(own, state, activation, 1 + (layout == "zigzag"), comm)):
+    of_state = None if state is None else signature_of(state)
+    key = "a convolution", activation, layout, of_state, *call_key(own)
+    wanted = key[-1]
+    if wanted == 2 or (wanted and state is not None and state.is_inference()):  # 2: see ``call_key``
+        return None
+    prepared = comm.calls.get(key)  # (the call's stamp, options of ``_convolve``)
+    if prepared is None and not _fits(own, state, activation, pieces, comm):
         return None
     with comm.call(False, "a convolution", x):
         if prepared is None:
             n = weight.shape[1] - 1
             checked_options((x,), comm, HaloOptions(n, layout=layout))
             scan = get_or_create_scan(comm, (x.shape[0], n, x.shape[2]))
-            options = dict(scan=scan, pieces=1 + (layout == "zigzag"), silu=activation is not None)
+            options = dict(scan=scan, pieces=pieces, silu=activation is not None)
             prepared = comm.calls.remember(key, (comm.order.stamp, options))
         comm.order.stamp, options = prepared
         if wanted:
@@ -101,7 +104,8 @@ def _fits(
     pieces: int,
     comm: Communicator,
 ) -> bool:
-    """Whether the kernels compute a call of ``convolution``, with x, weight and bias."""
+    """Whether the kernels compute a call of ``convolution``. own: x, weight, bias. Reads shapes, types and devices
+    only: an equal call needs no check."""
     (B, T, C), n, bias = own[0].shape, own[1].shape[-1] - 1, own[2]
     if not supports(n, activation) or T < pieces * n or B * pieces > MOST_ROWS or own[1].shape != (C, n + 1):
         return False
@@ -141,6 +145,7 @@ class _Convolution(Function):
             saved = saved_tensors(ctx, lambda: comm, pieces == 1)
             call = comm.call(pieces == 1, "the backward of a convolution", dy)  # the direction of its first scan
         else:
+            comm.check()
             saved, fwd_epoch = ctx.saved_tensors, None
         with call:
             if torch.is_grad_enabled():
@@ -148,7 +153,7 @@ class _Convolution(Function):
             if fwd_epoch is not None:
                 comm.order.stamp = stamp_of_call
             tensors = restored_some(ctx, "a convolution", NAMES, saved)
-            given, options = (*tensors, *plain_or_traced(dy), fwd_epoch), dict(handle=handle, pieces=pieces, silu=silu)
+            given, options = (*tensors, *plain_or_traced(dy), fwd_epoch), dict(comm=comm, pieces=pieces, silu=silu)
             return None, *run_recorded(comm, _convolve_back, given, options), None
 
 
@@ -173,7 +178,7 @@ def _convolve(
 
 
 def _convolve_back(
-    plan: Plan, cuda: bool, *tensors: Buffer | None, handle: int, pieces: int, silu: bool
+    plan: Plan, cuda: bool, *tensors: Buffer | None, comm: Communicator, pieces: int, silu: bool
 ) -> list[Buffer | None]:
     """tensors: x, weight, bias, the tokens before pieces, the gradient of y, the forward epochs, or None if x needs no
     gradient. Returns the gradients of x, weight and bias."""
@@ -187,7 +192,7 @@ def _convolve_back(
     grid, arguments = (programs, columns, rows), (*inputs, dx, *_two(dbefore), parts)
     plan.launch(conv_back_kernel, grid, *arguments, L=L, blocks=each, d=d, num_warps=_warps(d))
     if fwd_epoch is not None:
-        scan = get_or_create_scan(communicator_of(handle), shape)
+        scan = get_or_create_scan(comm, shape)
         _record_scans(plan, scan, dbefore, dedges, fwd_epoch, True)
         plan.launch(conv_edges_kernel, (columns, rows), dx, *_two(dedges), L=L, BACK=True, d=d)
     BN = 32 if cuda else min(256, next_power_of_2(rows * programs))

@@ -46,7 +46,7 @@ def for_kernels(comm: Communicator | int, *tensors: Tensor | None) -> Communicat
 
 class LocalCall(Function):
     """``apply(how, *tensors)`` runs a LocalFunction. how: (the communicator, the LocalFunction, its options, hashable).
-    tensors: see ``plain``."""
+    tensors: contiguous and without negative bits, as from ``plain_or_traced``; not checked."""
 
     @staticmethod
     def forward(ctx: Any, how: tuple[Communicator, LocalFunction, dict], *tensors: Tensor | None) -> tuple[Tensor, ...]:

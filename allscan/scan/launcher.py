@@ -51,7 +51,7 @@ class ChannelUse(NamedTuple):
     # of the call, see tags.stamp; the Buffer of a step word (channel.py), int64 [1]; or None for Order.stamp_in of the
     # call that runs the plan, as launches outside of plans have it
     stamp: Any
-    second: bool = False  # of a plan's two scans: the first one's check is for both
+    second: bool = False  # of a plan's two scans, both of one AllScan
 
 
 class ScanBuffers(NamedTuple):
@@ -286,7 +286,9 @@ class Launcher:
                 channel = self.channel(reverse, fwd_epoch, adjoint, of_call)
             self.after_launch(launch(*others, channel))
 
-        check = None  # a plan runs all checks before its first launch, for which other ranks wait
+        # a plan runs all checks before its first launch, for which other ranks wait: that of the first scan is also for
+        # the second. Debug mode compares every launch
+        check = None
         if self.comm.debug or not second:
             check = partial(self.before_launch, launch.kernel, reverse, not second)
         plan.launch_with(launch, buffers, call, partial(self._with_channel, use), check)

@@ -97,7 +97,7 @@ def walk_case(package, layer):
     return *numbers, *(dict(x.most_common()) for x in names)
 
 
-@pytest.mark.slow(but=("transformers-MLA", "transformers-attention"))
+@pytest.mark.slow(but=("transformers-MLA", "transformers-attention", "transformers-Mamba2"))
 @pytest.mark.parametrize("package, layer", BOUNDS)
 def test_a_layers_calls(fresh, package, layer):
     for forward, backward, *names in fresh(2).run(walk_case, package, layer):

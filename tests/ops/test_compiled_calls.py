@@ -102,7 +102,7 @@ def operator_case(group, name, layout, backend):
     return answers
 
 
-@pytest.mark.slow(but=("to_zigzag", "zeco_gla"))
+@pytest.mark.slow(but=("to_zigzag", "zeco_gla", "halo-zigzag"))
 @pytest.mark.parametrize("name, layout", [x for x in CASES if x != ("zeco_gla", "zigzag")])  # an operator's once
 def test_every_call_is_made_once(run, name, layout):
     """Covers calls whose results a rank does not use, equal calls on a rank, and calls in a recomputed region

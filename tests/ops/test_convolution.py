@@ -112,7 +112,7 @@ def left_to_others_case(comm):
     x, weight, bias, _, state = whole(comm, F32, 2, 12, 24, 3, True)
     given = dict(x=x, weight=weight, bias=bias, activation="silu", state=state)
     with torch.inference_mode():
-        of_inference = x.clone()
+        of_inference, state_of_inference = x.clone(), state.clone()
     parameter, wide = weight.clone().requires_grad_(), torch.randn(24, 5, device=comm.device)
     others = {
         "bias": dict(bias=bias[:1]),
@@ -123,9 +123,12 @@ def left_to_others_case(comm):
         "few tokens": dict(x=x[:, :2]),
         "dtype": dict(x=x.to(torch.int32)),
         "inference": dict(x=of_inference, weight=parameter),
+        "state of inference": dict(state=state_of_inference, weight=parameter),
+        "device": dict(x=x.to("meta")),
     }
     found = {name: convolution(**given | other, comm=comm) is None for name, other in others.items()}
-    return found | {"a valid call": convolution(**given, comm=comm) is not None}
+    y = convolution(**given | dict(state=state.clone().requires_grad_()), comm=comm)  # it has no gradient
+    return found | {"a valid call": y is not None, "no gradient": not y.requires_grad}
 
 
 def test_what_is_left_to_others(run, size=1):

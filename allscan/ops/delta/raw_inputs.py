@@ -26,8 +26,8 @@ MOST_KEYS = 256  # channels of q and k
 
 
 def normalized(q: Tensor, k: Tensor, handle: int) -> Sequence[Tensor]:
-    """Return q and k, each divided by sqrt(sum of squares + 1e-6) along the last dimension. ``handle``: the
-    communicator's."""
+    """Return q and k, each divided by sqrt(sum of squares + 1e-6) along the last dimension. q, k: as from
+    ``plain_or_traced``. ``handle``: the communicator's."""
     if (comm := for_kernels(handle, q, k)) and q.shape == k.shape and 0 < q.shape[-1] <= MOST_KEYS:
         return LocalCall.apply((comm, NORMALIZE, {}), q, k)
     return [(x * (x.float().square().sum(-1, keepdim=True) + 1e-6).rsqrt()).to(x.dtype) for x in (q, k)]
@@ -39,7 +39,7 @@ def gate(
     """Return the float32 gates of raw gates x [B, T, HV, ...]: -exp(A_log) softplus(x + dt_bias) for each head, or with
     a bound: bound * sigmoid(exp(A_log) (x + dt_bias)). Raw beta is a gate with the bound 1 or 2.
 
-    A_log: [HV]. dt_bias: [HV] or [HV, K], in whatever shape."""
+    A_log: [HV]. dt_bias: [HV] or [HV, K], in whatever shape. All tensors as from ``plain_or_traced``."""
     if (comm := for_kernels(handle, x, A_log, dt_bias)) and x.ndim in (3, 4):
         return LocalCall.apply((comm, GATE, dict(bound=bound)), x, A_log, dt_bias)[0]
     x = x.float()
