@@ -150,14 +150,21 @@ def cut_of(row):
     return Cut(int(row["T"]) * ranks, ranks, zigzag="zigzag" in row["method"])
 
 
-def measured_hybrids():
+OUR_CONVOLUTIONS = "03fd9c956838", "cedc25747836"  # sources; data parallel ran torch's there
+
+
+def rows_of_hybrids():
     """Return rows of bench/results/hybrid.csv: whole models whose recurrent layers run our kernels of delta rules. With
     data parallelism each rank has a sequence of its own."""
     rows = [x for x in measured("hybrid") if x["chunk"] == "allscan" and x["peak_gib"] and "heads" not in x["method"]]
-    rows = [x for x in rows if x["model"] != "nemotron_h"]
-    # measured with torch's convolutions, which save more than ours
-    rows = [x for x in rows if x["method"] == "data parallel" or x["sources"] in ("03fd9c956838", "cedc25747836")]
-    return [pytest.param(x, id=f"{x['model']}, {x['method']}") for x in rows if x["method"] != "gathered"]
+    return [x for x in rows if x["model"] != "nemotron_h" and x["method"] != "gathered"]
+
+
+def measured_hybrids():
+    """Return the rows whose peaks can be compared: others were measured with torch's convolutions, which save more than
+    ours."""
+    rows = [x for x in rows_of_hybrids() if x["method"] == "data parallel" or x["sources"] in OUR_CONVOLUTIONS]
+    return [pytest.param(x, id=f"{x['model']}, {x['method']}") for x in rows]
 
 
 @pytest.mark.slow(but=("kimi_linear, MLA 128, allscan, zigzag", "qwen3_next, allscan"))
@@ -218,12 +225,14 @@ def test_long_steps_fit_as_measured(tools, family):
 
 @pytest.mark.slow
 def test_measured_shares_of_speed_are_above_the_computed_ones(tools):
-    rows = [row for (row,) in (row.values for row in measured_hybrids()) if row["method"].startswith("allscan")]
+    rows = [row for row in rows_of_hybrids() if row["method"].startswith("allscan")]
     assert {(x["ranks"], x["method"]) for x in rows} == {(n, f"allscan{z}") for n in "24" for z in ("", ", zigzag")}
     for row in rows:
         found = tools.fit(config_of(row), cut_of(row), tools.Options()).share
         above = float(row["percent_of_data_parallel"]) / 100 - found
         low, high = (0.035, 0.105) if cut_of(row).zigzag else (0.085, 0.155)
+        if row["sources"] in OUR_CONVOLUTIONS:
+            low, high = 0.155, 0.185
         assert low < above < high, (row["model"], row["method"], row["ranks"], above)
 
 
