@@ -63,7 +63,7 @@ def da_kernel(
     PRECISION: tl.constexpr,
 ):
     """dA = scale * do v^T of one chunk: p_da: the part below the diagonal (see load_da), p_diagonal: the diagonal."""
-    n, h = tl.program_id(0), tl.program_id(1)
+    h, n = tl.program_id(0), tl.program_id(1)
     start, end = tl.load(p_chunks + 2 * n), tl.load(p_chunks + 2 * n + 1)
     b_da = zeros(d.BT, d.BT)
     for i_v in range((d.V + d.BV - 1) // d.BV):
@@ -94,7 +94,7 @@ def value_grad_kernel(
     PRECISION: tl.constexpr,
 ):
     """dv = A^T do + k_out D of one chunk, BV columns."""
-    i_v, n, h = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    i_v, h, n = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     start, end = tl.load(p_chunks + 2 * n), tl.load(p_chunks + 2 * n + 1)
     b_dv = zeros(d.BT, d.BV)
     for i_k in range((d.K + d.BK - 1) // d.BK):
@@ -137,7 +137,7 @@ def grad_kernel(
     BLOCKS: tl.constexpr = (d.V + d.BV - 1) // d.BV
     # two steps without a pipeline, whose third buffer they would not use: its memory is left to the first cache
     UNROLL: tl.constexpr = BLOCKS if BLOCKS <= 2 and PRECISION == "bf16" else 1
-    i_k, n, h = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    i_k, h, n = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     start, end, strong = tl.load(p_chunks + 2 * n), tl.load(p_chunks + 2 * n + 1), tl.load(p_strong + n * d.H + h)
     if (strong != 0) | (start == end):  # a test of all three, so that their loads are in flight together
         return

@@ -89,7 +89,7 @@ def keys_kernel(
     One warp per 128 columns, BR tokens at a time from the last, in blocks [BK / 4, BR, 4]: the fastest of the tried
     layouts for sums over tokens.
     """
-    n, h = tl.program_id(0), tl.program_id(1)
+    h, n = tl.program_id(0), tl.program_id(1)
     start, end = tl.load(p_chunks + 2 * n), tl.load(p_chunks + 2 * n + 1)
     k = tl.arange(0, d.BK // 4)[:, None] * 4 + tl.arange(0, 4)[None, :]
     b_gate = zeros(d.BK // 4, 4)
@@ -133,7 +133,7 @@ def operands_kernel(
     where no exponent exceeds half of the chunk's range. An absolute error of b, at most RANGE * 2 ** -18 ("bf16"), is a
     relative error of each decay.
     """
-    n, h = tl.program_id(0), tl.program_id(1)
+    h, n = tl.program_id(0), tl.program_id(1)
     if not KEYS:
         if tl.load(p_strong + n * d.H + h) != 0:
             return
@@ -195,7 +195,7 @@ def state_kernel(
     EVERY_CHUNK: tl.constexpr = p_incoming is not None
     V_BLOCKS: tl.constexpr = (d.V + d.BV - 1) // d.BV
     i_k, i_v = tl.program_id(0) // V_BLOCKS, tl.program_id(0) % V_BLOCKS
-    s, h = tl.program_id(1), tl.program_id(2)
+    h, s = tl.program_id(1), tl.program_id(2)
     p_segment, start, end, chunk, num_chunks = segment(p_segments, s, d.BT)
     k = i_k * d.BK + tl.arange(0, d.BK)
     b_state = zeros(d.BK, d.BV)
@@ -354,7 +354,7 @@ def output_kernel(
     of dg. For K above 128 a program's part of the state does not fit into registers with these: state_kernel and
     value_grad_kernel (gla_bwd.py) are used instead.
     """
-    i_v, s, h = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    i_v, h, s = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     p_segment, start, end, chunk, num_chunks = segment(p_segments, s, d.BT)
     k = tl.arange(0, d.BK)
     b_state = load_incoming_state(p_incoming, p_edge_gate, p_prev, p_segment, s, h, i_v, d.H, d.K, d.V, d.BK, d.BV)

@@ -298,6 +298,7 @@ class GLAPlan(CarryPlan):
         self.dtype = OPERANDS[shape.dtype]  # of stored operands
         self.num_chunks = layout.num_chunks
         self.by_chunks = layout.num_chunks, self.H
+        self.grid = self.by_chunks[::-1]  # heads first: those of a token are adjacent in memory
         self.precision = dict(PRECISION=PRECISION[shape.dtype])
         self.d = GLASizes(
             H=self.H,
@@ -346,7 +347,7 @@ class GLAPlan(CarryPlan):
         """Record keys_kernel."""
         self.launch(
             keys_kernel,
-            self.by_chunks,
+            self.grid,
             *(self.k, self.g, self.chunks, self.k_out, self.gate, self.strong),
             d=self.d,
             num_warps=max(1, self.BK // 128),
@@ -356,7 +357,7 @@ class GLAPlan(CarryPlan):
         """Record operands_kernel."""
         self.launch(
             operands_kernel,
-            self.by_chunks,
+            self.grid,
             *(self.q, self.k, self.g, self.chunks, self.weights),
             *(self.gate, self.strong, self.q_in, self.k_out, self.a),
             scale=self.scale,
@@ -384,7 +385,7 @@ class GLAPlan(CarryPlan):
         """Record a kernel whose programs hold BK rows, BV columns of a state in registers. ``name``: see blocks."""
         sizes = self.blocks(BK, name)
         BV = sizes.pop("BV")
-        grid = cdiv(self.V, BV) * cdiv(self.K, BK), self.layout.num_segments, self.H
+        grid = cdiv(self.V, BV) * cdiv(self.K, BK), self.H, self.layout.num_segments
         options |= sizes | self.precision
         self.launch(kernel, grid, *args, scale=self.scale, d=self.d._replace(BK=BK, BV=BV), **options)
 
@@ -441,7 +442,7 @@ class GLAPlan(CarryPlan):
             BV = min(128 if self.is_bf16 else 64, self.BV_max)
             self.launch(
                 value_grad_kernel,
-                (cdiv(self.V, BV), *self.by_chunks),
+                (cdiv(self.V, BV), *self.grid),
                 *(do, self.k_out, self.a, self.chunks, dstates, dv),
                 d=self.d._replace(BK=64, BV=BV),
                 **self.precision,
@@ -467,7 +468,7 @@ class GLAPlan(CarryPlan):
         diagonal = self.scratch(self.shape.B, self.shape.T, self.H)
         self.launch(
             da_kernel,
-            self.by_chunks,
+            self.grid,
             *(self.v, do, self.chunks, da, diagonal),
             scale=self.scale,
             d=self.d._replace(BV=self.columns),
@@ -489,7 +490,7 @@ class GLAPlan(CarryPlan):
         BK = sizes.pop("BK")
         self.launch(
             grad_kernel,
-            (cdiv(self.K, BK), *self.by_chunks),
+            (cdiv(self.K, BK), *self.grid),
             *(*x, do, self.chunks, self.weights, self.gate, self.strong),
             *(*of_scores, *of_states, *grads),
             scale=self.scale,
