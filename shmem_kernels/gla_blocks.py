@@ -7,7 +7,20 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from .blocks import cast, exp2, high_half, load, lower, product, rows, state_at, zeros
+from .blocks import (
+    LOG2_E,
+    cast,
+    dot_split,
+    exp2,
+    high_half,
+    load,
+    load_gates,
+    lower,
+    product,
+    rows,
+    state_at,
+    zeros,
+)
 from .segment_table import STATE_INDEX
 
 
@@ -27,6 +40,17 @@ class GLASizes(NamedTuple):
     LOOK: int = 0  # flags of chunks that a program reads at a time
     PARTS: int = 0  # blocks of V whose state-to-state terms of dg are stored
     RANGE: float = 0.0  # decay of a chunk from which it is strong, as a logarithm to base 2
+
+
+@triton.jit
+def weighted_gates(b_weights, p_g, at, inside, PRECISION: tl.constexpr):
+    """weights times the gates of one chunk, to base 2. Gates in bfloat16 are operands as they are, exact, but not
+    clamped as by load_gates: a chunk with -inf, which is a strong one, has NaN."""
+    b_zero = tl.zeros(at.shape, tl.float32)
+    if PRECISION == "bf16" and p_g.dtype.element_ty == tl.bfloat16:
+        return product(b_weights, load(p_g, at, inside), b_zero, PRECISION) * LOG2_E
+    else:
+        return dot_split(b_weights, load_gates(p_g, at, inside), b_zero, PRECISION)
 
 
 @triton.jit

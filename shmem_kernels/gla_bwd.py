@@ -39,7 +39,6 @@ from .blocks import (
     dot_split,
     exp2,
     load,
-    load_gates,
     load_weights,
     lower,
     product,
@@ -48,7 +47,7 @@ from .blocks import (
     upper,
     zeros,
 )
-from .gla_blocks import load_da, load_passed, parts_product
+from .gla_blocks import load_da, load_passed, parts_product, weighted_gates
 
 
 @triton.jit
@@ -158,7 +157,7 @@ def grad_kernel(
 
     # As in operands_kernel: half the difference of the gates up to a token and those behind it; the other half of the
     # chunk's gates is a factor of both
-    b_gates = dot_split(load_weights(p_weights, HALVES, d.BT), load_gates(p_g, at, inside), b_zero, PRECISION)
+    b_gates = weighted_gates(load_weights(p_weights, HALVES, d.BT), p_g, at, inside, PRECISION)
     b_rest = exp2(0.5 * tl.load(p_gate + (n * d.H + h) * d.K + k, mask=k < d.K, other=0.0))[None, :]
 
     b_k = load(p_k, at, inside).to(tl.float32)

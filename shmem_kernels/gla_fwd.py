@@ -70,7 +70,7 @@ from .blocks import (
     tf32_product,
     zeros,
 )
-from .gla_blocks import decayed, load_incoming_state, passed, store_split
+from .gla_blocks import decayed, load_incoming_state, passed, store_split, weighted_gates
 from .segment_table import FIRST, FLAGS, LAST, SEGMENT_WORDS, SEQUENCE, segment, segments_of_state
 
 
@@ -144,10 +144,9 @@ def operands_kernel(
     for i_k in range((d.K + d.BK - 1) // d.BK):
         at, inside = rows(h, start, end, d.H, d.K, d.BT, d.BK, i_k)
         k = i_k * d.BK + tl.arange(0, d.BK)
-        b_g = load_gates(p_g, at, inside)
-        b_gates = dot_split(b_weights, b_g, zeros(d.BT, d.BK), PRECISION)
+        b_gates = weighted_gates(b_weights, p_g, at, inside, PRECISION)
         if KEYS:
-            b_sum = tl.sum(b_g, 0)
+            b_sum = tl.sum(load_gates(p_g, at, inside), 0)
             tl.store(p_gate + (n * d.H + h) * d.K + k, b_sum, mask=k < d.K)
             b_least = tl.minimum(b_least, b_sum)
         else:
