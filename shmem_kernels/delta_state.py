@@ -210,8 +210,11 @@ def delta_state_passing_kernel(
         s = s_end - 1 - n if REVERSE else s_first + n
         row = (s * d.H + h).to(tl.int64) * d.K
         flags = tl.load(p_segments + s * SEGMENT_WORDS + FLAGS)
+        known = (flags & KNOWN) != 0
         if state:
-            if p_outside is not None:
+            if p_outside is None:
+                known |= (n == 0) | ((flags & BEGIN) != 0)  # X is 0
+            else:
                 begins = (flags & BEGIN) != 0
                 sequence = tl.load(p_segments + s * SEGMENT_WORDS + SEQUENCE).to(tl.int64)
                 p_begin = p_outside + (sequence * d.H + h) * (d.K * d.V) + offsets
@@ -223,8 +226,8 @@ def delta_state_passing_kernel(
             b_next = zeros(d.BK, d.BC)
         if state | ((flags & COMES) != 0):
             tl.store(p_here + offsets, b_x, mask=inside)
-            tl.debug_barrier()  # times() reads all of X
-            if (flags & KNOWN) == 0:
+            if not known:
+                tl.debug_barrier()  # times() reads all of X
                 b_next = times(p_transition + row * d.K, p_here, b_next, k, c, stride_i, stride_j, C, d.K, C, d.BJ)
             b_x = b_next
             n += 1

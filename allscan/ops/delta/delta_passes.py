@@ -117,7 +117,7 @@ def blocks(BK: int, BV_max: int, dtype: torch.dtype) -> dict[str, dict[str, int]
     several = dict(BV=columns, BJ=BJ, num_warps=8 if wide or columns == 128 else 4, num_stages=1 if wide else 2)
     return dict(
         summary=summary | dict(BR=min(rows, BK), BV=min(64 if wide else 128, BV_max)),
-        state_passing=dict(BC=16, BJ=min(64, BK), num_warps=4 if BK <= 128 else 8),
+        state_passing=dict(BC=32 if BK == 128 else 16, BJ=min(64, BK), num_warps=8 if BK > 64 else 4),
         states=several if wide else several | dict(BV=min(64, BV_max), num_warps=4),
         local=several if wide else several | dict(num_stages=3),
         adjoint=several,
