@@ -93,13 +93,15 @@ def load_incoming_state(
     BV: tl.constexpr,
     i_k=0,
 ):
-    """Load a segment's incoming state [BK, BV]: from this rank's tokens and from the other ranks."""
-    k = i_k * BK + tl.arange(0, BK)
-    b_gates = tl.load(p_edge_gate + (s * H + h) * K + k, mask=k < K, other=0.0)
+    """Load a segment's incoming state [BK, BV]: from this rank's tokens and, with p_prev, from the other ranks."""
     at, inside = state_at(s * H + h, i_v, K, V, BK, BV, i_k)
-    b_own = load(p_incoming, at, inside)
-    at, inside = state_at(tl.load(p_segment + STATE_INDEX) * H + h, i_v, K, V, BK, BV, i_k)
-    return decayed(b_own, b_gates, load(p_prev, at, inside))
+    b_state = load(p_incoming, at, inside)
+    if p_prev is not None:
+        k = i_k * BK + tl.arange(0, BK)
+        b_gates = tl.load(p_edge_gate + (s * H + h) * K + k, mask=k < K, other=0.0)
+        at, inside = state_at(tl.load(p_segment + STATE_INDEX) * H + h, i_v, K, V, BK, BV, i_k)
+        b_state = decayed(b_state, b_gates, load(p_prev, at, inside))
+    return b_state
 
 
 @triton.jit

@@ -161,10 +161,6 @@ class Plan:
         self._steps.append(step)
         self._checks += [] if check is None else [check]
 
-    def zero(self, x: Buffer) -> None:
-        """Record a fill of the buffer with zeros."""
-        self._steps.append(lambda run: run.tensor(x.number).zero_())
-
     def call_python(self, function: Callable[..., None], *buffers: Buffer) -> None:
         """Record the call ``function(context, *tensors)``, with the context of the run."""
         numbers = [x.number for x in buffers]

@@ -366,14 +366,6 @@ def test_what_zeco_gla_overlaps_with_the_scan(monkeypatch):
     assert found.behind["grad_kernel"] == {"output_kernel"}
 
 
-def test_zeros_of_an_empty_buffer():
-    """A rank without tokens."""
-    plan = Plan()
-    plan.zero(plan.input(torch.zeros(0, 8)))
-    plan.zero(plan.output(4))
-    assert torch.equal(plan.run(None, torch.zeros(0, 8))[0], torch.zeros(4))
-
-
 class Bare:
     """A compiled kernel with Triton's own GPU launcher, whose C function is ``handed``'s."""
 

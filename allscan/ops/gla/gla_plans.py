@@ -150,8 +150,13 @@ class CarryPlan(Plan):
         self.segments, self.segments_of_states = (
             self.constant(x) for x in (layout.segments, layout.segments_of_states)
         )
+        zigzag = bool(shape.zigzag)
+        self.halves = 1 + zigzag, shape.carried, self.H, self.K
+        # whether this rank receives a state in forward, a gradient in backward, other than with carry_in_order
+        self.before = self.behind = False
+        if not shape.invariant:
+            self.before, self.behind = carrier.neighbours((*self.halves, self.V), zigzag)
         # set by ``carry``, for ``join_carry`` and ``end``
-        self._has_incoming = False  # this rank receives a state, which final_kernel adds to its final states
         self._joins_last = False  # no kernel of this rank needs the scan's result: ``end`` joins, not ``join_carry``
         self._of_final_kernel: tuple[tuple[Buffer | None, ...], tuple[int, ...], dict[str, Any]] = (None,), (), {}
 
@@ -163,11 +168,12 @@ class CarryPlan(Plan):
         """Return [forward epoch, IncomingStates, further parts]: see Shape.all_saved."""
         stored = self.shape.all_saved(self.layout.num_segments, self.layout.num_chunks)
         parts: list[Any] = self.views(saved_buffer, stored)
-        return [parts[0], IncomingStates(*parts[1:4]), *parts[4:]]
+        return [parts[0], IncomingStates(*parts[1 : 4 if self.before else 3]), *parts[4:]]
 
     def incoming_states(self) -> IncomingStates:
         """Allocate IncomingStates of gradients."""
-        return IncomingStates(*(self.scratch(*of) for of, _ in self.shape.incoming(self.layout.num_segments)))
+        shapes = self.shape.incoming(self.layout.num_segments)[: 3 if self.behind else 2]
+        return IncomingStates(*(self.scratch(*of) for of, _ in shapes))
 
     def carry(
         self,
@@ -182,7 +188,7 @@ class CarryPlan(Plan):
         with the kernels that are recorded before ``join_carry``.
 
         Afterwards ``states`` and ``gates`` give each segment's incoming state, ``prev`` [states, H, K, V] is this
-        rank's incoming state, and ``final`` holds the final states of the sequences.
+        rank's incoming state (None: nothing enters), and ``final`` holds the final states of the sequences.
 
         Forward has little work to overlap with the scan over the ranks: operands_kernel if keys_kernel is separate,
         otherwise none. The last rank sends to no rank, so it starts that scan first and runs state_passing_kernel while
@@ -198,18 +204,16 @@ class CarryPlan(Plan):
             return self.carry_in_order(carrier, sums, incoming, ends, fwd_epoch, long)
         (states, gates, prev), (outside, final) = incoming, ends
         H, K, V, reverse, zigzag = self.H, self.K, self.V, self.reverse, bool(self.shape.zigzag)
-        halves = 1 + zigzag, self.shape.carried, H, K
+        halves, before, behind = self.halves, self.before, self.behind
         own, decay = self.scratch(*halves, V), self.scratch(*halves)
         BK, BV = default_tile(K, V, STATE_PASSING_WORDS[self.shape.device])
         grid = cdiv(K, BK), cdiv(V, BV), self.shape.states * H
         blocks: dict[str, Any] = dict(d=GLASizes(H=H, K=K, V=V, BK=BK, BV=BV), REVERSE=reverse, num_warps=1)
         tables = self.segments, self.segments_of_states
         self._of_final_kernel = (final, sums, gates, *tables, prev), grid, blocks
-        before, behind = carrier.neighbours(own.shape, zigzag)
-        self._has_incoming = behind if reverse else before  # this rank receives a state
         first, last = behind and not (before or reverse), before and not (behind or reverse)
         self._joins_last = first
-        out = own if first else self.view(prev, 0, *halves, V)
+        out = own if prev is None else self.view(prev, 0, *halves, V)
 
         def segments() -> None:
             self.launch(state_passing_kernel, grid, states, sums, gates, *tables, outside, own, decay, final, **blocks)
@@ -226,12 +230,8 @@ class CarryPlan(Plan):
             if before or behind:
                 carried = CarriedState(own, out, fwd_epoch, decay, stamp=self.stamp)
                 carrier.record(self, carried, reverse, zigzag)
-            else:
-                self.zero(prev)
             if long:
                 self.join()
-        if first:
-            self.zero(prev)  # overlapped with the scan, because all other ranks wait for that
         if last:
             segments()
         return outputs
@@ -265,7 +265,7 @@ class CarryPlan(Plan):
         if not self._joins_last:
             self.join()
         buffers, grid, blocks = self._of_final_kernel
-        if self._has_incoming and buffers[0] is not None:
+        if (self.behind if self.reverse else self.before) and buffers[0] is not None:
             self.launch(final_kernel, grid, *buffers, **blocks)
 
     def end(self) -> None:
