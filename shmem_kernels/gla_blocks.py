@@ -44,8 +44,8 @@ class GLASizes(NamedTuple):
 
 @triton.jit
 def weighted_gates(b_weights, p_g, at, inside, PRECISION: tl.constexpr):
-    """weights times the gates of one chunk, to base 2. Gates in bfloat16 are operands as they are, exact, but not
-    clamped as by load_gates: a chunk with -inf, which is a strong one, has NaN."""
+    """weights times the gates of one chunk, which are at most 0, to base 2. Gates in bfloat16 are operands as they are,
+    exact, but not clamped as by load_gates: a chunk with -inf, which is a strong one, has NaN."""
     b_zero = tl.zeros(at.shape, tl.float32)
     if PRECISION == "bf16" and p_g.dtype.element_ty == tl.bfloat16:
         return product(b_weights, load(p_g, at, inside), b_zero, PRECISION) * LOG2_E

@@ -176,7 +176,7 @@ def state_kernel(
     p_segment_gate,  # float32 [NS, H, K]; None for every chunk
     p_incoming,  # float32 [NS, H, K, V], the segments' incoming states from this rank; None for zeros: see below
     p_edge_gate,  # float32 [NS, H, K]; None without p_incoming
-    p_prev,  # float32 [B, H, K, V]; None if nothing enters this rank
+    p_prev,  # float32 [B, H, K, V]; None: p_incoming is all
     p_states,  # like p_state; REVERSE and for every chunk, else None
     p_passed,  # float32 [NC, H, blocks of V, K]; with p_states
     scale,  # float
@@ -334,7 +334,7 @@ def output_kernel(
     p_segments,  # int32 [NS, SEGMENT_WORDS]
     p_incoming,  # float32 [NS, H, K, V], the segments' incoming states from this rank
     p_edge_gate,  # float32 [NS, H, K]
-    p_prev,  # float32 [B, H, K, V]; None if nothing enters this rank
+    p_prev,  # float32 [B, H, K, V]; None: p_incoming is all
     p_o,  # o, REVERSE dv [tokens, H, V]
     p_states,  # [NC, H, K, V], the chunks' incoming states; this and the next three are None in forward
     p_low,  # int8 [NC, H, K, V], see load_split (gla_blocks.py); or None

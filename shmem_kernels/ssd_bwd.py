@@ -88,7 +88,7 @@ def ssd_adjoint_kernel(
     p_segments,  # int32 [NS, SEGMENT_WORDS]
     p_incoming,  # float32 [NS, H, N, P], gradients of the segments' outgoing states from this rank
     p_edge_gate,  # float32 [NS, H, N]
-    p_prev,  # float32 [B, H, N, P]; None if nothing enters this rank
+    p_prev,  # float32 [B, H, N, P]; None: p_incoming is all
     p_D,  # [H] or [H, P]; or None
     p_dstates,  # [chunks of the launch, H, N, P]; out, the gradient of each chunk's outgoing state
     p_dx,  # [tokens, H, P]; out

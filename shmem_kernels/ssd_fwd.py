@@ -177,7 +177,7 @@ def ssd_state_kernel(
     p_segments,  # int32 [NS, SEGMENT_WORDS]
     p_incoming,  # float32 [NS, H, N, P], the segments' incoming states from this rank; None for zeros: see below
     p_edge_gate,  # float32 [NS, H, N]; None without p_incoming
-    p_prev,  # float32 [B, H, N, P]; None if nothing enters this rank
+    p_prev,  # float32 [B, H, N, P]; None: p_incoming is all
     p_states,  # [chunks of the launch, H, N, P]; out, each chunk's incoming state; None without p_incoming
     p_local,  # float32 [NS, H, N, P]; out; None with p_incoming
     p_gate,  # float32 [NS, H, N]; out; None with p_incoming
@@ -285,7 +285,7 @@ def ssd_output_kernel(
     p_segments,  # int32 [NS, SEGMENT_WORDS]
     p_incoming,  # float32 [NS, H, N, P], the segments' incoming states from this rank
     p_edge_gate,  # float32 [NS, H, N]
-    p_prev,  # float32 [B, H, N, P]; None if nothing enters this rank
+    p_prev,  # float32 [B, H, N, P]; None: p_incoming is all
     p_D,  # [H] or [H, P]; or None
     p_z,  # [tokens, H, P]; or None
     p_dy,  # [tokens, H, P]; None but for backward with z

@@ -188,7 +188,7 @@ class CarryPlan(Plan):
         with the kernels that are recorded before ``join_carry``.
 
         Afterwards ``states`` and ``gates`` give each segment's incoming state, ``prev`` [states, H, K, V] is this
-        rank's incoming state (None: nothing enters), and ``final`` holds the final states of the sequences.
+        rank's incoming state (None: it receives none), and ``final`` holds the final states of the sequences.
 
         Forward has little work to overlap with the scan over the ranks: operands_kernel if keys_kernel is separate,
         otherwise none. The last rank sends to no rank, so it starts that scan first and runs state_passing_kernel while
