@@ -96,7 +96,7 @@ KINDS = {
     "cat": "CatArray",
     "recurrences": "scan_kernel segments_kernel ssd_ delta_ kda chunk_ transition_ recompute_w_u prepare_wy merge_16 "
     "solve_ l2norm cumsum summary_kernel adjoint_kernel operands_kernel output_kernel pairs_kernel gradient_kernel "
-    "factors_kernel scalar_states_kernel gradients_kernel "
+    "scalar_states_kernel gradients_kernel "
     "normalize_ gate_kernel gate_back sums_kernel",
     "convolutions": "conv dgrad wgrad",  # before GEMM, since cuDNN's convolutions also match GEMM's names
     "copies": "copy Memcpy",

@@ -11,7 +11,6 @@ scalar_summary_kernel     as summary_kernel of delta_state.py
 scalar_states_kernel      from chunk to chunk: o; or, for backward, the states and v_new; or both
 scalar_adjoint_kernel     from the last chunk to the first: the gradients of the states and r
 scalar_gradients_kernel   all gradients of each chunk alone, see kda_bwd.py
-factors_kernel            the factors again, for backward
 
 Factors are [NC, H, 3, BT] float32: beta, before and behind; 0, e^G and 1 for tokens beyond the end. Loops over chunks
 are pipelined (num_stages): they load nothing that they store. With 3 stages a chunk is copied while another is
@@ -55,30 +54,6 @@ def gate_sums_of(p_g, at_t, inside_t):
     """(G_t, gates) of a chunk's tokens, to base 2, [BT] float64."""
     b_g = load_gates(p_g, at_t, inside_t).to(tl.float64)
     return tl.cumsum(b_g, 0), b_g
-
-
-@triton.jit
-def store_factors(p_factors, b_sums, b_g, b_beta, n, h, d: tl.constexpr):
-    """Store the factors of chunk n."""
-    p_factors += (n * d.H + h).to(tl.int64) * (3 * d.BT) + tl.arange(0, d.BT)
-    tl.store(p_factors, b_beta)
-    tl.store(p_factors + d.BT, exp2(b_sums.to(tl.float32)))
-    tl.store(p_factors + 2 * d.BT, exp2((tl.sum(b_g, 0) - b_sums).to(tl.float32)))
-
-
-@triton.jit
-def factors_kernel(
-    p_g,  # [tokens, H], natural logarithms
-    p_beta,  # [tokens, H]
-    p_chunks,  # int32 [NC, 2]
-    p_factors,  # float32 [NC, H, 3, BT]; out
-    d: tl.constexpr,  # H BT
-):
-    """The factors alone."""
-    n, h = tl.program_id(0) // d.H, tl.program_id(0) % d.H
-    start, end, at_t, inside_t, b_beta = chunk_of(p_chunks, p_beta, n, h, d)
-    b_sums, b_g = gate_sums_of(p_g, at_t, inside_t)
-    store_factors(p_factors, b_sums, b_g, b_beta, n, h, d)
 
 
 @triton.jit
@@ -127,7 +102,10 @@ def scalar_operands_kernel(
     b_sums, b_g = gate_sums_of(p_g, at_t, inside_t)
     place = h, start, end
     if i % 2 == 0:
-        store_factors(p_factors, b_sums, b_g, b_beta, n, h, d)
+        p_chunk = p_factors + (n * d.H + h).to(tl.int64) * (3 * d.BT) + tl.arange(0, d.BT)
+        tl.store(p_chunk, b_beta)
+        tl.store(p_chunk + d.BT, exp2(b_sums.to(tl.float32)))
+        tl.store(p_chunk + 2 * d.BT, exp2((tl.sum(b_g, 0) - b_sums).to(tl.float32)))
         b_a = pairs_of(p_k, p_k, b_sums, b_beta[:, None], place, d, PRECISION, 1)
         b_a = inverse(b_a, d.BT, PRECISION)
         base, at, inside = tile(h, start, end, d.H, d.BT, d.BT, d.BT)

@@ -150,9 +150,8 @@ def delta_peak(layer: Recurrent, cut: Cut) -> Peak:
     scalar, dtype = layer.rule == "gated_delta_rule", torch.bfloat16
     shape = DeltaShape(B, H, H, K, V, dtype, scalar, cut.zigzag, saves=not cut.recompute)
     states = (ScalarChunkPass if scalar else ChunkPass)(_Apart(cut.ranks).comm, cut.layout(segment), shape)
-    chunks, words = most_chunks(B, T, B, int(cut.zigzag), False), 0
-    if states.saves:
-        words = sum(words_of(states.intermediates((B, T, H, V), K, chunks, dtype)))
+    chunks = most_chunks(B, T, B, int(cut.zigzag), False)
+    words = sum(words_of(states.saved((B, T, H, V), K, chunks, dtype, states.saves)))
     kept = torch.empty(words, dtype=torch.int32, device="meta")
     rows = [1, B * T, H] if cut.zigzag else [B, T, H]  # zigzag packs both halves
     q, v, scores = _of_meta(rows, [K, V, CHUNK_TOKENS])

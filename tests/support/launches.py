@@ -264,10 +264,8 @@ def launch_chunks(K, V, dtype, scalar, monkeypatch, capability=90, saves=False):
     x, v = (torch.zeros(1, T, H, width, dtype=dtype) for width in (K, V))
     outside = torch.zeros(1, H, K, V)
     beta = torch.zeros(1, T, H)
-    kept = saved_states_for(states)
-    if saves:
-        words = sum(words_of(states.intermediates(v.shape, K, layout.num_chunks, dtype)))
-        kept = kept._replace(intermediates=torch.empty(words, dtype=torch.int32))
+    words = sum(words_of(states.saved(v.shape, K, layout.num_chunks, dtype, saves)))
+    kept = saved_states_for(states)._replace(intermediates=torch.empty(words, dtype=torch.int32))
     inputs = Inputs(x, x, v, beta if scalar else torch.zeros(1, T, H, K), beta)
     _, _, *solved = states.whole_forward(inputs, outside, outside, kept, 0.1)
     states.whole_backward(inputs, LocalGrads(v, None, *solved), outside, outside, kept, 0.1)

@@ -56,7 +56,7 @@ class SavedStates(NamedTuple):
     transitions: Any  # [segments, H, K, K], float32 bits in any 4-byte dtype
     incoming: Any  # [segments, H, K, V], likewise: each segment's incoming state
     fwd_epoch: Any  # forward epoch of the call
-    intermediates: Any = None  # with recompute=False int32 words of ChunkPass.intermediates
+    intermediates: Any = None  # int32 words of ChunkPass.saved
 
 
 class ChunkOperands(NamedTuple):

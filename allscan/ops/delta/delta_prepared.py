@@ -129,10 +129,8 @@ def _in_one(*tensors: Tensor | None) -> Iterator[Any]:
 
 
 def saved_words(x: Shapes, call: Call, chunks: int) -> int:
-    """Return the words of the intermediates of so many chunks that forward saves."""
-    if not call.saves:
-        return 0
-    return sum(words_of(RULES[call.rule].intermediates((x.B, x.T, x.HV, x.V), x.K, chunks, x.dtype)))
+    """Return the words of the tensors of so many chunks that forward saves for backward."""
+    return sum(words_of(RULES[call.rule].saved((x.B, x.T, x.HV, x.V), x.K, chunks, x.dtype, call.saves)))
 
 
 def state_specs(

@@ -29,7 +29,7 @@ class FlaPass(StatePass):
     own = False
 
     @staticmethod
-    def intermediates(*_: Any) -> list[Stored]:
+    def saved(*_: Any) -> list[Stored]:
         """None are saved: fla's backward computes them again."""
         return []
 

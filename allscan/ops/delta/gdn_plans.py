@@ -7,9 +7,8 @@ from typing import Any
 import torch
 
 from ...comm.communicator import Communicator
-from ...launch.plan import Buffer, Plan
+from ...launch.plan import Buffer, Plan, Stored
 from ...shmem_kernels.gdn import (
-    factors_kernel,
     scalar_adjoint_kernel,
     scalar_gradients_kernel,
     scalar_operands_kernel,
@@ -31,7 +30,6 @@ def scalar_blocks(BK: int, BV_max: int, dtype: torch.dtype) -> dict[str, dict[st
     BJ = min(32, BK)
     several = dict(BV=columns, BJ=BJ, num_warps=8 if wide or columns == 128 else 4, num_stages=stages)
     return dict(
-        factors=dict(num_warps=2),
         triangle=dict(BJ=min(BK, 32 if fine else 128), num_warps=4, num_stages=1)
         | ({} if wide else dict(maxnreg=128)),  # four programs per multiprocessor
         scalar_output=several,
@@ -50,7 +48,6 @@ def scalar_blocks_of_cpus(BK: int, BV_max: int) -> dict[str, dict[str, int]]:
         ("scalar_output", "scalar_states", "scalar_local", "scalar_adjoint"), dict(BV=BV_max, BJ=BK)
     )
     return several | dict(
-        factors={},
         scalar_gradients=dict(BJ=BK, BV=BV_max),
         triangle=dict(BJ=BK),
     )
@@ -59,7 +56,14 @@ def scalar_blocks_of_cpus(BK: int, BV_max: int) -> dict[str, dict[str, int]]:
 class ScalarChunkPass(ChunkPass):
     """A ChunkPass of one gate a head: between the kernels there are Aqk, T - 1 and factors of tokens alone."""
 
-    scalar, intermediates = True, staticmethod(states_of)
+    scalar = True
+
+    @staticmethod
+    def saved(values: tuple[int, ...], K: int, chunks: int, dtype: torch.dtype, saves: bool) -> list[Stored]:
+        """Shapes of the factors, of one chunk more, as kernels load those of the first chunk where there is none; with
+        ``saves`` also of h and v_new."""
+        factors = (chunks + 1, values[2], 3, CHUNK_TOKENS), torch.float32
+        return [factors, *(states_of(values, K, chunks, dtype) if saves else ())]
 
     def __init__(self, comm: Communicator, layout: Layout, shape: DeltaShape) -> None:
         super().__init__(comm, layout, shape)
@@ -80,7 +84,8 @@ class ScalarChunkPass(ChunkPass):
         (q, k, v, g, beta), saved_states = x, _words(plan, saved_states)
         o, segments = self._output(plan, v, boundaries), self._segments(plan)
         scores, solved = (plan.output(*v.shape[:3], CHUNK_TOKENS, dtype=v.dtype) for _ in ("Aqk", "T - 1"))
-        factors, chunks = self._factors_memory(plan), self._table(plan, "chunks")
+        factors, *states = self._saved(plan, v, saved_states)
+        chunks = self._table(plan, "chunks")
         fixed, grid = dict(scale=scale, PRECISION=self.precision), (self.layout.num_chunks * 2 * self.H,)
         tensors: tuple[Any, ...] = q, k, g, beta, chunks, scores, solved, factors
         self._launch(plan, "triangle", scalar_operands_kernel, grid, *tensors, **fixed)
@@ -89,8 +94,7 @@ class ScalarChunkPass(ChunkPass):
             tensors = k, v, factors, solved, segments, saved_states.transitions, local
             self._summarize(plan, scalar_summary_kernel, *tensors)
         incoming = self._carry(plan, saved_states, local, initial)
-        states = self._intermediates(plan, v, saved_states) if self.saves else (None, None)
-        tensors = q, k, v, factors, scores, solved, segments, *incoming, o, *states, final
+        tensors = q, k, v, factors, scores, solved, segments, *incoming, o, *(states or (None, None)), final
         self._by_segments(plan, "scalar_output", scalar_states_kernel, *tensors, scale=scale)
         return o, None, scores, solved
 
@@ -105,17 +109,17 @@ class ScalarChunkPass(ChunkPass):
         saved_states: SavedStates,
         scale: float,
     ) -> tuple[Buffer, ...]:
-        (q, k, v, g, beta), (do, _, scores, solved) = x, d
+        (q, k, v, g, _), (do, _, scores, solved) = x, d
         saved_states, segments = _words(plan, saved_states), self._segments(plan)
         dq, dk, dv, dg, dbeta = self._gradients_memory(plan, x)
-        factors, chunks = self._factors_memory(plan), self._table(plan, "chunks")
-        programs = self.layout.num_chunks * self.H
-        self._launch(plan, "factors", factors_kernel, (programs,), g, beta, chunks, factors)
+        factors, *states = self._saved(plan, v, saved_states)
+        chunks = self._table(plan, "chunks")
         local, inputs = plan.scratch(*self.of_states), (q, k, factors, do, scores, solved, segments)
         tensors: tuple[Any, ...] = *inputs, *[None] * 6, local, dfinal
         self._by_segments(plan, "scalar_local", scalar_adjoint_kernel, *tensors, scale=scale)
         back = self._carry_back(plan, saved_states, local, dfinal)
-        (h, v_new), (dh, r) = self._intermediates(plan, v, saved_states), self._states_memory(plan, v)
+        h, v_new = states or self._states_memory(plan, v)
+        dh, r = self._states_memory(plan, v)
         if not self.saves:
             incoming = IncomingStates(saved_states.incoming)
             tensors = None, k, v, factors, None, solved, segments, *incoming, None, h, v_new, None
@@ -126,7 +130,3 @@ class ScalarChunkPass(ChunkPass):
         tensors = q, k, v, g, chunks, factors, h, dh, v_new, do, r, dq, dk, dv, dg, dbeta
         self._launch_chunks(plan, "scalar_gradients", scalar_gradients_kernel, *tensors, scale=scale)
         return dq, dk, dv, dg, dbeta
-
-    def _factors_memory(self, plan: Plan) -> Buffer:
-        """Allocate the factors, of one chunk more: kernels load those of the first chunk where there is none."""
-        return plan.scratch(self.layout.num_chunks + 1, self.H, 3, CHUNK_TOKENS)

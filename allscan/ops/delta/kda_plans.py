@@ -71,9 +71,11 @@ class ChunkPass(StatePass):
         self.weights = chunk_weights(CHUNK_TOKENS, layout.weights.device)
 
     @staticmethod
-    def intermediates(values: tuple[int, ...], K: int, chunks: int, dtype: torch.dtype) -> list[Stored]:
-        """Shapes of qg, kg, w, u, the sums of each chunk's gates (one row more: see chunk_decay of delta_state.py) and
-        the chunks' anchors, for v's shape."""
+    def saved(values: tuple[int, ...], K: int, chunks: int, dtype: torch.dtype, saves: bool) -> list[Stored]:
+        """Shapes of the tensors of the chunks that forward saves for backward, for v's shape: with ``saves`` qg, kg, w,
+        u, the sums of each chunk's gates (one row more: see chunk_decay of delta_state.py) and the chunks' anchors."""
+        if not saves:
+            return []
         keys, H = ((*values[:3], K), dtype), values[2]
         return [keys, keys, keys, (values, dtype), ((chunks + 1, H, K), torch.float32), ((chunks, H), torch.int32)]
 
@@ -93,7 +95,7 @@ class ChunkPass(StatePass):
         v, saved_states = x.v, _words(plan, saved_states)
         o = self._output(plan, v, boundaries)
         solved = tuple(plan.output(*v.shape[:3], CHUNK_TOKENS, dtype=v.dtype) for _ in ("Aqk", "T - 1"))
-        qg, kg, w, u, sums, strong = operands = self._intermediates(plan, v, saved_states)
+        qg, kg, w, u, sums, strong = operands = self._operands_memory(plan, v, saved_states)
         self._operands(plan, "operands", x, solved, operands, scale)
         self._anchors(plan, x.g, strong, ALL=False)
         self._operands(plan, "strong", x, solved, operands, scale)
@@ -122,7 +124,7 @@ class ChunkPass(StatePass):
         Aqk and T - 1 in scores and solved."""
         q, k, v, g, beta = x
         saved_states, (dq, dk, dv, dg, dbeta) = _words(plan, saved_states), self._gradients_memory(plan, x)
-        qg, kg, w, u, sums, strong = operands = self._intermediates(plan, v, saved_states)
+        qg, kg, w, u, sums, strong = operands = self._operands_memory(plan, v, saved_states)
         if not self.saves:
             self._operands(plan, "solved", x, (d.scores, d.solved), operands, scale)
         between = ChunkOperands(kg, w, u, sums, qg)
@@ -152,12 +154,15 @@ class ChunkPass(StatePass):
         stored = states_of(v.shape, self.K, self.layout.num_chunks, v.dtype)
         return [plan.scratch(*shape, dtype=dtype) for shape, dtype in stored]
 
-    def _intermediates(self, plan: Plan, v: Buffer, saved_states: SavedStates) -> list[Buffer]:
-        """Return ``intermediates``: in the buffer that forward saves, or scratch."""
-        stored = self.intermediates(v.shape, self.K, self.layout.num_chunks, v.dtype)
-        if self.saves:
-            return plan.views(saved_states.intermediates, stored)
-        return [plan.scratch(*shape, dtype=dtype) for shape, dtype in stored]
+    def _saved(self, plan: Plan, v: Buffer, saved_states: SavedStates) -> list[Buffer]:
+        """Return the tensors of ``saved`` in the buffer that forward saves."""
+        stored = self.saved(v.shape, self.K, self.layout.num_chunks, v.dtype, self.saves)
+        return plan.views(saved_states.intermediates, stored)
+
+    def _operands_memory(self, plan: Plan, v: Buffer, saved_states: SavedStates) -> list[Buffer]:
+        """Return the operands of the chunks: in the buffer that forward saves, or scratch."""
+        stored = self.saved(v.shape, self.K, self.layout.num_chunks, v.dtype, True)
+        return self._saved(plan, v, saved_states) or [plan.scratch(*shape, dtype=dtype) for shape, dtype in stored]
 
     def _gradients_memory(self, plan: Plan, x: Inputs) -> tuple[Buffer, ...]:
         """Allocate dq and dk for each head of v, dv, dg and dbeta."""
