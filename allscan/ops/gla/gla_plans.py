@@ -158,7 +158,7 @@ class CarryPlan(Plan):
             self.before, self.behind = carrier.neighbours((*self.halves, self.V), zigzag)
         # set by ``carry``, for ``join_carry`` and ``end``
         self._joins_last = False  # no kernel of this rank needs the scan's result: ``end`` joins, not ``join_carry``
-        self._of_final_kernel: tuple[tuple[Buffer | None, ...], tuple[int, ...], dict[str, Any]] = (None,), (), {}
+        self._of_final_kernel: tuple[tuple[Buffer, ...], tuple[int, ...], dict[str, Any]] | None = None
 
     def inputs(self, tensors: Sequence[Tensor | None]) -> list[Any]:
         """Declare the inputs of a run; None for None."""
@@ -210,7 +210,8 @@ class CarryPlan(Plan):
         grid = cdiv(K, BK), cdiv(V, BV), self.shape.states * H
         blocks: dict[str, Any] = dict(d=GLASizes(H=H, K=K, V=V, BK=BK, BV=BV), REVERSE=reverse, num_warps=1)
         tables = self.segments, self.segments_of_states
-        self._of_final_kernel = (final, sums, gates, *tables, prev), grid, blocks
+        if final is not None and prev is not None:
+            self._of_final_kernel = (final, sums, gates, *tables, prev), grid, blocks
         first, last = behind and not (before or reverse), before and not (behind or reverse)
         self._joins_last = first
         out = own if prev is None else self.view(prev, 0, *halves, V)
@@ -264,8 +265,8 @@ class CarryPlan(Plan):
         receives a state and final states are wanted."""
         if not self._joins_last:
             self.join()
-        buffers, grid, blocks = self._of_final_kernel
-        if (self.behind if self.reverse else self.before) and buffers[0] is not None:
+        if self._of_final_kernel is not None:
+            buffers, grid, blocks = self._of_final_kernel
             self.launch(final_kernel, grid, *buffers, **blocks)
 
     def end(self) -> None:
