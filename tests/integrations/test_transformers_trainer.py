@@ -227,8 +227,8 @@ def checkpoints(make):
     return found | dict(logits=logits.numpy(), config=len(ordinary.config._attn_implementation))
 
 
-# For the cases of two batches a step: there Adam makes of float32's rounding 6.5e-5 of the third norm, in the ordinary
-# trainer, too, beside the same in float64
+# For two batches a step: with Adam the third norm of the ordinary trainer in float32 differs from that in float64 by
+# 6.5e-5, more than ``different`` allows
 SGD = dict(optim="sgd", learning_rate=0.3)
 CASES = {
     "training": functools.partial(training, include_num_input_tokens_seen="all"),
